@@ -1,4 +1,4 @@
-"""For the tests of plugins and of the core: the conformance kit, its reference, tiny models, and processes as ranks."""
+"""Conformance kits, reference models, small test models and rank processes, for tests of plugins and of the core."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: the process that forks ranks comes through here too, and needs no torch of its own."""
+    """Import a public name on first access.
+
+    The process that forks ranks imports this package too and may not need torch.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

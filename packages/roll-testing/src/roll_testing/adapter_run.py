@@ -1,8 +1,10 @@
-"""A run that trains adapters and sends them alone, with `roll-core` as from a shell: for plugins of this repository.
+"""End-to-end run that trains adapters and sends only the adapters, by `roll-core run` in a subprocess.
 
-class TestAdapterRun(AdapterRunTests):
-    engine = "vllm"
-    settings = {"kv_cache_memory_bytes": 32 << 20}
+For plugins of this repository:
+
+    class TestAdapterRun(AdapterRunTests):
+        engine = "vllm"
+        settings = {"kv_cache_memory_bytes": 32 << 20}
 """
 
 from __future__ import annotations
@@ -32,24 +34,27 @@ MODEL = {
     "max_position_embeddings": 64,
 }
 INPUTS_AND_OUTPUTS = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 2 * (64 + 96) + (96 + 64)
-"""Of q, k and v, o, gate and up, down."""
+"""Input plus output sizes of the projections q, k and v, o, gate and up, down, summed over one layer."""
 JUDGE = "def score(prompt, response, **row):\n    return sum(c in '02468' for c in response) / 6 + len(response) % 2\n"
 BOUND = 1e-4
-"""Between logprobs of the engine and of the trainer, of the same weights in fp32."""
+"""Bound on the difference between engine and trainer logprobs of the same weights in fp32."""
 RUN_S = 840.0
 
 
 class AdapterRunTests:
-    """Trainer and engine take turns on one slot."""
+    """Trainer and engine share one slot and use it alternately."""
 
     engine: ClassVar[str]
-    """Name of the strategy."""
+    """Name of the infer strategy."""
     settings: ClassVar[Mapping[str, Any]] = {}
-    """Its `strategy_config`, besides `enable_lora`."""
+    """Its `strategy_config`, without `enable_lora`."""
 
     @pytest.mark.ray
     def test_a_trained_adapter_travels_alone(self, tmp_path: Path) -> None:
-        """What is copied is A and B to the byte, and the engine computes with them what the trainer does."""
+        """A weight sync must copy exactly the bytes of the LoRA matrices A and B.
+
+        Engine and trainer logprobs must then agree.
+        """
         (tmp_path / "judges.py").write_text(JUDGE, encoding="utf-8")
         rows = [json.dumps({"id": i, "prompt": f"{i:03d}>", "ground_truth": ""}) for i in range(32)]
         (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -73,7 +78,7 @@ class AdapterRunTests:
             assert line["actor/logprob_gap"] < BOUND
             assert line["actor/grad_norm"] > 0
             assert line["tokens/generated"] > 0
-        # A reading that is late is in the next step's.
+        # A delayed reading of the counter is in the next step's metrics.
         counted = [line.get("engine/actor_infer/generated_tokens", 0) for line in lines]
         read = max(step for step, count in enumerate(counted, start=1) if count)
         assert sum(counted) >= sum(line["tokens/generated"] for line in lines[:read])

@@ -1,4 +1,4 @@
-"""A train strategy on one rank as a run has it: constructed from its record, given its share, called in order."""
+"""Builds a train strategy on one rank from its record and calls it in the order of a run."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
     from roll_core.types import Floats, TrainSequence
 
 ROLE = "actor_train"
-"""Of the strategy under test, in its own error messages."""
+"""Role of the strategy under test, shown in its error messages."""
 
 MOST_OVERFLOWS = 64
-"""Halvings of a scale, each of which may need two steps: float16 has 2**40 between its largest and smallest numbers."""
+"""Maximum number of steps that may overflow while the loss scale is halved. Each halving may need two steps, and
+float16 has 2**40 between its largest and smallest numbers."""
 
 Arrays = dict[str, "Floats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is built: picklable, so that every rank builds the same."""
+    """Everything that a rank needs to build the strategy. Picklable, so that all ranks build the same."""
 
     provider: TrainProvider
     strategy_config: Mapping[str, Any]
     config_alone: Mapping[str, Any] = field(default_factory=dict)
-    """What takes the place of `strategy_config` on one rank, where that needs several."""
+    """Replaces `strategy_config` on one rank if that configuration needs several ranks."""
     model: ModelSpec
     training: TrainingSpec | None
     world_size: int = 1
@@ -51,21 +52,21 @@ class Case:
     master_port: int = 0
     platform_target: str = "roll_core.builtin.cpu:CpuPlatform"
     timeout_s: float = 60.0
-    """Of collectives."""
+    """Timeout of collectives in seconds."""
 
     def platform(self) -> Platform:
-        """The platform, as it is in the process that asks."""
+        """Return the platform, created in the calling process."""
         made: Platform = load_target(self.platform_target, owner="the platform of the tests")()
         return made
 
     def with_(self, **changes: Any) -> Case:
-        """The same with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a batch is cut into microbatches: by sequences, by tokens, or not at all."""
+    """How a batch is split into microbatches: by sequences, by tokens, or not at all."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None
@@ -76,17 +77,17 @@ WHOLE = Split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One optimizer step: the whole batch, over all ranks, and its loss."""
+    """One optimizer step: the whole batch over all ranks, and its loss."""
 
     sequences: Sequence[TrainSequence]
     loss: LossFn
     split: Split = field(default=WHOLE)
     calls: int = 1
-    """Over how many calls of `forward_backward` the microbatches are spread."""
+    """Number of `forward_backward` calls over which the microbatches are spread."""
 
 
 def make(case: Case) -> TrainStrategy:
-    """The strategy, constructed but not built."""
+    """Construct the strategy without building it."""
     owner = f"train strategy {case.provider.name}"
     check_requirements(case.provider, owner=owner)
     config = schema_of(case.provider, StrategyConfig, owner=owner).model_validate(dict(case.strategy_config))
@@ -95,7 +96,7 @@ def make(case: Case) -> TrainStrategy:
 
 
 def mesh_of(case: Case, rank: int) -> MeshInfo:
-    """Where a rank stands."""
+    """Return the `MeshInfo` of a rank."""
     return MeshInfo(
         role=ROLE,
         rank=rank,
@@ -111,7 +112,7 @@ def mesh_of(case: Case, rank: int) -> MeshInfo:
 
 @contextmanager
 def built(case: Case, rank: int) -> Iterator[TrainStrategy]:
-    """The strategy between `build` and `close`."""
+    """Build the strategy with deterministic algorithms enabled, and close it at the end of the block."""
     import torch
 
     settings: Any = torch.utils.deterministic
@@ -129,20 +130,23 @@ def built(case: Case, rank: int) -> Iterator[TrainStrategy]:
 
 
 def share(strategy: TrainStrategy, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """What this rank computes of a batch."""
+    """Return this rank's share of a batch."""
     place = strategy.data_rank
     return [sequences[i] for i in balance(sequences, place.size)[place.index]]
 
 
 def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split: Split) -> list[MicroBatch]:
-    """This rank's sequences as microbatches, with the denominators of the whole batch."""
+    """Pack this rank's sequences into microbatches, with the loss denominators of the whole batch."""
     denominators = totals(batch, max_length=max(len(each) for each in batch))
     return pack(mine, totals=denominators, max_sequences=split.max_sequences, max_tokens=split.max_tokens)
 
 
 def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str, float]]:
-    """What `optimizer_step` says, and this rank's metrics, added up. Taken again while a search for the scale of the
-    loss skips it."""
+    """Run one optimizer step.
+
+    Return its statistics and this rank's summed metrics. Repeats the step while it overflows during the search for a
+    loss scale. Raises `AssertionError` if every attempt overflows.
+    """
     for _ in range(MOST_OVERFLOWS + 1):
         metrics = accumulate(strategy, step)
         stats = strategy.optimizer_step()
@@ -152,7 +156,7 @@ def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str,
 
 
 def accumulate(strategy: TrainStrategy, step: Step) -> dict[str, float]:
-    """Gradients of this rank's share; its metrics, added up."""
+    """Accumulate gradients of this rank's share and return its summed metrics."""
     mine = micros(share(strategy, step.sequences), step.sequences, step.split)
     metrics: dict[str, float] = {}
     for part in range(step.calls):
@@ -163,7 +167,7 @@ def accumulate(strategy: TrainStrategy, step: Step) -> dict[str, float]:
 
 
 def weights(strategy: TrainStrategy) -> Arrays:
-    """What it exports, as float32; empty on ranks that lead no replica."""
+    """Return the exported weights as float32; empty on ranks that are not leaders."""
     leads = strategy.data_rank.leader
     return {name: as_array(tensor) for name, tensor in strategy.export_weights() if leads}
 
@@ -171,7 +175,10 @@ def weights(strategy: TrainStrategy) -> Arrays:
 def outputs(
     strategy: TrainStrategy, sequences: Sequence[TrainSequence], want: Want, split: Split = WHOLE
 ) -> dict[str, dict[str, Floats]]:
-    """Outputs of this rank's share: by name of the output, then by id of the sequence."""
+    """Return outputs of this rank's share, by output name and then by sequence id.
+
+    Empty on ranks that are not leaders.
+    """
     found: dict[str, dict[str, Floats]] = {}
     mine = micros(share(strategy, sequences), sequences, split)
     for micro, answer in zip(mine, strategy.forward_all(mine, want), strict=True):
@@ -184,7 +191,7 @@ def outputs(
 
 
 def present(found: TokenOutputs) -> dict[str, Tensor]:
-    """The outputs that are there, by name."""
+    """Return the outputs that are not None, by name."""
     named = {
         "logprobs": found.logprobs_T,
         "entropy": found.entropy_T,
@@ -197,6 +204,6 @@ def present(found: TokenOutputs) -> dict[str, Tensor]:
 
 
 def as_array(tensor: Tensor) -> Floats:
-    """A copy on the host, as float32."""
+    """Return a float32 copy on the host."""
     array: Floats = tensor.detach().float().cpu().numpy().copy()
     return array

@@ -1,4 +1,4 @@
-"""How near is near enough, and messages that say what was how far off."""
+"""Error bounds, and comparisons whose messages state what differs and by how much."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from roll_testing.programs import Trained
 
 SPLIT = 1e-6
-"""Relative distance between gradients of one batch, split in different ways, in fp32."""
+"""Allowed relative distance between fp32 gradients of one batch that is split in different ways."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Distances to the reference, which computes in float32."""
+    """Allowed distances to the reference, which computes in float32."""
 
     outputs: float
     """Largest absolute difference of a logprob, an entropy or a value, in nats or in the value's unit."""
     gradient: float
-    """Norm of the difference of two gradients over the norm of the reference's."""
+    """Norm of the difference of two gradients, divided by the norm of the reference's."""
     steps: float
-    """The same of the way that the parameters went in a few optimizer steps."""
+    """Same measure for the change of the parameters in a few optimizer steps."""
     learning_rate: float = 1e-9
-    """Relative; a schedule is computed in float64 everywhere."""
+    """Relative difference of learning rates. Schedules are computed in float64 everywhere."""
 
 
 BOUNDS: Mapping[str, Bounds] = {
@@ -37,11 +37,14 @@ BOUNDS: Mapping[str, Bounds] = {
     "bf16": Bounds(outputs=0.25, gradient=0.05, steps=0.1),
     "fp16": Bounds(outputs=0.05, gradient=0.02, steps=0.05),
 }
-"""By dtype. fp32 leaves room for other orders of summation; the lower precisions round to 8 and 11 bits."""
+"""Bounds by dtype. fp32 allows other orders of summation; bf16 and fp16 round to 8 and 11 bits."""
 
 
 def distance(found: Arrays, expected: Arrays) -> float:
-    """Norm of the difference over the norm of what is expected, over all tensors together. Raises on other names."""
+    """Return the norm of the difference divided by the norm of `expected`, over all tensors together.
+
+    Raises `AssertionError` if the names differ.
+    """
     check_names(found, expected)
     missed = sum(float(np.square(found[name].astype(np.float64) - each).sum()) for name, each in expected.items())
     size = sum(float(np.square(each.astype(np.float64)).sum()) for each in expected.values())
@@ -49,7 +52,7 @@ def distance(found: Arrays, expected: Arrays) -> float:
 
 
 def check_near(what: str, found: Arrays, expected: Arrays, bound: float) -> None:
-    """Fail with the tensor that is furthest off."""
+    """Fail if the distance exceeds `bound`; the message names the tensor with the largest difference."""
     off = distance(found, expected)
     if off <= bound:
         return
@@ -62,7 +65,7 @@ def check_near(what: str, found: Arrays, expected: Arrays, bound: float) -> None
 
 
 def check_rows(what: str, found: Mapping[str, Floats], expected: Mapping[str, Floats], bound: float) -> None:
-    """Fail with the first token that is too far off. Rows by id of the sequence."""
+    """Fail at the first token whose absolute difference exceeds `bound`. Rows are keyed by sequence id."""
     check_names(found, expected)
     for sequence, row in expected.items():
         if found[sequence].shape != row.shape:
@@ -77,7 +80,7 @@ def check_rows(what: str, found: Mapping[str, Floats], expected: Mapping[str, Fl
 
 
 def check_names(found: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Fail unless both have the same keys."""
+    """Fail unless both mappings have the same keys."""
     if missing := sorted(set(expected) - set(found)):
         raise AssertionError(f"{len(missing)} of {len(expected)} are missing, for example {missing[0]!r}")
     if extra := sorted(set(found) - set(expected)):
@@ -85,7 +88,7 @@ def check_names(found: Mapping[str, object], expected: Mapping[str, object]) -> 
 
 
 def check_same(what: str, found: Arrays, expected: Arrays) -> None:
-    """Fail unless all numbers are the same to the last bit."""
+    """Fail unless all arrays are equal bit for bit."""
     check_names(found, expected)
     for name, each in expected.items():
         if found[name].shape != each.shape:
@@ -96,7 +99,7 @@ def check_same(what: str, found: Arrays, expected: Arrays) -> None:
 
 
 def check_same_run(what: str, found: Trained, expected: Trained) -> None:
-    """Fail unless two runs of equal steps had equal statistics and ended at equal weights, to the last bit."""
+    """Fail unless two runs of equal steps have equal statistics and end with equal weights, bit for bit."""
     for number, (one, other) in enumerate(zip(found.stats, expected.stats, strict=True), 1):
         if one != other:
             raise AssertionError(f"{what}: step {number} was {one}, expected {other}")

@@ -1,4 +1,4 @@
-"""The keys of a strategy's schema as a table for its page in the docs, so that a test can hold both together."""
+"""Writes the keys of a config schema as a table for the docs, and checks that a page has this table."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ UPDATE_VARIABLE = "ROLL_UPDATE_GOLDEN"
 
 
 def check_table(page: Path, schema: type[Config], begin: str, end: str, names: Mapping[str, str] | None = None) -> None:
-    """Fail unless what stands in `page` between `begin` and `end` is the table; with ROLL_UPDATE_GOLDEN=1 in the
-    environment, write it there. `names` are spelled out in types."""
+    """Fail unless the text of `page` between `begin` and `end` is the table of `schema`.
+
+    With `ROLL_UPDATE_GOLDEN=1` in the environment, write the table instead. `names` maps type names to the text shown
+    for them.
+    """
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(begin)
     written, _, after = rest.partition(end)
@@ -34,7 +37,7 @@ def check_table(page: Path, schema: type[Config], begin: str, end: str, names: M
 
 
 def _rows(schema: type[Config], prefix: str, names: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Read from the source, where the meaning stands below the field."""
+    """Yield the rows of the table, read from the source, where the docstring below a field is its meaning."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     for statement, following in zip(body, [*body[1:], None], strict=True):

@@ -1,4 +1,4 @@
-"""The conformance kit for train strategies: all layers as one class that authors subclass."""
+"""Conformance kit for train strategies: all test groups in one class that authors subclass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from roll_testing.state import StateTests
 class TrainStrategyConformance(
     PackagingTests, TrainContractTests, TrainNumberTests, StateTests, PortableTests, FailureTests
 ):
-    """What holds for every train strategy.
+    """Tests that every train strategy must pass.
 
         class TestMine(TrainStrategyConformance):
             name = "my_train"
 
-    The strategy is found by its name among the installed plugins, as a run finds it. `Subject` lists what an author may
-    say beyond the name; docs/conformance.md says what each test asserts and with which bound.
+    The kit finds the strategy by its name among the installed plugins, as a run does. `Subject` lists what an author
+    can configure. docs/conformance.md states what each test asserts and with which bound.
     """

@@ -1,4 +1,4 @@
-"""The layer *contract*: the order of calls, what is refused, and that what is declared is there."""
+"""Test group *contract*: order of calls, refused calls, and declared capabilities of train strategies."""
 
 from __future__ import annotations
 
@@ -41,12 +41,15 @@ SCORES = Want(logprobs=True)
 
 
 class TrainContractTests(Subject):
-    """Calls in every order that a run may make them in."""
+    """Calls in every order in which a run may make them."""
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def test_calls_before_build_raise(self, case: Case, tmp_path: Path) -> None:
-        """Nothing is answered without a model, and a `RollError` says so; `close` is fine at any time, also twice."""
+        """Every call that needs a model must raise a `RollError` before `build`.
+
+        `close` must never raise, even if called twice.
+        """
         (found,) = self.run(call_before_build, self._trained_on_one(case), self._step(), str(tmp_path))
         for name, error in found.items():
             closes = name.startswith("close")
@@ -56,13 +59,13 @@ class TrainContractTests(Subject):
                 expect(error, RollError, f"{name} before build, without a model,")
 
     def test_closing_twice_is_fine(self, case: Case, world_size: int) -> None:
-        """And a third time."""
+        """`close` must be idempotent, because cleanup code may call it more than once."""
         for rank, error in enumerate(self.run(close_twice, case.with_(training=TRAINING), self._step())):
             if error is not None:
                 raise AssertionError(f"close, called again on rank {rank}, raised {error}")
 
     def test_a_model_that_is_not_there_is_named(self, case: Case, tmp_path: Path) -> None:
-        """`build` raises a `RollError` that names the path; `close` works after it."""
+        """`build` must raise a `RollError` that contains the missing model path. `close` must not raise afterwards."""
         self.need(bool(case.model.path), "a model that is loaded from a path")
         nowhere = str(tmp_path / "no-such-model")
         case = self._trained_on_one(case)
@@ -74,14 +77,20 @@ class TrainContractTests(Subject):
             raise AssertionError(f"close after a failed build raised {closing}")
 
     def test_a_role_that_only_scores_has_no_optimizer(self, case: Case) -> None:
-        """It computes what a trained one does, and refuses to train with `UnsupportedError`."""
+        """A strategy without training settings must compute correct logprobs.
+
+        Training must raise `UnsupportedError`.
+        """
         found, errors = self.run(only_score, self._on_one(case), self._step(), SCORES)[0]
         check_rows("logprobs", found["logprobs"], self._reference_scores(case), 1e-4)
         for call, error in errors.items():
             expect(error, UnsupportedError, f"{call} of a role without training settings")
 
     def test_two_roles_live_in_one_process(self, case: Case) -> None:
-        """One trains, the other scores with the weights it had: what runs do where every role has one worker."""
+        """Two instances in one process must not affect each other: one trains, the other computes logprobs.
+
+        Runs in which every role has one worker may place the roles in one process.
+        """
         self.need_training()
         case = self._trained_on_one(case)
         before, after, together = self.run(live_together, case, self._step(), SCORES)[0]
@@ -89,10 +98,13 @@ class TrainContractTests(Subject):
         _same_rows("the scoring role", "the other's step", after, before)
         check_same_run("two roles in one process", together, self.run(train, case, [self._step(), self._step()])[0])
 
-    # -- what a pass returns -------------------------------------------------------------------------------------------
+    # -- outputs of a forward pass -------------------------------------------------------------------------------------
 
     def test_only_what_was_wanted_is_returned(self, case: Case) -> None:
-        """`[T]` in float32, without gradients, and 0 at the first token of each sequence."""
+        """`forward` must return exactly the outputs that `Want` names.
+
+        Each must be a detached float32 tensor `[T]` with 0 at the first token of each sequence.
+        """
         batch = self.batch()
         size = sum(len(each) for each in batch)
         for want, names in (
@@ -110,7 +122,11 @@ class TrainContractTests(Subject):
                     )
 
     def test_what_is_not_declared_is_refused(self, case: Case) -> None:
-        """`UnsupportedError` for top-k and for values of a language model; a `RollError` for other tasks."""
+        """Undeclared features must be refused.
+
+        Top-k, if undeclared, and `values` of a language model must raise `UnsupportedError`. Building a model for an
+        undeclared task must raise a `RollError`.
+        """
         case, batch = self._on_one(case), self.batch()
         if not self.can.topk:
             expect(self.run(want_undeclared, case, batch, Want(topk=3))[0], UnsupportedError, "top-k of a forward pass")
@@ -122,19 +138,22 @@ class TrainContractTests(Subject):
                 expect(self.run(build_undeclared, case, task)[0], RollError, f"building a model of task {task}")
 
     def test_logprobs_of_a_scalar_head_are_refused(self, case: Case, scalar_task: Task) -> None:
-        """With `UnsupportedError`."""
+        """A model with a scalar head has no logprobs, so requesting them must raise `UnsupportedError`."""
         expect(self.run(want_undeclared, self._on_one(case), self.batch(), SCORES)[0], UnsupportedError, "logprobs")
 
     def test_looking_changes_nothing(self, case: Case, world_size: int) -> None:
-        """Forward passes and exports between gradients and update leave both as they are, bit for bit."""
+        """Forward passes and exports between backward and the optimizer step must not change the step, bit for bit."""
         self.need_training()
         case = case.with_(training=TRAINING)
         looked = self.run(look_between, case, self._step(), SCORES)[0]
         check_same_run("a step with forward passes in between", looked, self.run(train, case, [self._step()])[0])
 
     def test_declared_parallelism_is_tested(self) -> None:
-        """`world_sizes` has more than one rank where data parallelism is declared; and of what trains, every other kind
-        that is declared has a variant for several ranks, which `parallelism` names here or in another suite."""
+        """Every declared kind of parallelism must be tested on at least two ranks.
+
+        `world_sizes` covers data parallelism. For every other kind, `parallelism` must name a variant in this or
+        another suite of the strategy. Forward-only strategies need only cover data parallelism.
+        """
         if self.can.data_parallel and max(self.sizes()) < 2:
             raise AssertionError(f"{self.name} declares data_parallel: let world_sizes have 2, not only {self.sizes()}")
         if self.provider.forward_only:
@@ -151,7 +170,7 @@ class TrainContractTests(Subject):
                 raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
 
     def shows(self, kind: ModelParallelism) -> str:
-        """Why the variant that `parallelism` names does not show this kind; empty if it does."""
+        """Return why the variant that `parallelism` names does not test this kind, or an empty string if it does."""
         variant = self.parallelism[kind]
         if variant not in self.variants:
             return f"parallelism names {variant!r}, the variants are {', '.join(self.variants)}"
@@ -166,7 +185,10 @@ class TrainContractTests(Subject):
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def test_every_replica_has_one_leader(self, case: Case, world_size: int) -> None:
-        """`data_rank`: each index below its size has exactly one leader, and all ranks say the same size."""
+        """`data_rank` must give each data-parallel index exactly one leader.
+
+        Its size must be the same on every rank.
+        """
         self.need_training()
         places = [each.data_rank for each in self.run(train, case.with_(training=TRAINING), [self._step()])]
         sizes = {each.size for each in places}
@@ -175,7 +197,10 @@ class TrainContractTests(Subject):
             raise AssertionError(f"the data ranks of {world_size} ranks do not fit together: {places}")
 
     def test_all_ranks_hold_the_same_weights(self, case: Case, several: int) -> None:
-        """Every leader exports the same bits after a step, and every rank reports the same norm and learning rate."""
+        """After a step, all leaders must export identical bits.
+
+        All ranks must report the same gradient norm and learning rate.
+        """
         self.need_training()
         answers: tuple[Trained, ...] = self.run(train, case.with_(training=TRAINING), [self._step()])
         for rank, each in enumerate(answers):
@@ -185,7 +210,10 @@ class TrainContractTests(Subject):
                 check_same(f"weights of rank {rank}", each.after, answers[0].after)
 
     def test_exports_keep_names_and_order(self, case: Case, world_size: int) -> None:
-        """Names of the reference, each once (tied ones may come twice), in one order, detached."""
+        """`export_weights` must yield detached tensors with the reference's names and shapes, each name once.
+
+        The order must be the same before and after a step. A tied parameter may appear under each of its names.
+        """
         self.need_training()
         reference = self.reference(case)
         for before, after in self.run(list_exports, case.with_(training=TRAINING), self._step()):
@@ -204,7 +232,7 @@ class TrainContractTests(Subject):
                         f"{name} has shape {shape}, expected {tuple(reference.parameters[name].shape)}"
                     )
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> Step:
         return Step(sequences=self.batch(), loss=LOSSES["sft"], split=SPLITS["three at a time"])
@@ -217,7 +245,7 @@ class TrainContractTests(Subject):
 
 
 def expect(error: Raised | None, kind: type[Exception], doing: str) -> None:
-    """Fail unless a call raised that kind of error, and said why."""
+    """Fail unless `error` is of class `kind` and its message gives a reason of at least three words."""
     if error is None:
         raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
     if not error.is_a(kind):
@@ -232,7 +260,7 @@ def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:
 
 
 def _below(kind: type[TrainContractTests]) -> list[type[TrainContractTests]]:
-    """All classes that were derived from it so far."""
+    """Return all subclasses defined so far, direct and indirect."""
     found: list[type[TrainContractTests]] = []
     for each in kind.__subclasses__():
         found += [each, *_below(each)]

@@ -37,8 +37,8 @@ def refused(
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Require that the block raises an error of a code or class that names every fact.
 
-    A fact is what the reader needs to find the place: a key, a rank, a path, a number, a package. `at` and `key` are
-    those of one problem in a `ConfigError`. Raises `ValueError` for a fact that is prose.
+    A fact is what the reader needs to find the place: a key, a rank, a path, a number, a package. `at` and `key` select
+    one problem in a `ConfigError`. Raises `ValueError` for a fact that is prose.
     """
     mentions("", *facts)
     expected = BaseException if isinstance(kind, str) else kind
@@ -64,8 +64,10 @@ def check_error(error: BaseException, kind: object, *facts: object, at: str = ""
 
 
 def mentions(text: str, *facts: object) -> bool:
-    """True if each fact stands in `text` as a word or number of its own: `rank 1` is not in `rank 12`. Raises
-    `ValueError` for a fact that is prose."""
+    """True if `text` contains each fact as a separate word or number: `rank 1` does not match `rank 12`.
+
+    Raises `ValueError` for a fact that is prose.
+    """
     for fact in facts:
         if is_prose(str(fact)):
             raise ValueError(f"{str(fact)!r} is prose: match the code and what it names")

@@ -1,4 +1,4 @@
-"""The layer *failure*: what cannot work is refused with a reason, and what went wrong harms nothing."""
+"""Test group *failure*: what cannot work is refused with a reason, and failures do not corrupt the training state."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ sft_train:
   strategy_args: {{strategy_name: {name}}}
 """
 SPOILT = 4
-"""Index of the sequence that spoils a step: the longest, which is on one rank only."""
+"""Index of the sequence that makes a step non-finite: the longest one, which is on one rank only."""
 
 
 class FailureTests(RefusalTests, Subject):
-    """Errors are classes of `roll_core.errors`."""
+    """Every error must be a class of `roll_core.errors`."""
 
     _run = CONFIG
 
     def test_a_loss_that_is_not_finite_is_named(self, case: Case) -> None:
-        """`NonFiniteError` names the sequence, before anything is lost."""
+        """A NaN loss must raise a `NonFiniteError` in `forward_backward`, before it affects the weights.
+
+        The message must name the sequence.
+        """
         self.need_training()
         batch = self.batch()
         loss = SpoiltLoss(sequence=batch[SPOILT].id)
@@ -50,8 +53,11 @@ class FailureTests(RefusalTests, Subject):
             raise AssertionError(f"the error does not name the sequence {batch[SPOILT].id}: {error}")
 
     def test_a_gradient_that_is_not_finite_changes_nothing(self, case: Case, world_size: int) -> None:
-        """NaN on one rank: the step is reported as skipped on every rank, no weight, moment or learning rate has moved,
-        and the next steps are as if it had not been."""
+        """A NaN gradient on one rank must skip the step on every rank.
+
+        Weights, moments and learning rate must not change. The following steps must equal those of a run without the
+        skipped step.
+        """
         self.need_training()
         case = case.with_(training=TRAINING)
         batch = self.batch(9)
@@ -69,7 +75,7 @@ class FailureTests(RefusalTests, Subject):
 
     @pytest.mark.parametrize("harm", ["missing", "cut"])
     def test_a_damaged_state_is_refused(self, case: Case, harm: str, tmp_path: Path) -> None:
-        """`CheckpointError` for an empty directory, and for one whose largest file was cut off."""
+        """Loading an empty directory, or a state whose largest file is truncated, must raise a `CheckpointError`."""
         self.need_training()
         case = self._on_one(case).with_(training=TRAINING)
         saved, empty = tmp_path / "saved", tmp_path / "empty"

@@ -1,4 +1,4 @@
-"""Losses, splits and training settings that the layers share."""
+"""Losses, batch splits and training settings that the test groups share."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ OF_TASK: dict[str, LossFn] = {
     "value": ValueObjective(value_clip=0.3),
     "reward": ValueObjective(),
 }
-"""A loss that reads what models of the task have."""
+"""Loss for each task, which reads an output that the task's models have."""
 
 TRAINING = TrainingSpec(
     learning_rate=1e-2,
     weight_decay=0.1,
     adam_beta1=0.8,
     adam_beta2=0.95,
-    # So large that an entry whose gradient is nothing but rounding does not move as far as any other.
+    # Large enough that an entry whose gradient is only rounding does not take a full-size step.
     adam_epsilon=1e-3,
     lr_scheduler_type="constant",
     num_steps=20,
 )
 
 MAGNIFIED = 1e3
-"""By how much the step of `GRADIENT` is larger than the gradient: the weights' own rounding is lost beside it."""
+"""Factor between the step of `GRADIENT` and the gradient. It makes rounding of the weights negligible."""
 GRADIENT = TrainingSpec(
     learning_rate=MAGNIFIED * 1e8,
     adam_beta1=0.0,
@@ -52,13 +52,13 @@ GRADIENT = TrainingSpec(
     adam_epsilon=1e8,
     lr_scheduler_type="constant",
 )
-"""Without memory, and with an epsilon beside which the gradient is nothing, AdamW steps by `-learning_rate * gradient /
-epsilon`: the gradient can be read off the exported weights of any strategy."""
+"""AdamW settings without moments, and with an epsilon far above the gradient. A step is then `-learning_rate * gradient
+/ epsilon`, so the gradient can be read off the exported weights of any strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpoiltGradient:
-    """The negative log-likelihood, finite, with a gradient that is NaN for one sequence, on whichever rank it is."""
+    """Negative log-likelihood that is finite, but whose gradient is NaN for one sequence, on whichever rank it is."""
 
     sequence: str
 
@@ -68,7 +68,7 @@ class SpoiltGradient:
         return Want(logprobs=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Adds the square root of nothing, whose slope is infinite."""
+        """Add the square root of 0, whose derivative is infinite."""
         found = SFTObjective()(outputs, micro)
         if self.sequence not in micro.ids or outputs.logprobs_T is None:
             return found
@@ -78,7 +78,7 @@ class SpoiltGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpoiltLoss:
-    """The negative log-likelihood, or NaN for a microbatch with one sequence."""
+    """Negative log-likelihood that is NaN for a microbatch with one sequence."""
 
     sequence: str
 
@@ -88,7 +88,7 @@ class SpoiltLoss:
         return Want(logprobs=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Does not look at what it returns, as losses of plugins may not."""
+        """Return the loss without checking it, as losses of plugins may."""
         found = SFTObjective()(outputs, micro)
         factor = float("nan") if self.sequence in micro.ids else 1.0
         return LossOutput(loss=found.loss * factor, metrics=found.metrics)

@@ -1,4 +1,4 @@
-"""Tiny models and batches: small enough for a laptop, uneven enough to be awkward."""
+"""Small models and batches for tests: small enough for a laptop, irregular enough to expose mistakes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN3: Mapping[str, Any] = {
     "initializer_range": 0.2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
-"""Grouped queries, normed queries and keys, and a base of the rotation that is not the default."""
+"""Grouped-query attention, normalized queries and keys, and a RoPE base that is not the default."""
 
 DEEPSEEK: Mapping[str, Any] = {
     "model_type": "deepseek_v3",
@@ -50,8 +50,8 @@ DEEPSEEK: Mapping[str, Any] = {
     "topk_group": 2,
     "initializer_range": 0.2,
 }
-"""Latent attention whose values are smaller than its keys, groups of experts, a layer without any. Experts are chosen
-by what routers say and a bias that nothing here trains: a buffer."""
+"""Latent attention whose values are smaller than its keys, grouped experts, and one layer without experts. The choice
+of experts depends on the router's scores and on a bias that is not trained here: a buffer."""
 
 LARGE: Mapping[str, Any] = {
     **QWEN3,
@@ -61,19 +61,19 @@ LARGE: Mapping[str, Any] = {
     "head_dim": 128,
     "initializer_range": 0.02,
 }
-"""8.7 million parameters."""
+"""A model with 8.7 million parameters."""
 
 LENGTHS = (5, 1, 9, 3, 12, 2, 7, 4)
-"""Of a batch's sequences: one has nothing to predict, one a single token."""
+"""Lengths of a batch's sequences. One sequence has nothing to predict, another a single token."""
 FIRST_CHARACTER = ord("0")
 SPECIAL_TOKENS = 2
-"""Padding and end, which every tokenizer of ours has."""
+"""Number of special tokens in each of our tokenizers: padding and end."""
 NO_LOSS = 3
-"""Index of a sequence none of whose tokens is in the loss."""
+"""Index of a sequence without any token in the loss."""
 
 
 def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Task, vocab_size: int) -> ModelSpec:
-    """A Hugging Face directory with random weights, in float32, and a tokenizer of single characters."""
+    """Write a Hugging Face directory with random float32 weights and a tokenizer of single characters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -83,7 +83,7 @@ def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Tas
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = auto.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # norms begin at 1, biases at 0: both would hide mistakes
+        for parameter in model.parameters():  # norms are initialized to 1, biases to 0: both would hide mistakes
             if parameter.ndim < 2:
                 torch.nn.init.normal_(parameter, 1.0, 0.2)
     model.save_pretrained(folder)
@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Tas
 
 
 def make_batch(vocab_size: int, *, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[TrainSequence]:
-    """Ragged sequences with everything that a loss of this project reads."""
+    """Return sequences of different lengths with every field that a loss of this project reads."""
     rng = np.random.default_rng(seed)
     batch = []
     for index, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The layer *numbers*: what a strategy computes is what plain torch computes, however the batch is split."""
+"""Test group *numbers*: a strategy must compute what plain torch computes, however the batch is split."""
 
 from __future__ import annotations
 
@@ -27,38 +27,48 @@ if TYPE_CHECKING:
 NUM_STEPS = 5
 ONE_STEP = replace(TRAINING, weight_decay=0.0)
 NORM = "the norm of the gradient"
-"""Beside the names of parameters, where steps are compared."""
+"""Key of the gradient norm, beside the parameter names, if steps are compared instead of gradients."""
 
 
 class TrainNumberTests(Subject):
-    """Against `Reference`, and against the same strategy with the batch split in other ways."""
+    """Compares the strategy with `Reference`, and with itself when the batch is split differently."""
 
     # -- outputs -------------------------------------------------------------------------------------------------------
 
     def test_logprobs_equal_the_reference(self, case: Case, world_size: int) -> None:
-        """Of every token after the first, with all sequences in one microbatch."""
+        """Logprobs of every token after the first must equal the reference's, with all sequences in one microbatch."""
         self._compare(case, Want(logprobs=True), "logprobs")
 
     def test_logprobs_have_the_temperature_of_the_rollouts(self, case: Case) -> None:
-        """Logits are divided by it before the softmax."""
+        """Logits must be divided by the temperature before the softmax.
+
+        Otherwise logprobs would not be comparable with those of the rollouts.
+        """
         self._compare(case, Want(logprobs=True, temperature=0.5), "logprobs")
 
     def test_entropy_equals_the_reference(self, case: Case) -> None:
-        """Of the distribution from which token `t` was drawn, in nats, at the temperature."""
+        """Entropy must be that of the distribution from which token `t` is sampled, in nats, at the temperature."""
         self._compare(case, Want(entropy=True, temperature=0.7), "entropy")
 
     def test_topk_equals_the_reference(self, case: Case) -> None:
-        """The best first; ids as well as logprobs."""
+        """Top-k logprobs and token ids must equal the reference's, in descending order."""
         self.need(self.can.topk, "topk")
         self._compare(case, Want(topk=5), "topk_logprobs", "topk_ids")
 
     def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
-        """`value`: of the state before token `t`; `reward`: of the sequence up to and with it."""
+        """Values must equal the reference's.
+
+        For task `value` they belong to the state before token `t`, for task `reward` to the sequence up to and
+        including token `t`.
+        """
         self._compare(case, Want(values=True), "values")
 
     @pytest.mark.parametrize("split", ["one by one", "by tokens"])
     def test_outputs_do_not_depend_on_their_neighbours(self, case: Case, split: str) -> None:
-        """A sequence's logprobs are the same alone, packed with others, and in any microbatch."""
+        """Logprobs and entropies of a sequence must not depend on other sequences.
+
+        The test compares one microbatch with splits into single sequences and by tokens.
+        """
         batch = self.batch()
         want = Want(logprobs=True, entropy=True)
         whole = self.scored(case, batch, want, WHOLE)
@@ -67,59 +77,77 @@ class TrainNumberTests(Subject):
             check_rows(f"{name} split {split}", parts[name], whole[name], 1e-5)
 
     def test_outputs_in_lower_precision_stay_in_bounds(self, case: Case, low_dtype: str) -> None:
-        """Against the reference with weights rounded alike, which then computes in float32."""
+        """Low-precision outputs must stay within bounds of a reference with weights rounded alike.
+
+        The reference computes in float32.
+        """
         self._compare(self._in(case, low_dtype), Want(logprobs=True, entropy=True), "logprobs", "entropy")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("loss", LOSSES)
     def test_the_gradient_equals_the_reference(self, case: Case, loss: str) -> None:
-        """Of the whole batch in one microbatch on one rank."""
+        """The gradient of the whole batch, in one microbatch on one rank, must equal the reference's."""
         self._compare_gradient(f"gradient of {loss}", case, LOSSES[loss])
 
     def test_the_gradient_of_every_task_equals_the_reference(self, case: Case, task: Task) -> None:
-        """The loss of a critic for models with a scalar head."""
+        """The gradient must equal the reference's for every declared task.
+
+        Models with a scalar head use a critic's loss.
+        """
         self._compare_gradient(f"gradient of a {task} model", case, OF_TASK[task])
 
     @pytest.mark.parametrize("split", [name for name in SPLITS if name != "whole"])
     def test_the_gradient_does_not_depend_on_microbatches(self, case: Case, split: str) -> None:
-        """Gradients are summed over microbatches, and the loss brings the denominators: 1e-6 relative in fp32."""
+        """The gradient must not depend on the split into microbatches, to 1e-6 relative in fp32.
+
+        Gradients are summed over microbatches, and the loss has the denominators of the whole batch.
+        """
         whole = self._gradient(case, self.batch(), LOSSES["sft"])
         parts = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS[split])
         self._check_split(f"gradient split {split}", parts, whole)
 
     def test_the_gradient_does_not_depend_on_calls(self, case: Case) -> None:
-        """Microbatches given in two calls of `forward_backward` add up like those of one."""
+        """Two calls of `forward_backward` must accumulate the same gradient as one call with all microbatches."""
         whole = self._gradient(case, self.batch(), LOSSES["sft"])
         parts = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS["one by one"], calls=2)
         self._check_split("gradient over two calls", parts, whole)
 
     @pytest.mark.parametrize("split", SPLITS)
     def test_the_gradient_does_not_depend_on_ranks(self, case: Case, several: int, split: str) -> None:
-        """Ranks with shares of unequal size and number of microbatches, compared with one rank: 1e-6 relative."""
+        """The gradient on several ranks must equal that on one rank, to 1e-6 relative.
+
+        Ranks have shares of unequal size and number of microbatches.
+        """
         alone = self._gradient(self._on_one(case), self.batch(), LOSSES["sft"])
         shared = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS[split])
         self._check_split(f"gradient on {several} ranks, split {split}", shared, alone)
 
     def test_ranks_without_work_take_part(self, case: Case, several: int) -> None:
-        """A batch of one sequence leaves the other ranks nothing to compute."""
+        """Ranks without a sequence must participate in the step.
+
+        A batch of one sequence must have the gradient of a single rank.
+        """
         few = self.batch()[:1]
         alone = self._gradient(self._on_one(case), few, LOSSES["sft"])
         self._check_split("gradient of one sequence", self._gradient(case, few, LOSSES["sft"]), alone)
 
     def test_the_gradient_does_not_depend_on_checkpointing(self, case: Case) -> None:
-        """Activations that are computed again are the same."""
+        """Gradient checkpointing must not change the gradient: recomputed activations must be the same."""
         self.need(self.can.gradient_checkpointing, "gradient_checkpointing")
         kept = self._gradient(case, self.batch(), LOSSES["sft"])
         saving = case.with_(model=replace(case.model, gradient_checkpointing=True))
         self._check_split("gradient with checkpointing", self._gradient(saving, self.batch(), LOSSES["sft"]), kept)
 
     def test_the_gradient_in_lower_precision_stays_in_bounds(self, case: Case, low_dtype: str) -> None:
-        """Against the reference with weights rounded alike."""
+        """Low-precision gradients must stay within bounds of a reference with weights rounded alike."""
         self._compare_gradient(f"gradient in {low_dtype}", self._in(case, low_dtype), LOSSES["sft"])
 
     def test_metrics_add_up_to_those_of_the_batch(self, case: Case, world_size: int) -> None:
-        """Over microbatches and ranks; the loss is the reference's, and so are the tokens that are its first choice."""
+        """Metrics, summed over microbatches and ranks, must be those of the whole batch.
+
+        The loss must equal the reference's, and so must the token accuracy if top-k is declared.
+        """
         batch, reference = self.batch(), self.reference(case)
         loss = SFTObjective(token_accuracy=self.can.topk)
         step = Step(sequences=batch, loss=loss, split=SPLITS["three at a time"])
@@ -139,21 +167,30 @@ class TrainNumberTests(Subject):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def test_steps_of_adamw_equal_the_reference(self, case: Case, world_size: int) -> None:
-        """Parameters after five steps, with weight decay on matrices, without clipping."""
+        """Parameters after five optimizer steps must equal the reference's.
+
+        Weight decay applies to matrices; nothing is clipped.
+        """
         self._compare_steps(case, TRAINING)
 
     def test_gradients_are_clipped_to_their_global_norm(self, case: Case, world_size: int) -> None:
-        """Once, over all microbatches, tensors and ranks; what is reported is the norm before."""
+        """Gradients must be clipped once, by their global norm over all microbatches, tensors and ranks.
+
+        The reported norm must be the one before clipping.
+        """
         training = replace(TRAINING, weight_decay=0.0, max_grad_norm=0.05)
         self._compare_steps(case, training, SPLITS["three at a time"], num_steps=2)
 
     @pytest.mark.parametrize("schedule", ["linear", "cosine"])
     def test_the_schedule_is_that_of_transformers(self, case: Case, schedule: str) -> None:
-        """With two steps of warm-up, the first of which has a learning rate of 0."""
+        """Learning rates must follow transformers' schedule.
+
+        Of two warm-up steps, the first must have a learning rate of 0.
+        """
         training = replace(TRAINING, weight_decay=0.0, lr_scheduler_type=schedule, warmup_steps=2, num_steps=6)
         self._compare_steps(case, training)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _compare(self, case: Case, want: Want, *names: str) -> None:
         batch, reference = self.batch(), self.reference(case)
@@ -167,7 +204,7 @@ class TrainNumberTests(Subject):
             check_rows(name, found[name], expected[name], bound)
 
     def _compare_gradient(self, what: str, case: Case, loss: LossFn) -> None:
-        """With the reference's, of the whole batch."""
+        """Compare the gradient of the whole batch with the reference's."""
         found, reference, bounds = (
             self._gradient(case, self.batch(), loss),
             self.reference(case),
@@ -183,8 +220,11 @@ class TrainNumberTests(Subject):
         check_near(what, found, moved | _norm(step.grad_norm), bounds.steps)
 
     def _check_split(self, what: str, found: Arrays, whole: Arrays) -> None:
-        """Gradients are the same however a batch is split; where a step had to be compared instead, its norm is, and
-        the optimizer may have magnified what rounding changed in its direction."""
+        """Compare gradients of one batch that was split in different ways.
+
+        If steps are compared instead, their gradient norms must agree to `SPLIT`. Their directions get the bound of
+        steps, because the optimizer may magnify rounding.
+        """
         if self.gradient_training is None:
             check_near(f"norm of the {what}", _norm(found[NORM]), _norm(whole[NORM]), SPLIT)
         check_near(what, found, whole, SPLIT if self.gradient_training is not None else BOUNDS["fp32"].steps)
@@ -192,8 +232,10 @@ class TrainNumberTests(Subject):
     def _gradient(
         self, case: Case, batch: Sequence[TrainSequence], loss: LossFn, split: Split = WHOLE, calls: int = 1
     ) -> Arrays:
-        """Read off one step of `gradient_training`, by name of the parameter; without that, which way a step went, and
-        the norm of its gradient."""
+        """Return the gradient by parameter name, read off one step of `gradient_training`.
+
+        If that is None, return the change of the weights in a step, and its gradient norm.
+        """
         step = Step(sequences=batch, loss=loss, split=split, calls=calls)
         if self.gradient_training is None:
             done = self.trained(case, ONE_STEP, [step])
@@ -221,7 +263,7 @@ class TrainNumberTests(Subject):
         return case.with_(model=replace(case.model, dtype=dtype))
 
     def _all(self, case: Case, gradient: Arrays) -> Arrays:
-        """With zeros for parameters that the loss does not reach."""
+        """Add zeros for parameters that the loss does not reach."""
         return {name: gradient.get(name, np.zeros_like(each)) for name, each in self.reference(case).weights().items()}
 
 
@@ -239,6 +281,6 @@ def _check_number(what: str, found: float, expected: float, bound: float) -> Non
 
 
 def _ways(found: Trained, start: Arrays, end: Arrays) -> tuple[Arrays, Arrays]:
-    """Which way the weights went, here and in the reference."""
+    """Return the changes of the weights, of the strategy and of the reference."""
     here = {name: each - start[name] if name in start else each for name, each in found.after.items()}
     return here, {name: each - start[name] for name, each in end.items()}

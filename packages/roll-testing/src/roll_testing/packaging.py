@@ -1,4 +1,4 @@
-"""The layer *packaging*: found by name, light to list, and honest about what it needs."""
+"""Test group *packaging*: discovery by name, light imports, and stated requirements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roll_core.plugins.targets import check_part, load_target
 from roll_testing.part import Part
 
 HEAVY = ("torch", "transformers", "ray", "datasets")
-"""What no plugin may import to be listed, besides what its record needs."""
+"""Modules that listing a plugin must not import, in addition to the engines that its record needs."""
 LIST = """
 import json, sys
 from roll_core.plugins.registry import load_registry
@@ -33,16 +33,19 @@ print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 
 
 class PackagingTests(Part):
-    """Without an engine, except for `test_the_class_keeps_the_contract`."""
+    """These tests run without the engine, except for `test_the_class_keeps_the_contract`."""
 
     def test_it_is_found_by_its_name(self) -> None:
-        """Among the installed plugins, as a config names it."""
+        """The registry must find the part among the installed plugins by the name that configs use."""
         if self.provider.name != self.name.rpartition("/")[2]:
             raise AssertionError(f"{self.name} was looked up, {self.provider.name} was found")
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
-        """Neither torch nor transformers, ray or datasets, nor an engine that the record needs; the same for the
-        schema of its configuration."""
+        """Loading the record and its config schema must not import heavy modules.
+
+        Such imports would slow down every command that lists plugins. Heavy are torch, transformers, ray, datasets, and
+        the engines that the record needs.
+        """
         path = os.pathsep.join(each for each in sys.path if each)
         done = subprocess.run(
             [sys.executable, "-c", LIST.format(name=self.name, kind=self._kind.__name__)],
@@ -61,7 +64,7 @@ class PackagingTests(Part):
             )
 
     def test_its_record_travels(self) -> None:
-        """Records are pickled on their way to the workers."""
+        """The record must equal itself after pickling, because records are pickled on their way to the workers."""
         ours, theirs = multiprocessing.Pipe()
         with ours, theirs:
             ours.send(self.provider)
@@ -69,12 +72,12 @@ class PackagingTests(Part):
                 raise AssertionError("the record is another when it arrives in a worker")
 
     def test_the_class_keeps_the_contract(self) -> None:
-        """A subclass of the contract with nothing abstract left, whose capabilities are those of the record."""
+        """The class must implement every abstract method of its contract. Its capabilities must equal the record's."""
         self._engine_or_skip()
         check_part(self.provider, owner=self.name)
 
     def test_an_unknown_key_is_refused(self) -> None:
-        """By the schema of `strategy_config`."""
+        """The config schema must reject unknown keys, so that misspelled keys are not ignored."""
         if not self.provider.config:
             pytest.skip(f"{self.name} takes no configuration")
         schema = load_target(self.provider.config, owner=self.name)
@@ -85,13 +88,16 @@ class PackagingTests(Part):
         raise AssertionError(f"{self.provider.config} takes the key no_such_key, which it does not have")
 
     def test_its_needs_are_stated_as_requirements(self) -> None:
-        """PEP 508, so that a missing engine can be named together with the command that installs it."""
+        """`needs` must be valid PEP 508 requirements.
+
+        An error can then name a missing engine and the command to install it.
+        """
         for need in self.provider.needs:
             for each in alternatives(need):
                 Requirement(each)
 
     def test_without_its_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A `MissingRequirementError` that names each missing distribution and the pip command."""
+        """A `MissingRequirementError` must name each missing distribution and the pip command to install it."""
         needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
         needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
         self.need(bool(needs), "needs")
@@ -107,7 +113,7 @@ class PackagingTests(Part):
                 raise AssertionError(f"the error does not say how to get {need.name}: {caught.value}")
 
     def _engines(self) -> set[str]:
-        """Names under which the distributions that the record needs are imported."""
+        """Return the module names of the distributions that the record needs."""
         needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
         needed = {each.name.lower().replace("_", "-") for each in needs}
         modules = importlib.metadata.packages_distributions()

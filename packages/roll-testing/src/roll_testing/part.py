@@ -1,4 +1,4 @@
-"""What the kits for strategies and platforms share: the part under test, found as a run finds it."""
+"""`Part`: base class of the conformance kits. It finds the part under test in the plugin registry, as a run does."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ if TYPE_CHECKING:
     from roll_testing.reference import ReferenceModel
 
 REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
-"""With the value `full`, an engine that is not installed is a failure and no skip."""
+"""Environment variable. With the value `full`, a missing engine fails the tests instead of skipping them."""
 
 HF_PACKAGES = "roll-infer-hf,roll-strategy-hf"
-"""Value of `ROLL_PLUGINS`: the core with the strategies of the quick start."""
+"""Value of `ROLL_PLUGINS` that loads the core and the strategies of the quick start."""
 
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
 
 class Part:
-    """One part under test. Class attributes and methods without an underscore are for authors to override."""
+    """One plugin part under test. Authors override class attributes and methods without a leading underscore."""
 
     name: ClassVar[str] = ""
-    """Of the part, as configs write it: `my_train` or `my-package/my_train`."""
+    """Name of the part as configs write it: `my_train` or `my-package/my_train`."""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = DEFAULT_VARIANTS
-    """`strategy_config`s by a name for test ids; every test that computes runs for each of them."""
+    """`strategy_config`s by a name for test ids. Every test that computes runs once for each of them."""
     platform: ClassVar[str] = ""
-    """Name of the platform; else the first that the record names and that is here, or the one that a run would take."""
+    """Platform name. Default: the first platform of the record that is found on this host, otherwise the one that a run
+    selects."""
     timeout_s: ClassVar[float] = 120.0
-    """For everything that a test does with the strategy."""
+    """Time limit in seconds for each call that a test makes to its ranks, its engine or a subprocess."""
 
     _kind: ClassVar[type[Provider]] = TrainProvider
     _shared: ClassVar[dict[str, dict[Any, Any]]] = {}
 
     @pytest.fixture
     def strategy_config(self, variant: str) -> Mapping[str, Any]:
-        """The strategy's own configuration, as `strategy_args.strategy_config` has it."""
+        """The strategy's own configuration, as in `strategy_args.strategy_config`."""
         return self.variants[variant]
 
     @pytest.fixture(autouse=True)
     def _no_collection_before_the_report(self) -> Iterator[None]:
-        """Collect no garbage until pytest has reported the test.
+        """Disable garbage collection until pytest has reported the test.
 
-        Python 3.11 parses source to show a traceback. If a collection during that finalizes something that itself shows
-        a traceback (a task whose exception nobody retrieved), pytest ends with `SystemError: AST constructor recursion
-        depth mismatch` instead of the failure.
+        Python 3.11 parses source to show a traceback. A collection during the parse may finalize an object that formats
+        a traceback itself, such as a task whose exception was never retrieved. pytest then ends with `SystemError: AST
+        constructor recursion depth mismatch` instead of the failure.
         """
         collects = gc.isenabled()
         gc.disable()
@@ -71,18 +72,18 @@ class Part:
                 gc.enable()
 
     def reference_model(self, spec: ModelSpec) -> ReferenceModel:
-        """What computes the same by other means. transformers by default."""
+        """Return an independent implementation of the model. Default: transformers."""
         from roll_testing.reference import TransformersModel
 
         return TransformersModel(spec)
 
     @cached_property
     def provider(self) -> Any:
-        """The record. Raises `UnknownProviderError`."""
+        """The part's record. Raises `UnknownProviderError` if no installed plugin has it."""
         return registry().find(self._kind, self.name)
 
     def platform_here(self) -> Platform:
-        """The platform that the tests run on."""
+        """Return the platform that the tests run on."""
         from roll_core.runtime.cluster.platform import select_platform
 
         if self.platform:
@@ -96,12 +97,12 @@ class Part:
         return select_platform(registry(), None)
 
     def dtypes(self) -> tuple[str, ...]:
-        """What strategy and platform both compute in."""
+        """Return the dtypes that both the strategy and the platform support."""
         platform = self.platform_here()
         return tuple(each for each in self.provider.capabilities.dtypes if not platform.supports(each))
 
     def need(self, has: bool, what: str) -> None:
-        """Skip what is not declared."""
+        """Skip the test if `has` is False, because the part does not declare `what`."""
         if not has:
             pytest.skip(f"{self.name} does not declare {what}")
 
@@ -111,7 +112,7 @@ class Part:
         cls._shared = {}
 
     def _engine_or_skip(self) -> None:
-        """What computes needs what the record says it needs: skip without it, or fail where an engine is promised."""
+        """Skip the test if a requirement of the record is not installed. Fail instead if `ROLL_CONFORMANCE=full`."""
         try:
             check_requirements(self.provider, owner=self.name)
         except MissingRequirementError as error:
@@ -121,18 +122,21 @@ class Part:
 
     @classmethod
     def _once(cls, what: str) -> dict[Any, Any]:
-        """What the tests of this class share; pytest makes a new instance for each of them."""
+        """Return the cache named `what`, which all tests of this class share.
+
+        pytest creates a new instance for each test.
+        """
         return cls._shared.setdefault(what, {})
 
 
 @cache
 def registry() -> Registry:
-    """The installed plugins."""
+    """Return the registry of the installed plugins, loaded once."""
     return load_registry()
 
 
 def _refuse_silent_overrides(cls: type[Part]) -> None:
-    """A standard test that an author replaces must say, by an xfail with a reason, what the strategy does not keep."""
+    """Raise `TypeError` if a class overrides a standard test without a strict xfail that states the reason."""
     for standard in cls.__mro__[1:]:
         if not standard.__module__.startswith("roll_testing."):
             continue
@@ -150,6 +154,6 @@ def _refuse_silent_overrides(cls: type[Part]) -> None:
 
 
 def hf_plugins() -> tuple[Plugin, ...]:
-    """roll-core and the two hf packages, whatever else is installed."""
+    """Return the loaded plugins of roll-core and the two hf packages, ignoring all other installed plugins."""
     found = load_plugins(environ={"ROLL_PLUGINS": HF_PACKAGES})
     return tuple(each for each in found if each.state == "loaded")

@@ -1,4 +1,4 @@
-"""What `PlatformConformance` does with a platform in a process of its own."""
+"""Functions that `PlatformConformance` runs with a platform in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformReport:
-    """What a platform said, and what happened meanwhile."""
+    """What a platform reported, and the side effects of querying it."""
 
     name: str
     device_type: str
@@ -39,17 +39,17 @@ class PlatformReport:
     device_count: int
     devices: tuple[str, ...]
     environment: dict[str, tuple[list[Any], list[Any]]]
-    """Name, value and reason of each variable, by kind of role, asked twice."""
+    """Results of two queries by kind of role; each lists (name, value, reason) of the variables."""
     supports: dict[str, str]
     changes: tuple[str, ...]
-    """Of this process, that the questions made."""
+    """Parts of the process state that the queries changed."""
     opened: tuple[str, ...]
-    """Device files that are open now and were not."""
+    """Device files that the queries opened and left open."""
 
 
 def ask(_rank: int, target: str) -> PlatformReport:
-    """Everything that a run asks before it starts, and more."""
-    load_target(target, owner="the platform of the tests")  # what importing it does is for another test
+    """Query everything that a run queries before it starts, and more."""
+    load_target(target, owner="the platform of the tests")  # another test covers side effects of the import
     environment, folder, signals = dict(os.environ), Path.cwd(), _handlers()
     threads, opened = set(threading.enumerate()), _open_devices()
     platform: Platform = load_target(target, owner="the platform of the tests")()
@@ -83,7 +83,7 @@ def ask(_rank: int, target: str) -> PlatformReport:
 
 
 def compute(_rank: int, target: str, dtypes: Sequence[str]) -> dict[str, float]:
-    """Ones times ones, summed over 8 on the first slot, by dtype."""
+    """Multiply two 8×8 matrices of ones on the first slot. Return one entry of the product by dtype; 8 is correct."""
     import torch
 
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,19 +93,19 @@ def compute(_rank: int, target: str, dtypes: Sequence[str]) -> dict[str, float]:
 
 
 def fill(_rank: int, target: str, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Memory of the first slot before and after so many bytes were put there, once the device is in use."""
+    """Return the memory of the first slot before and after allocating `num_bytes`, once the device is in use."""
     import torch
 
     platform: Platform = load_target(target, owner="the platform of the tests")()
     in_use = [torch.ones(1, device=platform.device(0))]
     before = dict(platform.memory(0))
     in_use.append(torch.ones(num_bytes // 4, device=platform.device(0)))
-    float(in_use[-1].sum() if num_bytes else 0)  # it is there once it was read
+    float(in_use[-1].sum() if num_bytes else 0)  # reading forces the allocation
     return before, dict(platform.memory(0))
 
 
 def _told(platform: Platform, kind: RoleKind, local_indices: Sequence[int]) -> list[Any]:
-    """For a reward's workers there is no slot."""
+    """Query a role's variables. Reward workers have no slot."""
     variables = platform.environment(kind, () if kind == "reward" else local_indices)
     return [(each.name, each.value, each.reason) for each in variables]
 
@@ -115,11 +115,11 @@ def _handlers() -> dict[signal.Signals, Any]:
 
 
 def _open_devices() -> set[str]:
-    """Device files that this process holds open; none where the system does not say."""
+    """Return the device files that this process has open; empty if the system does not list them."""
     found = set()
     for entry in DESCRIPTORS.iterdir() if DESCRIPTORS.is_dir() else ():
         try:
             found.add(os.readlink(entry))
-        except OSError:  # the one that listed the folder
+        except OSError:  # descriptor of the listing itself
             continue
     return {path for path in found if path.startswith("/dev/")}

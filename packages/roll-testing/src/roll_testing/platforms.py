@@ -1,9 +1,10 @@
-"""The conformance kit for platforms.
+"""Conformance kit for platforms.
 
     class TestMine(PlatformConformance):
         name = "mine"
 
-What the platform is asked is asked in a process that has not imported torch; what computes runs where the hardware is.
+The platform is queried in a process that has not imported torch. Tests that compute are skipped if no hardware is
+found.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OF_THE_RUNTIME = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORKER_NAME", "CLUSTER_NAME"
 }  # fmt: skip
-"""What tells a worker who it is; executors set it, together with the visible devices."""
+"""Variables that identify a worker. Executors set them, together with the visible devices."""
 FILLED_BYTES = 256 * 1024**2
 
 _light, _heavy = RankHost(), RankHost(preload=("torch",))
 
 
 class PlatformConformance(PackagingTests):
-    """What holds for every platform, whether its hardware is here or not."""
+    """Tests that every platform must pass, with or without its hardware."""
 
     _kind = PlatformProvider
 
     @property
     def answers(self) -> PlatformReport:
-        """What the platform says of this host; it is asked once."""
+        """What the platform reports about this host, queried once per class."""
         asked = self._once("answers")
         if not asked:
             asked[()] = _light.run(ask, self.provider.target, timeout_s=self.timeout_s)[0]
@@ -43,12 +44,12 @@ class PlatformConformance(PackagingTests):
         return said
 
     def need_hardware(self) -> None:
-        """Skip what computes where there is nothing that could."""
+        """Skip the test unless the platform's hardware is found."""
         if not self.answers.first.found:
             pytest.skip(f"platform {self.name} is not here: {self.answers.first.why}")
 
     def test_the_class_bears_the_name_of_the_record(self) -> None:
-        """Strategies are asked by the one, and configs name the other."""
+        """The class must have the name of its record. Configs use the record's name, strategies the class's."""
         if self.answers.name != self.provider.name:
             raise AssertionError(
                 f"{self.provider.name} was looked up, but its class calls itself {self.answers.name!r}"
@@ -57,35 +58,38 @@ class PlatformConformance(PackagingTests):
     # -- probing -------------------------------------------------------------------------------------------------------
 
     def test_probing_twice_says_the_same(self) -> None:
-        """Nothing about the hardware has changed meanwhile."""
+        """Two probes must give the same result, because the hardware does not change in between."""
         if self.answers.first.found != self.answers.second.found:
             raise AssertionError(f"the first probe said {self.answers.first}, the second {self.answers.second}")
 
     def test_it_says_what_it_saw(self) -> None:
-        """Whether it found something or not, in one line."""
+        """`probe().why` must be one line that states what was seen, both if hardware was found and if not."""
         why = self.answers.first.why
         if not why.strip() or "\n" in why:
             raise AssertionError(f"probe().why should be one line that says what was looked at and seen: {why!r}")
 
     def test_what_is_found_has_slots(self) -> None:
-        """And what is not found has none."""
+        """A platform that is found must have at least one slot; one that is not found must have none."""
         if self.answers.first.found != (self.answers.device_count > 0):
             raise AssertionError(f"{self.answers.first}, but device_count() is {self.answers.device_count}")
 
     def test_asking_changes_nothing(self) -> None:
-        """Neither the environment nor the working directory, signal handlers or threads."""
+        """Querying a platform must not change the environment, the working directory, signal handlers or threads."""
         if self.answers.changes:
             raise AssertionError(f"asking the platform changed {'; '.join(self.answers.changes)}")
 
     def test_asking_leaves_no_device_open(self) -> None:
-        """A context on a device takes its memory, and keeps processes from being forked. `memory` is not asked here."""
+        """Querying a platform must leave no device open.
+
+        A device context uses device memory and prevents forking processes. `memory` is not queried here.
+        """
         if self.answers.opened:
             raise AssertionError(f"after the questions these are open: {', '.join(self.answers.opened)}")
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- reported properties -------------------------------------------------------------------------------------------
 
     def test_its_names_can_be_used(self) -> None:
-        """Device type, Ray resource, collective backend and variables are names."""
+        """Device type, Ray resource and collective backend must not be empty. Names of variables must be valid."""
         said = self.answers
         for what in ("device_type", "ray_resource", "collective_backend"):
             if not isinstance(getattr(said, what), str) or not getattr(said, what):
@@ -97,7 +101,7 @@ class PlatformConformance(PackagingTests):
             raise AssertionError("also_visible_devices are further names of visible_devices, which is empty")
 
     def test_each_slot_has_its_device(self) -> None:
-        """Of the platform's type, and its own unless slots share the host's cores."""
+        """Each slot must have a device of the platform's type, and its own one unless slots share the host's cores."""
         devices = self.answers.devices
         if odd := [device for device in devices if device.partition(":")[0] != self.answers.device_type]:
             raise AssertionError(f"devices {odd} are not of type {self.answers.device_type!r}")
@@ -106,7 +110,10 @@ class PlatformConformance(PackagingTests):
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_are_text_with_a_reason(self, kind: str) -> None:
-        """And none comes twice."""
+        """Each environment variable must have a valid name, a string as value and a readable reason.
+
+        None may occur twice.
+        """
         variables = self.answers.environment[kind][0]
         for name, value, reason in variables:
             if not isinstance(name, str) or not VARIABLE.fullmatch(name):
@@ -121,7 +128,7 @@ class PlatformConformance(PackagingTests):
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_of_the_runtime_are_left_to_it(self, kind: str) -> None:
-        """Who a worker is, and which devices it sees."""
+        """A platform must not set variables that executors set: the identity of a worker, and its visible devices."""
         reserved = {*OF_THE_RUNTIME, self.answers.visible_devices, *self.answers.also_visible_devices}
         names = {name for name, _, _ in self.answers.environment[kind][0]}
         if taken := sorted(names & reserved):
@@ -129,23 +136,26 @@ class PlatformConformance(PackagingTests):
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_do_not_depend_on_the_moment(self, kind: str) -> None:
-        """Asked again, the platform says the same: workers of a role get the same."""
+        """Two queries must return the same variables, so that all workers of a role get the same."""
         first, second = self.answers.environment[kind]
         if first != second:
             raise AssertionError(f"environment({kind!r}) said {first}, and then {second}")
 
     def test_an_unknown_dtype_is_refused_with_the_way_out(self) -> None:
-        """By a sentence that names one that works; fp32 works everywhere."""
+        """An unknown dtype must be refused with a reason that names a supported one.
+
+        All platforms must support fp32.
+        """
         refused, fp32 = self.answers.supports[UNKNOWN_DTYPE], self.answers.supports["fp32"]
         if fp32:
             raise AssertionError(f"fp32 is refused: {fp32}")
         if not any(dtype in refused for dtype in KNOWN_DTYPES):
             raise AssertionError(f"supports({UNKNOWN_DTYPE!r}) is {refused!r}, expected a reason that names what works")
 
-    # -- where the hardware is -----------------------------------------------------------------------------------------
+    # -- with the hardware ---------------------------------------------------------------------------------------------
 
     def test_it_computes_in_what_it_supports(self) -> None:
-        """A product of two matrices on the first slot, in each dtype that is not refused."""
+        """A product of two matrices on the first slot must be correct in each dtype that is not refused."""
         self.need_hardware()
         dtypes = [dtype for dtype in KNOWN_DTYPES if not self.answers.supports[dtype]]
         found = _heavy.run(compute, self.provider.target, dtypes, timeout_s=self.timeout_s)[0]
@@ -153,7 +163,7 @@ class PlatformConformance(PackagingTests):
             raise AssertionError(f"1·1 summed over 8 should be 8, but is {wrong}")
 
     def test_memory_is_counted_in_bytes(self) -> None:
-        """What is used is part of the total."""
+        """`memory` must return integer bytes, with `used` between 0 and `total`."""
         self.need_hardware()
         memory = _heavy.run(fill, self.provider.target, 0, timeout_s=self.timeout_s)[0][0]
         total, used = memory["total"], memory["used"]
@@ -161,7 +171,10 @@ class PlatformConformance(PackagingTests):
             raise AssertionError(f"memory(0) is {memory}, expected bytes, of which some are used")
 
     def test_memory_counts_what_is_put_there(self) -> None:
-        """256 MiB more are used once they are allocated. Not where slots share the host's memory."""
+        """Allocating 256 MiB must raise the used memory by at least 90 % of that.
+
+        Skipped if slots share the host's memory.
+        """
         self.need_hardware()
         if self.answers.slots_share_cores:
             pytest.skip("slots have no memory of their own")

@@ -1,6 +1,6 @@
-"""The layer *portable state*: what one strategy exports, any other continues from.
+"""Test group *portable state*: any strategy can resume from the state that another strategy exported.
 
-Each strategy is held against plain torch in both directions, so any two of them fit together.
+Each strategy is compared with plain torch in both directions, so any two of them are compatible.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
 
 SCHEDULED = replace(TRAINING, lr_scheduler_type="linear", warmup_steps=1, num_steps=9)
 ROUNDING = 1e-6
-"""Distance of a continued run to an uninterrupted one, after two steps in fp32."""
+"""Allowed relative distance between a resumed and an uninterrupted run, after two steps in fp32."""
 DONE = 2
 
 
 class PortableTests(Subject):
-    """For strategies that declare `portable_state`."""
+    """Tests of strategies that declare `portable_state`."""
 
     def test_a_portable_state_equals_the_references(
         self, case: Case, task: Task, world_size: int, tmp_path: Path
     ) -> None:
-        """After two steps: the step's number, and masters and moments of every parameter by its name, as plain torch
-        has them."""
+        """After two steps, the exported step count, master weights and moments must equal those of plain torch."""
         steps = self._steps_of(DONE, task)
         found, step_count, _ = self._exported_state(case, steps, tmp_path)
         reference = self.reference(case)
@@ -49,8 +48,11 @@ class PortableTests(Subject):
             check_near(f"exported {kind}", found[kind], expected, BOUNDS["fp32"].steps)
 
     def test_a_run_goes_on_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
-        """Of which plain torch did two steps; norms, learning rates and weights of two more are as if torch had gone
-        on, whatever the strategy had done before."""
+        """A run must resume from a state that plain torch exported after two steps.
+
+        Gradient norms, learning rates and weights of two more steps must equal torch's. What the strategy computed
+        before the import must not matter.
+        """
         from roll_core.runtime.records.portable_state import write_portable_state
         from roll_testing.portable_programs import go_on
 
@@ -78,7 +80,10 @@ class PortableTests(Subject):
     def test_a_run_goes_on_from_its_own_portable_state(
         self, case: Case, world_size: int, trained: str, tmp_path: Path
     ) -> None:
-        """As one that was not interrupted, within 1e-6; also before the first step, and with LoRA."""
+        """A run resumed from its own portable state must equal an uninterrupted one within 1e-6.
+
+        This includes a state exported before the first step, and LoRA.
+        """
         from roll_testing.portable_programs import export_between, go_on
 
         self._need_portable()
@@ -94,7 +99,7 @@ class PortableTests(Subject):
             _check_continued(f"rank {rank}, continued after {done} steps", found, expected)
 
     def test_exporting_the_state_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:
-        """A run that exports goes on as one that does not, bit for bit."""
+        """Exporting the state must not change the following steps, bit for bit."""
         from roll_testing.portable_programs import export_between
         from roll_testing.programs import train
 
@@ -107,7 +112,10 @@ class PortableTests(Subject):
     def test_masters_keep_what_lower_precision_rounds_away(
         self, case: Case, world_size: int, low_dtype: str, tmp_path: Path
     ) -> None:
-        """After two steps: they are not what the dtype can hold, but rounded to it they are the exported weights."""
+        """Exported master weights must keep the digits that the low-precision dtype rounds away.
+
+        Rounded to that dtype, they must equal the exported weights.
+        """
         import torch
 
         from roll_modeling.model import DTYPES
@@ -123,7 +131,10 @@ class PortableTests(Subject):
         check_near(f"masters rounded to {low_dtype}", rounded, weights, 0.0)
 
     def test_a_portable_state_of_another_model_is_refused(self, case: Case) -> None:
-        """`CheckpointError` that names the parameter: one is missing, one is not known, one has another shape."""
+        """A state of another model must raise a `CheckpointError` that names the parameter.
+
+        Parameters may be missing, unknown or misshapen.
+        """
         from roll_testing.portable_programs import import_foreign
 
         self._need_portable()
@@ -134,7 +145,7 @@ class PortableTests(Subject):
             if odd not in error.message:
                 raise AssertionError(f"importing a state with {what} does not name {odd}: {error}")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _need_portable(self) -> None:
         self.need_training()
@@ -147,8 +158,8 @@ class PortableTests(Subject):
         return [Step(sequences=self.batch(seed + i), loss=loss, split=SPLITS["three at a time"]) for i in range(number)]
 
     def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int, Arrays]:
-        """Of a strategy after all of `steps`: masters and moments by kind, then by name; the step's number; and the
-        weights that it then exports."""
+        """Return the state after `steps`: masters and moments by kind and then by name, the step count, and exported
+        weights."""
         from roll_core.runtime.records.portable_state import KINDS, opened_portable_state
         from roll_testing.bench import as_array
         from roll_testing.portable_programs import export_between

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the portable state; see `programs`."""
+"""Functions that ranks run in the tests of the portable state; see `programs`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def export_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: str) -> Trained:
-    """All steps in one go; the state after the first `at` is exported into `folder`, and the weights of then are
-    `before`."""
+    """Run all steps without interruption, and export the state into `folder` after the first `at` steps.
+
+    `before` has the weights at that point.
+    """
     with built(case, rank) as strategy:
         for step in steps[:at]:
             take_step(strategy, step)
@@ -29,20 +31,26 @@ def export_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder
 
 
 def go_on(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:
-    """Whatever was there before, gradients included, is gone once a state is imported."""
+    """Import a state after unrelated steps, then run `steps`.
+
+    The import must discard everything before it, including gradients.
+    """
     with built(case, rank) as strategy:
         for step in spoil:
             take_step(strategy, step)
         for step in spoil[:1]:
             accumulate(strategy, step)
-        weights(strategy)  # as a publish does; nothing that is kept of it may come back
+        weights(strategy)  # as a publish does; weights cached by it must not survive the import
         with opened_portable_state(Path(folder)) as state:
             strategy.import_state(state)
         return observe(strategy, steps)
 
 
 def import_foreign(rank: int, case: Case) -> dict[str, tuple[str, Raised | None]]:
-    """States that are not of this model: the parameter that is odd, and what importing them raises."""
+    """Import states that do not fit this model.
+
+    Return the parameter that does not fit and the error, by kind of mismatch.
+    """
     with built(case, rank) as strategy:
         own = strategy.export_state()
         shapes = dict(own.shapes)

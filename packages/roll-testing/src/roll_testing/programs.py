@@ -1,6 +1,6 @@
-"""What the ranks do: functions that the kit runs on every rank of a role, each in a process of its own.
+"""Functions that the kit runs on every rank of a role, each rank in its own process.
 
-Arguments and results are plain values: they travel between processes.
+Arguments and results are plain values, because they are sent between processes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from roll_testing.bench import Arrays, Case, Split, Step
 
 Rows = dict[str, dict[str, "Floats"]]
-"""Outputs by their name, then by id of the sequence."""
+"""Outputs by output name, then by sequence id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """An exception, told to another process."""
+    """An exception in a form that can be sent to another process."""
 
     kinds: tuple[str, ...]
-    """Its class and the classes above it."""
+    """Names of its class and of all base classes."""
     message: str
 
     def is_a(self, kind: type[BaseException]) -> bool:
-        """Whether `except kind` would have caught it."""
+        """True if `except kind` would have caught it."""
         return kind.__name__ in self.kinds
 
     def __str__(self) -> str:
@@ -56,22 +56,22 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What one rank saw of some optimizer steps."""
+    """Results of some optimizer steps on one rank."""
 
     data_rank: DataRank
     stats: tuple[StepStats, ...]
     metrics: tuple[dict[str, float], ...]
-    """Of each step, this rank's share."""
+    """This rank's share of the metrics of each step."""
     before: Arrays
-    """Weights at the start; empty on ranks whose exports nobody reads."""
+    """Weights before the steps; empty on ranks that are not leaders."""
     after: Arrays
 
 
 def raised(call: Callable[[], object]) -> Raised | None:
-    """What a call raises, if anything."""
+    """Return the exception that a call raises, or None."""
     try:
         call()
-    except Exception as error:  # whatever a strategy raises is what is asked for
+    except Exception as error:  # any error of the strategy is the result
         return Raised(kinds=tuple(kind.__name__ for kind in type(error).__mro__), message=str(error))
     return None
 
@@ -80,19 +80,19 @@ def raised(call: Callable[[], object]) -> Raised | None:
 
 
 def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split) -> Rows:
-    """Outputs of a freshly built model."""
+    """Return outputs of a freshly built model."""
     with built(case, rank) as strategy:
         return outputs(strategy, sequences, want, split)
 
 
 def train(rank: int, case: Case, steps: Sequence[Step]) -> Trained:
-    """Some optimizer steps of a freshly built model."""
+    """Run some optimizer steps on a freshly built model."""
     with built(case, rank) as strategy:
         return observe(strategy, steps)
 
 
 def observe(strategy: TrainStrategy, steps: Sequence[Step]) -> Trained:
-    """Some optimizer steps of a model that is there."""
+    """Run some optimizer steps on a built model."""
     before = weights(strategy)
     done = [take_step(strategy, step) for step in steps]
     return Trained(
@@ -108,7 +108,7 @@ def observe(strategy: TrainStrategy, steps: Sequence[Step]) -> Trained:
 
 
 def call_before_build(rank: int, case: Case, step: Step, folder: str) -> dict[str, Raised | None]:
-    """Every call that needs a model, without one; and `close`, twice."""
+    """Make every call that needs a model before `build`, then `close` twice. Return the errors by call."""
     strategy = make(case)
     (micro,) = micros(step.sequences, step.sequences, WHOLE)
     calls: dict[str, Callable[[], object]] = {
@@ -130,21 +130,21 @@ def _nothing(name: str) -> ParameterState:
 
 
 def close_twice(rank: int, case: Case, step: Step) -> Raised | None:
-    """After a step."""
-    with built(case, rank) as strategy:  # closes it once more
+    """Close the strategy after a step, then return the error of a second `close`."""
+    with built(case, rank) as strategy:  # closes it a third time
         take_step(strategy, step)
         strategy.close()
         return raised(strategy.close)
 
 
 def fail_to_build(rank: int, case: Case) -> tuple[Raised | None, Raised | None]:
-    """What `build` raises, and `close` after it."""
+    """Return the errors of `build` and of the `close` after it."""
     strategy = make(case)
     return raised(lambda: strategy.build(case.model, mesh_of(case, rank))), raised(strategy.close)
 
 
 def only_score(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, dict[str, Raised | None]]:
-    """A role without an optimizer: what it computes, and what it raises when it is told to train."""
+    """Return the outputs of a role without an optimizer, and the errors of its training calls."""
     with built(case.with_(training=None), rank) as strategy:
         (micro,) = micros(step.sequences, step.sequences, WHOLE)
         found = outputs(strategy, step.sequences, want)
@@ -155,7 +155,10 @@ def only_score(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, dic
 
 
 def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, Rows, Trained]:
-    """A role that trains and one that scores, in one process: the scorer around the other's step, and the steps."""
+    """Run a training role and a scoring role in one process.
+
+    Return the scorer's outputs before and after a step of the other role, and the training steps.
+    """
     with built(case, rank) as actor:
         with built(case.with_(training=None), rank) as reference:
             before = outputs(reference, step.sequences, want)
@@ -171,7 +174,7 @@ def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, 
 def describe_outputs(
     rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want
 ) -> dict[str, tuple[tuple[int, ...], str, bool, float]]:
-    """Of each output: shape, dtype, whether it carries gradients, and the largest number at first tokens."""
+    """Return shape, dtype, `requires_grad`, and the largest absolute value at first tokens, for each output."""
     with built(case, rank) as strategy:
         (micro,) = micros(sequences, sequences, WHOLE)
         found = present(strategy.forward(micro, want))
@@ -188,19 +191,19 @@ def describe_outputs(
 
 
 def want_undeclared(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want) -> Raised | None:
-    """What a forward pass raises."""
+    """Return the error of a forward pass."""
     with built(case, rank) as strategy:
         (micro,) = micros(sequences, sequences, WHOLE)
         return raised(lambda: strategy.forward(micro, want))
 
 
 def build_undeclared(rank: int, case: Case, task: Task) -> Raised | None:
-    """What building a model of another task raises."""
+    """Return the error of building a model of another task."""
     return fail_to_build(rank, case.with_(model=replace(case.model, task=task)))[0]
 
 
 def look_between(rank: int, case: Case, step: Step, want: Want) -> Trained:
-    """A step with forward passes and an export between gradients and update."""
+    """Run a step with forward passes and an export between backward and the optimizer step."""
     with built(case, rank) as strategy:
         before = weights(strategy)
         metrics = accumulate(strategy, step)
@@ -213,7 +216,7 @@ def look_between(rank: int, case: Case, step: Step, want: Want) -> Trained:
 
 
 def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tuple[int, ...], bool]], ...]:
-    """Names, shapes, and whether gradients hang on them: before and after a step."""
+    """Return names, shapes and `requires_grad` of the exported tensors, before and after a step."""
 
     def exported(strategy: TrainStrategy) -> list[tuple[str, tuple[int, ...], bool]]:
         return [(name, tuple(each.shape), each.requires_grad) for name, each in strategy.export_weights()]
@@ -228,8 +231,11 @@ def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tup
 
 
 def save_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: str) -> Trained:
-    """All steps in one go, with a save after the first `at`. What it leaves to be written is written as late as can
-    be, after the last step: nothing of these may get into it."""
+    """Run all steps without interruption, and save after the first `at` steps.
+
+    The deferred write that `save` returns is executed as late as possible, after the last step. It must not contain any
+    of the later steps.
+    """
     with built(case, rank) as strategy:
         for step in steps[:at]:
             take_step(strategy, step)
@@ -243,19 +249,22 @@ def save_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: 
 
 
 def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:
-    """Whatever was there before, gradients included, is gone once a state is loaded."""
+    """Load a state after unrelated steps, then run `steps`.
+
+    Loading must discard everything before it, including gradients.
+    """
     with built(case, rank) as strategy:
         for step in spoil:
             take_step(strategy, step)
         for step in spoil[:1]:
             accumulate(strategy, step)
-        weights(strategy)  # as a publish does; nothing that is kept of it may come back
+        weights(strategy)  # as a publish does; weights cached by it must not survive the load
         strategy.load(Path(folder) / f"rank-{rank}")
         return observe(strategy, steps)
 
 
 def load_damaged(rank: int, case: Case, folder: str) -> Raised | None:
-    """What loading raises."""
+    """Return the error of `load`."""
     with built(case, rank) as strategy:
         return raised(lambda: strategy.load(Path(folder)))
 
@@ -263,7 +272,7 @@ def load_damaged(rank: int, case: Case, folder: str) -> Raised | None:
 def export_after_steps(
     rank: int, case: Case, steps: Sequence[Step], batch: Sequence[TrainSequence], want: Want, folder: str
 ) -> tuple[Arrays, Rows, Raised | None]:
-    """Weights, what the trained model answers, and what `export_model` into `folder` raises, if anything."""
+    """Return exported weights and outputs of the trained model, and the error of `export_model` into `folder`."""
     with built(case, rank) as strategy:
         for step in steps:
             take_step(strategy, step)
@@ -273,7 +282,7 @@ def export_after_steps(
 
 
 def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequence[Part]) -> Trained:
-    """Steps with `parts` moved away and back before each, and between gradients and update."""
+    """Run steps, and offload and onload `parts` before each step, before each optimizer step, and at the end."""
     with built(case, rank) as strategy:
         before = weights(strategy)
         done = []
@@ -295,7 +304,7 @@ def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequenc
 def compute_while_away(
     rank: int, case: Case, step: Step, batch: Sequence[TrainSequence], want: Want
 ) -> tuple[tuple[Rows, Arrays], tuple[Rows, Arrays]]:
-    """What the model answers and what is exported after a step, and again while gradients and optimizer are away."""
+    """Return outputs and exported weights after a step, and again with gradients and optimizer offloaded."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
         here = outputs(strategy, batch, want), weights(strategy)
@@ -312,17 +321,20 @@ def _away_and_back(strategy: TrainStrategy, parts: Sequence[Part]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsed:
-    """Bytes used on the device, and what the strategy says that it holds there."""
+    """Bytes used on the device, and bytes that the strategy reports."""
 
     held: int
-    """By the parts, in the strategy's words, before they were moved away."""
+    """Bytes that `memory()` reports for the parts before they are offloaded."""
     before: int
     away: int
     back: int
 
 
 def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]) -> MemoryUsed:
-    """By the platform's own count, once a step has made all there is."""
+    """Measure the platform's used bytes before offload, after offload and after onload.
+
+    A step runs first, so that all buffers exist.
+    """
     import gc
 
     def used() -> int:
@@ -335,7 +347,7 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]
         before = used()
         strategy.offload(parts)
         away = used()
-        if before - away < held:  # cycles may still hold it; looking for them takes its time
+        if before - away < held:  # reference cycles may still hold it; collecting always would be slow
             gc.collect()
             away = used()
         strategy.onload(parts)
@@ -345,7 +357,10 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]
 def publish(
     rank: int, case: Case, steps: Sequence[Step], transport: str
 ) -> list[tuple[Mapping[str, str], Mapping[str, str]]]:
-    """After each step, digests of what a receiver holds and of what is exported; empty on ranks that do not send."""
+    """Publish after each step.
+
+    Return digests of the received and of the exported weights; empty on ranks that do not send.
+    """
     from roll_testing.publishing import published
 
     with built(case, rank) as strategy:
@@ -356,7 +371,10 @@ def publish(
 
 
 def spoil_a_step(rank: int, case: Case, spoiled: Step, steps: Sequence[Step]) -> tuple[Trained, bool, Raised | None]:
-    """A step whose gradient is not finite, then good ones; whether the first was skipped, or what it raised."""
+    """Run a step whose gradient is not finite, then good ones.
+
+    Return the good steps, whether the first was skipped, and the error that the first raised.
+    """
     with built(case, rank) as strategy:
         error = raised(lambda: accumulate(strategy, spoiled))
         if error is not None:
@@ -367,7 +385,7 @@ def spoil_a_step(rank: int, case: Case, spoiled: Step, steps: Sequence[Step]) ->
 
 
 def refuse_a_loss(rank: int, case: Case, sequences: Sequence[TrainSequence], loss: LossFn) -> Raised | None:
-    """What `forward_backward` raises."""
+    """Return the error of `forward_backward`."""
     with built(case, rank) as strategy:
         (micro,) = micros(sequences, sequences, WHOLE)
         return raised(lambda: strategy.forward_backward([micro], loss))

@@ -1,4 +1,4 @@
-"""Publishes a strategy's weights as a run does, to a receiver that keeps what it gets."""
+"""Publishes a strategy's weights as a run does, to a receiver that stores them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,26 @@ if TYPE_CHECKING:
     from roll_testing.bench import Step
 
 IN_ONE_PROCESS = ("shared", "shm", "collective", "disk")
-"""Transports whose endpoints work within one process, where the kit runs both; those of `cuda_ipc` do not."""
+"""Transports whose endpoints both work within one process, where the kit runs them. `cuda_ipc` does not."""
 DEADLINE_S = 60.0
 BUCKET_BYTES = 4096
-"""Small, so that a tiny model takes several buckets."""
+"""Small, so that a tiny model needs several buckets."""
 
 
 @cache
 def transport_record(name: str) -> WeightTransportProvider:
-    """The installed weight transport of this name."""
+    """Return the record of the installed weight transport with this name."""
     return load_registry().find(WeightTransportProvider, name)
 
 
 def published(
     strategy: TrainStrategy, rank: int, steps: Sequence[Step], transport: str
 ) -> Iterator[tuple[Mapping[str, str], Mapping[str, str]]]:
-    """After each step: digests of what the receiver holds, and of what the strategy exports right then."""
+    """Publish after each step.
+
+    Yield digests of the received weights and of the weights exported at that moment. Yields nothing on ranks that do
+    not send.
+    """
     sender = WeightSender(strategy, role=ROLE, rank=rank)
     receiver = Receiver()
     directory = TemporaryDirectory()
@@ -76,7 +80,7 @@ def published(
 
 
 class Receiver:
-    """Copies received tensors on a thread of its own, and digests the copies once all have arrived."""
+    """Copies received tensors on its own thread. `wait` returns digests of the copies."""
 
     def __init__(self) -> None:
         self._endpoint: ReceiverEndpoint | None = None
@@ -88,7 +92,10 @@ class Receiver:
         self._receiving = self._threads.submit(self._receive, plan, handle)
 
     def wait(self) -> Mapping[str, str]:
-        """Digests of the received tensors, by name; empty if this rank did not send. Raises the receiver's error."""
+        """Return digests of the received tensors by name; empty if this rank did not send.
+
+        Raises the receiver's error.
+        """
         if self._receiving is None:
             return {}
         return {name: digest(tensor) for name, tensor in self._receiving.result(DEADLINE_S).items()}

@@ -1,10 +1,10 @@
-"""The quick start's GRPO on an engine, shortened and in full, as from a shell: for plugins of this repository.
+"""Runs the quick start's GRPO on an engine in a subprocess, shortened and in full. For plugins of this repository:
 
     class TestQuickStart(QuickStartTests):
         engine = "vllm"
         settings = {"kv_cache_memory_bytes": 64 << 20}
 
-Only the engine's name and its settings are changed, and where the roles sit.
+Only the engine's name, its settings and the placement of the roles differ from the quick start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FULL = {
     "disaggregated": APART,
     "disaggregated and asynchronous": (*APART, "async_generation_ratio=1"),
 }
-"""The quick start as it is, all steps of it; what is said is where the roles sit."""
+"""Overrides of the full quick start with all its steps: only the placement of the roles changes."""
 TWO = ("executor=ray", "num_gpus_per_node=3", "actor_infer.device_mapping=[1, 2]", "async_generation_ratio=1")
 GATED = """\
 import time
@@ -66,73 +66,73 @@ def judge(prompt, response, ground_truth, **row):
         time.sleep(0.05)
     return sorted_digits(prompt, response, ground_truth)
 """
-"""A judge who, from the end of the first step on, waits for leave: no more is trained on than was judged by then, which
-is the next two steps at most."""
+"""Reward function that blocks after the first step until the file `go-on` exists. Responses graded before then suffice
+for at most two more steps."""
 BOUND = 1e-4
-"""Between logprobs of the engine and of the trainer, of the same weights in fp32."""
+"""Bound on the difference between engine and trainer logprobs of the same weights in fp32."""
 RUN_S = 800.0
 FULL_RUN_S = 5400.0
 TAUGHT, LEARNED = 0.6, 0.94
-"""Held-out accuracy that SFT stays below, and that GRPO goes beyond: 0.450 and 0.972 with the embedded engine."""
+"""Held-out accuracy that SFT must stay below, and that GRPO must exceed: 0.450 and 0.972 with the embedded engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a run has left behind."""
+    """Output folder of a finished run."""
 
     folder: Path
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Of its steps."""
+        """Metrics of the training steps."""
         text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
         return [line for line in map(json.loads, text.splitlines()) if line["step"]]
 
     @property
     def accuracies(self) -> list[float]:
-        """Of held-out prompts: before the first step, and after each of the run's evaluations."""
+        """Accuracies on held-out prompts: before the first step, and after each evaluation of the run."""
         text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
         found = [json.loads(line).get("val/score/mean") for line in text.splitlines()]
         return [score for score in found if score is not None]
 
     @property
     def record(self) -> dict[str, Any]:
-        """`run.json`."""
+        """Content of `run.json`."""
         found: dict[str, Any] = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
         return found
 
     @property
     def log(self) -> str:
-        """Everything that was logged."""
+        """Text of the run's log."""
         return (self.folder / "log.txt").read_text(encoding="utf-8")
 
 
 class QuickStartTests:
-    """Runs from what half of the quick start's SFT leaves, which is right often enough to be rewarded."""
+    """Short runs start after half of the quick start's SFT: responses are then correct often enough to earn rewards."""
 
     engine: ClassVar[str]
-    """Name of the strategy."""
+    """Name of the infer strategy."""
     settings: ClassVar[Mapping[str, Any]] = {}
     """Its `strategy_config`."""
     repository: ClassVar[Path]
-    """Where `examples/quickstart` is."""
+    """Root of the repository, which has `examples/quickstart`."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def pretrained(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A folder with the quick start's data and model."""
+        """Folder with the quick start's data, and its model after 100 steps of SFT."""
         return cls()._taught(tmp_path_factory.mktemp("sft"), "max_steps=100", "eval_steps=0")
 
     @pytest.fixture(scope="class")
     @classmethod
     def taught(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The same after all steps of the quick start's SFT."""
+        """Folder with the quick start's data, and its model after all steps of SFT."""
         return cls()._taught(tmp_path_factory.mktemp("whole-sft"))
 
     @pytest.mark.ray
     @pytest.mark.parametrize("where", PLACES)
     def test_it_runs(self, pretrained: Path, tmp_path: Path, where: str) -> None:
-        """The engine computes the trainer's logprobs with the trainer's weights, wherever they are."""
+        """Engine and trainer logprobs of the same weights must agree, for every placement of the roles."""
         left = self.grpo(pretrained, tmp_path, *PLACES[where])
         self.check(left, num_steps=4 if "asynchronous" in where else 2)
         transport = "shared" if where == "one process" else "shm"
@@ -143,7 +143,7 @@ class QuickStartTests:
     @pytest.mark.ray
     @pytest.mark.parametrize("victim", ["worker", "engine"])
     def test_a_replica_that_is_killed_is_replaced(self, pretrained: Path, tmp_path: Path, victim: str) -> None:
-        """The worker with its engine, or the engine's own processes alone; the run goes on to its end."""
+        """If a worker or its engine processes are killed, the replica must be replaced and the run must complete."""
         log = tmp_path / "run.txt"
         (tmp_path / "gated.py").write_text(GATED, encoding="utf-8")
         gate = ("rewards.sorting.function=gated:judge", f"+rewards.sorting.timeout_s={RUN_S}")
@@ -171,7 +171,10 @@ class QuickStartTests:
     @pytest.mark.timeout(2 * FULL_RUN_S)
     @pytest.mark.parametrize("where", FULL)
     def test_it_learns_what_it_learns_with_the_embedded_engine(self, taught: Path, tmp_path: Path, where: str) -> None:
-        """The quick start in full; `--log-cli-level=INFO` shows the accuracies."""
+        """The full quick start must reach the accuracy that it reaches with the embedded engine.
+
+        `--log-cli-level=INFO` shows the accuracies.
+        """
         left = self.whole(taught, tmp_path, *FULL[where])
         assert left.accuracies[0] < TAUGHT
         assert left.accuracies[-1] > LEARNED
@@ -183,13 +186,13 @@ class QuickStartTests:
     # -- for tests of one engine ---------------------------------------------------------------------------------------
 
     def grpo(self, pretrained: Path, folder: Path, *overrides: str) -> Left:
-        """A run to its end."""
+        """Run the shortened GRPO to its end."""
         log = folder / "run.txt"
         self._end(self._begin(self._grpo(pretrained, folder, *overrides), log), log)
         return Left(folder / "quickstart-grpo" / "latest")
 
     def whole(self, taught: Path, folder: Path, *overrides: str) -> Left:
-        """The quick start in full, to its end; seeded, so that what it learns is the same again."""
+        """Run the full quick start to its end, with seeded rollouts so that the result is reproducible."""
         output = folder / "run.txt"
         command = self._whole(taught, folder, "+seeded_rollouts=true", *overrides)
         self._end(self._begin(command, output), output, FULL_RUN_S)
@@ -198,16 +201,16 @@ class QuickStartTests:
         return left
 
     def check(self, left: Left, *, num_steps: int) -> None:
-        """Fail unless all steps are there, with tokens and right logprobs."""
+        """Fail unless the run has all steps, generated tokens in each of them, and correct logprobs."""
         assert [line["step"] for line in left.metrics] == list(range(1, num_steps + 1))
         assert all(line["tokens/generated"] > 0 for line in left.metrics)
-        # Of a step all of whose tokens older weights have drawn there is no gap.
+        # A step whose tokens were all sampled under older weights reports no gap.
         for name in ("actor/logprob_gap", "weight_sync/logprob_probe"):
             found = [line[name] for line in left.metrics if name in line]
             assert found
             assert max(found) < BOUND
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     @property
     def _examples(self) -> Path:
@@ -244,7 +247,7 @@ class QuickStartTests:
         )
 
     def _begin(self, command: list[str], log: Path, *modules: Path) -> subprocess.Popen[str]:
-        # `python -m` puts the repository on the path, where the reward's module is; `modules` are folders of others.
+        # `python -m` puts the repository, with the reward's module, on the path. `modules` are folders of others.
         path = os.pathsep.join(filter(None, [*map(str, modules), os.environ.get("PYTHONPATH", "")]))
         with log.open("w", encoding="utf-8") as file:
             return subprocess.Popen(
@@ -272,7 +275,7 @@ class QuickStartTests:
 
 
 def _processes(run: int, name: str) -> tuple[psutil.Process, list[psutil.Process]]:
-    """The worker of this name in a run, and the processes below it: its engine's."""
+    """Return the worker of this name in a run, and its child processes, which are the engine's."""
     named = {each.pid: each for each in _named(run, name)}
     top = next(each for each in named.values() if each.ppid() not in named)
     worker = top if any("ray::" in word for word in top.cmdline()) else top.parent()
@@ -285,5 +288,5 @@ def _named(run: int, name: str) -> Iterator[psutil.Process]:
         try:
             if each.environ().get("WORKER_NAME") == name:
                 yield each
-        except psutil.Error:  # it has ended meanwhile
+        except psutil.Error:  # the process has exited meanwhile
             continue

@@ -1,4 +1,4 @@
-"""The process from which ranks are forked: `python -m roll_testing.rank_host FD MODULE...`, see `ranks.py`."""
+"""Process from which ranks are forked: `python -m roll_testing.rank_host FD MODULE...`, see `ranks.py`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
 PEERS_S = 1.0
-"""How long the other ranks may still answer after one has failed; they usually wait for it in a collective."""
+"""Seconds for the other ranks to return after one has failed; they usually block on it in a collective."""
 STACKS_S = 0.5
-"""For a rank that hangs to write down where."""
+"""Seconds for a hanging rank to write its stack traces."""
 TAIL_CHARS = 4000
-"""Of a rank's output that an error shows."""
+"""Characters of a rank's output that an error shows."""
 
 fork = multiprocessing.get_context("fork")
 
 
 def main() -> None:
-    """Serve calls until the other end hangs up."""
+    """Serve calls until the client closes the connection."""
     client = Connection(int(sys.argv[1]))
     try:
         for module in sys.argv[2:]:
             importlib.import_module(module)
-    except Exception as error:  # of foreign modules; reported to who asked for them
+    except Exception as error:  # any error of a preloaded module is reported to the client
         client.send(f"importing {module} failed: {type(error).__name__}: {error}")
         return
     client.send("")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def serve(call: Call, client: Connection) -> Answer:
-    """Fork the ranks, collect their results, and let none of them live on. Raises `EOFError` if the client is gone."""
+    """Fork the ranks, collect their results, and kill those that remain. Raises `EOFError` if the client is gone."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Rank(call, rank, Path(folder) / f"rank-{rank}.txt") for rank in range(call.num_ranks)]
         try:
@@ -59,7 +59,7 @@ def serve(call: Call, client: Connection) -> Answer:
 
 
 class Rank:
-    """One forked process and what is known of it."""
+    """One forked rank process, with its connection and output file."""
 
     def __init__(self, call: Call, rank: int, output: Path) -> None:
         self.number, self.output = rank, output
@@ -69,7 +69,7 @@ class Rank:
         theirs.close()
 
     def end(self) -> None:
-        """Kill it, and what it started, if it still runs."""
+        """Kill the rank's process group, which includes the processes that the rank started."""
         if self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -78,13 +78,13 @@ class Rank:
         self.connection.close()
 
     def tail(self) -> str:
-        """The end of what it wrote."""
+        """Return the end of the rank's output."""
         text = self.output.read_text(encoding="utf-8", errors="replace").strip() if self.output.exists() else ""
         return f"\n--- output of rank {self.number} ---\n{text[-TAIL_CHARS:]}" if text else ""
 
 
 def collect(ranks: list[Rank], call: Call, client: Connection) -> Answer:
-    """Their results, or the first failure."""
+    """Return the results of all ranks, or the first failure."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + call.timeout_s
     failures: list[str] = []
@@ -92,7 +92,7 @@ def collect(ranks: list[Rank], call: Call, client: Connection) -> Answer:
         open_ones = {rank.connection: rank for rank in ranks if not rank.connection.closed}
         ready = wait([client, *open_ones], max(0.0, deadline - time.monotonic()))
         if client in ready:
-            client.recv()  # it says nothing while it waits: this is its end
+            client.recv()  # the client sends nothing during a call, so this is its EOF
             raise EOFError
         if not ready:
             break
@@ -110,7 +110,7 @@ def collect(ranks: list[Rank], call: Call, client: Connection) -> Answer:
 
 
 def take(rank: Rank, results: dict[int, Any]) -> str:
-    """One rank's answer into `results`; returns what went wrong, or nothing."""
+    """Receive one rank's result into `results`. Return the failure, or an empty string."""
     try:
         succeeded, value = rank.connection.recv()
     except EOFError:
@@ -127,7 +127,7 @@ def take(rank: Rank, results: dict[int, Any]) -> str:
 
 
 def silent(ranks: list[Rank], results: dict[int, Any], timeout_s: float) -> str:
-    """Which ranks did not answer, and where they hang."""
+    """Describe the ranks that timed out, with their stack traces."""
     missing = [rank for rank in ranks if rank.number not in results]
     for rank in missing:
         if rank.process.pid is not None and rank.process.is_alive():
@@ -138,11 +138,11 @@ def silent(ranks: list[Rank], results: dict[int, Any], timeout_s: float) -> str:
     return f"no answer from rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
 
 
-# -- in the rank -------------------------------------------------------------------------------------------------------
+# -- in the rank process -----------------------------------------------------------------------------------------------
 
 
 def work(call: Call, rank: int, output: Path, connection: Connection) -> None:
-    """Call the function and send what it returns; the process ends without running exit handlers."""
+    """Call the function and send its result. The process then exits without running exit handlers."""
     os.setpgid(0, 0)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -152,11 +152,11 @@ def work(call: Call, rank: int, output: Path, connection: Connection) -> None:
     threading.Thread(target=_end_with_the_host, daemon=True).start()
     try:
         answer = True, call.function(rank, *call.arguments)
-    except BaseException:  # whatever ends the call, SystemExit included, is the answer
+    except BaseException:  # anything that ends the call is reported, SystemExit included
         answer = False, traceback.format_exc()
     try:
         connection.send(answer)
-    except Exception:  # a result that cannot be pickled is the function's mistake
+    except Exception:  # the result cannot be pickled; report it as a failure
         connection.send((False, traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()

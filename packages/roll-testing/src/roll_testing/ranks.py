@@ -1,9 +1,9 @@
-"""Runs a function on several ranks at once, each a process of its own, with deadlines and nothing left behind.
+"""Runs a function on several ranks, each in its own process, with timeouts and without leftover processes.
 
-    RankHost --socket--> rank_host.py (torch is imported once) --fork--> rank 0, rank 1, ...    new ones for each call
+    RankHost --socket--> rank_host.py (imports torch once) --fork--> rank 0, rank 1, ...    new processes for each call
 
-What travels between them is pickled, by and for ourselves: a module-level function and plain arguments, and its plain
-results (numpy arrays rather than tensors).
+Calls and results are pickled, and both ends are our own: a module-level function, plain arguments and plain results
+(numpy arrays rather than tensors).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 START_S = 240.0
-"""Until the host has imported what it preloads."""
+"""Time limit in seconds for the host to import its preloaded modules."""
 PORTS = 20_000, 32_000
-"""Below those from which Linux and macOS take one for a connection."""
+"""Ports below those that Linux and macOS assign to outgoing connections."""
 GRACE_S = 15.0
-"""The host says itself who did not answer; after so much longer it is given up."""
+"""Seconds after a call's timeout in which the host reports the ranks that timed out. Then the host itself is considered
+failed."""
 
 
 class RanksFailedError(AssertionError):
-    """A rank raised, died, or did not answer in time; the message says which, and shows what it last did."""
+    """A rank raised, died or timed out. The message names the rank and shows the end of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +47,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of a call."""
+    """Results of a call, or its failure."""
 
     results: tuple[Any, ...] = ()
     failure: str = ""
 
 
 class RankHost:
-    """Starts ranks. One per set of environment variables and preloaded modules; started on first use."""
+    """Starts ranks with fixed environment variables and preloaded modules. The host process starts on first use."""
 
     def __init__(self, *, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()) -> None:
-        """`environment` is set before anything is imported; modules in `preload` are imported once, for all ranks."""
+        """`environment` is set before anything is imported; modules in `preload` are imported once for all ranks."""
         self._environment, self._preload = dict(environment or {}), tuple(preload)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -64,10 +65,10 @@ class RankHost:
     def run(
         self, function: Callable[..., Any], *arguments: Any, num_ranks: int = 1, timeout_s: float = 60.0
     ) -> tuple[Any, ...]:
-        """`function(rank, *arguments)` on ranks 0 to `num_ranks - 1`; their results in order.
+        """Run `function(rank, *arguments)` on ranks 0 to `num_ranks - 1` and return the results in rank order.
 
-        `function` must be importable by its module and name. Raises `RanksFailedError` with the first failure; ranks
-        that then still run are killed.
+        `function` must be importable by its module and name. Raises `RanksFailedError` with the first failure, and
+        kills the ranks that still run.
         """
         connection = self._started()
         call = Call(function=function, arguments=arguments, num_ranks=num_ranks, timeout_s=timeout_s)
@@ -80,7 +81,7 @@ class RankHost:
         except (EOFError, OSError) as error:
             self.close()
             raise RanksFailedError(f"the host of the ranks died: {type(error).__name__}: {error}") from error
-        except BaseException:  # an interrupt: an answer that comes later would be taken for that of the next call
+        except BaseException:  # an interrupt: the next call would receive this call's late result
             self.close()
             raise
         if answer.failure:
@@ -88,10 +89,10 @@ class RankHost:
         return answer.results
 
     def close(self) -> None:
-        """End the host and its ranks. May be called several times; the next call starts anew."""
+        """Stop the host and its ranks. Idempotent; the next call starts a new host."""
         atexit.unregister(self.close)
         if self._connection is not None:
-            self._connection.close()  # the host kills its ranks when nobody listens any more
+            self._connection.close()  # the host kills its ranks once this connection is closed
             self._connection = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +130,7 @@ class RankHost:
 
 
 def free_port() -> int:
-    """A port on which nothing listens just now, and that the system does not give to connections that others open."""
+    """Return a free local port that the system does not assign to outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(*PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""What is right: transformers' own model and plain torch, one sequence at a time, without padding or packing.
+"""Reference results of transformers' models and plain torch: one sequence at a time, without padding or packing.
 
-L tokens of a sequence, T flat tokens of a batch, V the vocabulary, K top-k.
+Shapes: L tokens of a sequence, T flat tokens of a batch, V vocabulary size, K top-k.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ if TYPE_CHECKING:
 
 
 class ReferenceModel(ABC):
-    """A model whose answers are taken for right. An author whose strategy brings its own architecture writes one."""
+    """A model whose outputs the kit treats as correct. Authors of a strategy with its own architecture subclass it."""
 
     module: nn.Module
-    """In float32, on the host; `named_parameters` have the names that the strategy exports."""
+    """Float32 module on the host. Its `named_parameters` have the names that the strategy exports."""
 
     @abstractmethod
     def logits(self, tokens_L: Tensor) -> Tensor:
-        """`[L, V]`: row `t` is the distribution of the token that follows token `t`, before the softmax."""
+        """Return `[L, V]` logits. Row `t` is the distribution of the token that follows token `t`."""
 
     def scores(self, tokens_L: Tensor) -> Tensor:
-        """`[L]`: the scalar head's output at each token, for tasks `value` and `reward`."""
+        """Return `[L]`, the scalar head's output at each token, for tasks `value` and `reward`."""
         raise NotImplementedError(f"{type(self).__name__} has no scalar head")
 
 
 class TransformersModel(ReferenceModel):
-    """A checkpoint as transformers loads it, with its plainest attention."""
+    """A checkpoint loaded by transformers, with eager attention."""
 
     def __init__(self, spec: ModelSpec) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         auto = AutoModelForCausalLM if spec.task == "causal_lm" else AutoModelForSequenceClassification
         with quiet():
-            # Rounded to the dtype in which the strategy holds them, and then computed with in float32.
+            # Weights are rounded to the strategy's dtype, then computed with in float32.
             rounded = auto.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], attn_implementation="eager")
         self.module = rounded.float().eval()
 
     def logits(self, tokens_L: Tensor) -> Tensor:
-        """Through the model's own forward."""
+        """Run the model's own forward pass."""
         logits_LV: Tensor = self.module(input_ids=tokens_L[None], use_cache=False).logits[0]
         return logits_LV
 
     def scores(self, tokens_L: Tensor) -> Tensor:
-        """The classifier's head on every hidden state; its own forward scores the last one only."""
+        """Apply the classifier head to every hidden state. The model's own forward pass scores only the last one."""
         module: Any = self.module
         hidden_LH = module.base_model(input_ids=tokens_L[None], use_cache=False).last_hidden_state[0]
         scores_L: Tensor = module.score(hidden_LH)[:, 0]
@@ -71,7 +71,7 @@ class TransformersModel(ReferenceModel):
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], training: TrainingSpec) -> Sequence[torch.optim.Optimizer]:
-    """torch's AdamW, with weight decay on matrices alone: biases and norms are not decayed."""
+    """Build torch's AdamW with weight decay on matrices only; biases and norms are not decayed."""
     matrices = [each for each in parameters.values() if each.ndim >= 2]
     vectors = [each for each in parameters.values() if each.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -88,7 +88,7 @@ def adamw(parameters: Mapping[str, nn.Parameter], training: TrainingSpec) -> Seq
 
 
 class Reference:
-    """Outputs, gradients and optimizer steps of a `ReferenceModel`, as the contract defines them."""
+    """Outputs, gradients and optimizer steps of a `ReferenceModel`, as the train contract defines them."""
 
     def __init__(self, model: ReferenceModel, task: str, optimizers: MakeOptimizers | None = None) -> None:
         self.model, self.task = model, task
@@ -100,12 +100,12 @@ class Reference:
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def outputs(self, sequences: Sequence[TrainSequence], want: Want) -> TokenOutputs:
-        """Of the flat batch, with gradients."""
+        """Return outputs of the flat batch, with gradients."""
         rows = [self._row(torch.from_numpy(each.tokens).long(), want) for each in sequences]
         return TokenOutputs(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
     def by_sequence(self, sequences: Sequence[TrainSequence], want: Want) -> dict[str, dict[str, Floats]]:
-        """Without gradients: by name of the output, then by id of the sequence."""
+        """Return outputs without gradients, by output name and then by sequence id."""
         found: dict[str, dict[str, Floats]] = {}
         with torch.no_grad():
             for each in sequences:
@@ -117,7 +117,7 @@ class Reference:
         found: dict[str, Tensor] = {}
         if want.values:
             scores_L = self.model.scores(tokens_L).float()
-            if self.task == "value":  # the state before token t is the one after token t - 1
+            if self.task == "value":  # the state before token t is the state after token t - 1
                 scores_L = torch.cat([scores_L.new_zeros(1), scores_L[:-1]])
             found["values_T"] = scores_L
         if not (want.logprobs or want.entropy or want.topk):
@@ -134,7 +134,7 @@ class Reference:
         return found
 
     def gradient(self, sequences: Sequence[TrainSequence], loss: LossFn) -> Arrays:
-        """Of the whole batch's loss, by name of the parameter."""
+        """Return the gradient of the whole batch's loss, by parameter name."""
         self._backward(sequences, loss)
         found = {name: as_array(each.grad) for name, each in self.parameters.items() if each.grad is not None}
         self.model.module.zero_grad(set_to_none=True)
@@ -149,8 +149,10 @@ class Reference:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, training: TrainingSpec, steps: Sequence[Step]) -> Iterator[ReferenceStep]:
-        """One optimizer step after the other, by torch's AdamW or the strategy's own optimizers, and transformers'
-        schedules."""
+        """Run one optimizer step after the other and yield a `ReferenceStep` for each.
+
+        Uses the strategy's own optimizers (default: torch's AdamW) and transformers' learning-rate schedules.
+        """
         from transformers import get_scheduler
 
         self.optimizers = optimizers = self._optimizers(self.parameters, training)
@@ -177,14 +179,14 @@ class Reference:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Arrays]:
-        """After steps of `train`: masters and moments, by kind and by name."""
+        """Return master weights and moments after steps of `train`, by kind and then by parameter name."""
         (optimizer,) = self.optimizers
         held = {name: optimizer.state[each] for name, each in self.parameters.items()}
         moments = {kind: {name: as_array(each[kind]) for name, each in held.items()} for kind in MOMENTS}
         return {"master": self.weights(), **moments}
 
     def portable_state(self, step_count: int) -> PortableState:
-        """The same as strategies exchange it, after so many steps."""
+        """Return `state` in the form that strategies exchange, with the given step count."""
         held = self.state()
 
         def read(name: str) -> ParameterState:
@@ -196,15 +198,15 @@ class Reference:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Arrays:
-        """By name, each once."""
+        """Return the parameters by name. A tied parameter appears once."""
         return {name: as_array(each) for name, each in self.parameters.items()}
 
     def aliases(self) -> set[str]:
-        """Every name under which a tied parameter may be exported as well."""
+        """Return every name under which a parameter may be exported, including all names of tied parameters."""
         return set(self.model.module.state_dict())
 
     def take(self, weights: Mapping[str, Floats]) -> None:
-        """Compute with these weights from now on. Raises `KeyError` for one that is missing."""
+        """Replace the weights. Raises `KeyError` if one is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.from_numpy(weights[name]))
@@ -212,7 +214,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
-    """What one step was."""
+    """Loss, gradient norm before clipping, and learning rate of one step."""
 
     loss: float
     grad_norm: float
@@ -220,5 +222,5 @@ class ReferenceStep:
 
 
 def _after_nothing(rows: Tensor) -> Tensor:
-    """Moved one on: index `t` speaks of token `t`, and a sequence's first token is predicted from nothing."""
+    """Shift rows by one, so that index `t` belongs to token `t`. The first token, which has no prediction, gets 0."""
     return torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows])

@@ -1,4 +1,4 @@
-"""What `roll-core check` refuses before a strategy is started, whatever its kind."""
+"""Configs that `roll-core check` must refuse before a strategy starts, for every kind of strategy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 class RefusalTests(Part):
-    """By the record alone."""
+    """Tests that need only the record."""
 
     _run: ClassVar[str]
-    """A config with places for `platform`, `dtype` and `name`."""
+    """Config template with the fields `platform`, `dtype` and `name`."""
 
     def test_an_undeclared_dtype_is_refused(self, tmp_path: Path) -> None:
-        """By `roll-core check`, which names the dtypes that it has."""
+        """`roll-core check` must refuse a dtype that the record does not declare, and name the declared ones."""
         declared = self.provider.capabilities.dtypes
         undeclared = [each for each in DTYPES if each not in declared]
         if not undeclared:
@@ -32,7 +32,7 @@ class RefusalTests(Part):
         self._refused(tmp_path, undeclared[0], platform, *declared)
 
     def test_an_undeclared_platform_is_refused(self, tmp_path: Path) -> None:
-        """By `roll-core check`, which names the platforms that it runs on."""
+        """`roll-core check` must refuse a platform that the record does not declare, and name the declared ones."""
         if not self.provider.platforms:
             pytest.skip(f"{self.name} declares every platform")
         self._refused(tmp_path, self.provider.capabilities.dtypes[0], "no_such_platform", *self.provider.platforms)

@@ -1,4 +1,7 @@
-"""Router replay of train strategies, beside `hf_train` in one process, whose own tests use transformers."""
+"""Checks of router replay in train strategies, against `hf_train` in one process.
+
+`hf_train`'s own tests use transformers.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,14 @@ if TYPE_CHECKING:
 
 WANT = Want(logprobs=True, entropy=True)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What architectures call it."""
+"""Config keys that architectures use for their number of experts."""
 
 
 def with_experts(batch: Sequence[TrainSequence], architecture: Mapping[str, Any], seed: int = 0) -> list[TrainSequence]:
-    """With choices drawn at random; of one sequence nothing is known, of others no token or only the beginning."""
+    """Return the batch with randomly sampled expert choices.
+
+    One sequence has none, another has them for no token, and another for its first tokens only.
+    """
     experts = next(architecture[key] for key in NUMBERS_OF_EXPERTS if key in architecture)
     layers = architecture["num_hidden_layers"] - architecture.get("first_k_dense_replace", 0)
     top_k = architecture["num_experts_per_tok"]
@@ -42,7 +48,7 @@ def with_experts(batch: Sequence[TrainSequence], architecture: Mapping[str, Any]
 
 
 def on_hf_train(case: Case) -> Case:
-    """The same in one process."""
+    """Return the same case for `hf_train` in one process on the CPU."""
     hf_train = registry().find(TrainProvider, "hf_train")
     return case.with_(provider=hf_train, strategy_config={}, world_size=1, devices=("cpu",))
 
@@ -50,8 +56,11 @@ def on_hf_train(case: Case) -> Case:
 def check_replay(
     run: Callable[..., tuple[Any, ...]], case: Case, architecture: Mapping[str, Any], vocab_size: int
 ) -> None:
-    """Outputs, steps, and what routers would have chosen otherwise. `run(function, case, *arguments)` calls on the
-    ranks of a case; the case's model is of `architecture`."""
+    """Fail unless outputs, optimizer steps and routing disagreement equal those of `hf_train`.
+
+    `run(function, case, *arguments)` calls the function on the ranks of a case. `architecture` is the architecture of
+    the case's model.
+    """
     case = case.with_(model=replace(case.model, router_replay=True))
     batch = with_experts(make_batch(vocab_size), architecture)
     steps = [

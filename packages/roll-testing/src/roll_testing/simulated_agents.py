@@ -1,11 +1,11 @@
-"""A simulated engine whose outputs are trajectories of agents: a turn is drawn, an environment answers, and so on.
+"""Simulated engine whose outputs are agent trajectories: generate a turn, wait for the environment, and repeat.
 
     prompt ──► turn 0 ──► environment ──► observation ──► turn 1 ──► ... ──► last turn
-               row draws   no row         prefill          row draws
+             row decodes    no row         prefill       row decodes
 
-The scheduler knows one request for each trajectory; turns and environments are the engine's own affair. While an
-environment works its trajectory takes none of the rows that draw together, but keeps its keys and values, so that only
-the observation is computed when it comes back: who asks bounds how many trajectories an engine has at once.
+The scheduler sees one request for each trajectory; turns and environments are internal to the engine. While an
+environment runs, its trajectory uses no decoding row but keeps its KV cache. Afterwards only the observation is
+prefilled. The caller therefore has to limit the number of trajectories on an engine.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What happens to one agent; K turns. The prompt is its first observation."""
+    """Episode of one agent with K turns. The prompt is its first observation."""
 
     drawn_K: np.ndarray
-    """int, tokens of each turn, at least 1."""
+    """int, generated tokens of each turn, at least 1."""
     observed_K: np.ndarray
-    """int, tokens of the observation before each turn; 0 for the first, whose observation is the prompt."""
+    """int, tokens of the observation before each turn; 0 for the first turn, whose observation is the prompt."""
     away_s_K: np.ndarray
-    """Seconds that the environment takes after each turn; nothing waits for that of the last."""
+    """Seconds that the environment takes after each turn; the value of the last turn is ignored."""
 
     @property
     def num_tokens(self) -> int:
-        """Drawn in all turns."""
+        """Tokens generated in all turns."""
         return int(self.drawn_K.sum())
 
 
 @dataclass(slots=True)
 class Environments:
-    """Those of all trajectories, whichever engine draws them: they go on when an engine lets a trajectory go."""
+    """Environments of all trajectories, shared by all engines. They keep running if an engine drops a trajectory."""
 
     answer_at: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When the environment of a trajectory will have answered, or has, where it was at work last."""
+    """Time at which the latest environment step of a trajectory finishes or finished, by request id and output
+    index."""
 
 
 @dataclass(slots=True)
 class _Agent:
-    """Whose a row is."""
+    """Trajectory that a row belongs to."""
 
     key: tuple[str, int]
     trajectory: Trajectory
     turn: int
-    """That it draws, or will draw once its environment has answered."""
+    """Turn that the row generates now, or after its environment has finished."""
     to_compute: int
-    """Tokens before it draws on."""
+    """Tokens to prefill before the row continues to decode."""
 
 
 class SimulatedAgents(SimulatedEngine):
-    """An output of a request is one trajectory; its tokens are those that are drawn."""
+    """Each output of a request is one trajectory. Its tokens are the generated ones, without observations."""
 
     def __init__(
         self,
@@ -75,8 +76,10 @@ class SimulatedAgents(SimulatedEngine):
         prompt_tokens: int,
         real: bool = True,
     ) -> None:
-        """`trajectory_of(id, index)` of a request of that id. What goes on after it was cut short has lost its keys and
-        values: prompt, turns and observations so far are computed again."""
+        """`trajectory_of(id, index)` is the trajectory of one output of the request with that id.
+
+        A resumed trajectory has lost its KV cache: prompt, turns and observations so far are prefilled again.
+        """
         super().__init__(
             name, speed, lambda id, index: trajectory_of(id, index).num_tokens, prompt_tokens=prompt_tokens, real=real
         )
@@ -122,7 +125,7 @@ class SimulatedAgents(SimulatedEngine):
         self._wait(row, answer_at)
 
     def _wait(self, row: SimulatedRow, answer_at: float) -> None:
-        """For its environment."""
+        """Queue the row once its environment has finished."""
         loop = asyncio.get_running_loop()
         if answer_at <= loop.time():
             self._waiting.append(row)

@@ -1,11 +1,11 @@
-"""Engines that take time without doing anything, and a clock that skips the waiting.
+"""Simulated engines that take time without computing, and an event loop whose clock skips waiting.
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(...)     # asyncio.sleep(3600) returns at once, and loop.time() is an hour later
 
-A simulated engine batches continuously: all its rows advance together, the more rows the slower each, and prompts that
-are computed hold them up. Between two events all rows have the same speed, so an event costs the logarithm of the
-number of rows and not a step for every token.
+A simulated engine does continuous batching: all rows decode together, more rows make each one slower, and prefill
+stalls decoding. Between two events all rows have the same speed. An event therefore costs the logarithm of the number
+of rows, not one step per token.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _MANY = 1 << 20
 _TOKENS = np.broadcast_to(np.int64(0), _MANY)
 _LOGPROBS = np.broadcast_to(np.float32(-1.0), _MANY)
 _FIRST_VERSION = np.broadcast_to(np.int32(0), _MANY)
-"""One number each, as long as any output: a part of them is made in no time and takes no memory."""
+"""Broadcast constants as long as any output: slicing them takes no time and no memory."""
 
 
 class _Skipping(selectors.DefaultSelector):
-    """Waits for nothing: the time for which it was to wait has passed."""
+    """Selector that never blocks: it advances the virtual clock by the timeout instead."""
 
     loop: VirtualTimeLoop
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """What is ready now."""
+        """Return the events that are ready now. Raises `RuntimeError` on a deadlock."""
         if timeout is None:
             raise RuntimeError("nothing will ever happen: every task waits for another")
         self.loop.now += max(0.0, timeout)
@@ -52,7 +52,7 @@ class _Skipping(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer as soon as nothing else is to be done. For one thread."""
+    """Event loop whose clock jumps to the next timer as soon as the loop is idle. Single-threaded only."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -61,25 +61,25 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self.now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a simulated engine is."""
+    """Speed of a simulated engine."""
 
     base_s: float = 0.02
-    """Of a decoding step, whatever runs: the weights are read."""
+    """Seconds of a decoding step for any number of rows: reading the weights."""
     row_s: float = 0.0001
-    """Of a decoding step for each row."""
+    """Additional seconds of a decoding step for each row."""
     prompt_token_s: float = 0.00002
-    """To compute one token of a prompt; nothing else advances meanwhile."""
+    """Seconds to prefill one prompt token; decoding stalls meanwhile."""
     max_rows: int = 256
-    """More wait."""
+    """Maximum number of rows that run at once; others are queued."""
 
     def tokens_per_s(self, rows: int) -> float:
-        """Of each of so many rows."""
+        """Return the tokens per second of each row while `rows` rows run."""
         return 1.0 / (self.base_s + self.row_s * rows)
 
     @property
@@ -90,21 +90,21 @@ class Speed:
 
 @dataclass(eq=False, slots=True)
 class SimulatedRow:
-    """One output."""
+    """One output of a request."""
 
     request: _Request
     index: int
     length: int
-    """Tokens that it has in the end."""
+    """Number of tokens of the complete output."""
     stretch: int = 0
-    """Tokens that it draws without a break."""
+    """Tokens generated without a pause in the current stretch."""
     before: int = 0
-    """Tokens that it drew before this stretch."""
+    """Tokens generated before the current stretch."""
     start: float = -1.0
-    """The engine's progress when the stretch began; negative while it does not draw."""
+    """Engine progress when the stretch began; negative while the row does not decode."""
     output: CompletionOutput | None = None
     plan: Any = None
-    """What a subclass keeps with it."""
+    """Data that a subclass attaches to the row."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,13 +116,19 @@ class _Request:
 
 
 class SimulatedEngine(Replica):
-    """Draws the tokens p, p + 1, p + 2, ... after a prompt of p tokens, so that what is missing or doubled shows."""
+    """Engine that generates tokens p, p + 1, p + 2, ...
+
+    after a prompt of p tokens. Missing and repeated tokens are then visible.
+    """
 
     def __init__(
         self, name: str, speed: Speed, length_of: Callable[[str, int], int], *, prompt_tokens: int, real: bool = True
     ) -> None:
-        """`length_of(id, index)` tokens has an output of a request of that id, whose prompt has `prompt_tokens`.
-        Without `real` tokens outputs are views of one number, which costs no memory."""
+        """`length_of(id, index)` is the length of output `index` of a request.
+
+        Every original prompt has `prompt_tokens` tokens. With `real=False`, outputs are views of one number and need no
+        memory.
+        """
         self.name, self.speed, self.version = name, speed, 0
         self._length_of, self._prompt_tokens, self._real = length_of, prompt_tokens, real
         self._requests: dict[str, _Request] = {}
@@ -135,7 +141,7 @@ class SimulatedEngine(Replica):
         self._advancing = False
         self.dead = False
         self.tokens = self.ended = 0
-        """Tokens drawn so far by outputs that ended, and how many did."""
+        """Total tokens of finished outputs, and the number of finished outputs."""
 
     def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
         """See `Replica.submit`."""
@@ -183,7 +189,7 @@ class SimulatedEngine(Replica):
         ]
 
     def stall(self, seconds: float) -> None:
-        """Advance nothing for so long: weights are replaced."""
+        """Pause decoding for `seconds`, as a weight update does."""
         self._catch_up()
         self._stalled_until = max(self._stalled_until, self._at) + seconds
         self._advance()
@@ -194,12 +200,12 @@ class SimulatedEngine(Replica):
         return WorkerHungError(self.name, 0, "nowhere", "", why)
 
     def kill(self) -> None:
-        """Die: whatever runs is lost."""
+        """Simulate a crash: all running requests fail with `WorkerDiedError`."""
         requests = self._end_all()
         for id, request in requests.items():
             request.on_result(id, self._death())
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> dict[str, _Request]:
         self.dead = True
@@ -212,7 +218,7 @@ class SimulatedEngine(Replica):
         return WorkerDiedError(self.name, 0, "nowhere", "result", "it was killed", "")
 
     def _catch_up(self) -> None:
-        """Let the rows have advanced to now."""
+        """Advance all running rows to the current time."""
         now = asyncio.get_running_loop().time()
         begin = max(self._at, min(self._stalled_until, now))
         if self._running:
@@ -220,8 +226,8 @@ class SimulatedEngine(Replica):
         self._at = now
 
     def _advance(self) -> None:
-        """Let rows enter and leave, and wait for the next one to end."""
-        if self._advancing:  # who is told of an end has begun or ended something else: it is seen to below
+        """Finish due rows, start queued rows, and set a timer for the next row to finish."""
+        if self._advancing:  # called from a result callback: the outer call handles the change
             return
         self._advancing = True
         self._catch_up()
@@ -249,16 +255,16 @@ class SimulatedEngine(Replica):
         self._advancing = False
 
     def _arrived(self, rows: Sequence[SimulatedRow]) -> None:
-        """They are asked for."""
+        """Queue the rows of a submitted request."""
         self._waiting += rows
 
     def _entered(self, row: SimulatedRow) -> int:
-        """Say how far a row draws without a break, and return how many tokens are computed before it begins."""
+        """Set how many tokens the row decodes without a pause. Return the number of tokens to prefill first."""
         row.stretch = row.length
         return len(row.request.request.prompt_ids) if row.index == 0 else 0
 
     def _reached(self, row: SimulatedRow) -> None:
-        """A stretch is drawn."""
+        """Handle the end of a stretch."""
         self._end(row, "stop")
 
     def _end(self, row: SimulatedRow, reason: FinishReason) -> None:

@@ -1,4 +1,4 @@
-"""The layer *state*: what is saved continues, what is exported is what computes, what is moved away comes back."""
+"""Test group *state*: save and resume, weight export, offload."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ ASKED = {
     "value": ("values", Want(values=True)),
     "reward": ("values", Want(values=True)),
 }
-"""What a model of the task answers."""
+"""Output to compare for a model of each task."""
 MOVED = 1e-4
-"""Distance that two steps of adapters go at the least."""
+"""Minimum relative distance by which two steps of adapters change the weights."""
 RETURNED = 0.9
-"""Share of what a strategy says that it holds which must be free again once it is moved away."""
+"""Minimum share of the bytes reported by `memory()` that offloading must free."""
 
 
 class StateTests(Subject):
-    """Bit for bit, unless another bound is named."""
+    """Comparisons are bit for bit, unless a test states another bound."""
 
     # -- save and load -------------------------------------------------------------------------------------------------
 
@@ -66,9 +66,11 @@ class StateTests(Subject):
     def test_a_resumed_run_equals_an_uninterrupted_one(
         self, case: Case, world_size: int, done: int, tmp_path: Path
     ) -> None:
-        """Weights, gradient norms and learning rates, bit for bit on the same number of ranks, under a schedule; what
-        the loading strategy had done before is forgotten. What `save` leaves to be written is written after two more
-        steps: it is the state of the step that was saved all the same."""
+        """A resumed run must equal an uninterrupted one bit for bit, on the same number of ranks and under a schedule.
+
+        Loading must discard what the strategy computed before. The deferred write that `save` returns is executed two
+        steps later and must still contain the state that was saved.
+        """
         self.need_training()
         training = replace(TRAINING, lr_scheduler_type="linear", warmup_steps=1, num_steps=9)
         case, steps = case.with_(training=training), self._steps(done + 2)
@@ -79,7 +81,7 @@ class StateTests(Subject):
             check_same_run(f"rank {rank}, resumed after {done} steps,", found, expected)
 
     def test_saving_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:
-        """A run that saves goes on like one that does not."""
+        """Saving must not change the weights after the following steps."""
         self.need_training()
         case, steps = case.with_(training=TRAINING), self._steps(3)
         saved: Trained = self.run(save_between, case, steps, 1, str(tmp_path))[0]
@@ -89,7 +91,7 @@ class StateTests(Subject):
     # -- export --------------------------------------------------------------------------------------------------------
 
     def test_exported_weights_are_those_that_compute(self, case: Case, world_size: int, tmp_path: Path) -> None:
-        """After two steps, the reference with the exported weights answers what the strategy answers."""
+        """After two steps, the reference with the exported weights must compute the strategy's logprobs."""
         self.need_training()
         held, found, _ = self._exported(case, "causal_lm", tmp_path)
         reference = self.reference(case)
@@ -100,8 +102,11 @@ class StateTests(Subject):
     def test_an_exported_model_is_loaded_by_transformers(
         self, case: Case, task: Task, world_size: int, tmp_path: Path
     ) -> None:
-        """After two steps: the very weights of `export_weights`, equal answers, and the tokenizer beside them. A task
-        that has no form which transformers loads is refused with `UnsupportedError`."""
+        """transformers must load the model that is exported after two steps.
+
+        It must have the weights of `export_weights`, equal outputs and the same tokenizer. For tasks other than
+        `causal_lm`, `export_model` may raise `UnsupportedError` instead.
+        """
         self.need_training()
         if load_target(self.provider.target, owner=self.name).export_model is TrainStrategy.export_model:
             pytest.skip(f"{self.name} does not implement export_model")
@@ -119,8 +124,11 @@ class StateTests(Subject):
         _same_tokenizer(tmp_path, case.model.tokenizer or case.model.path)
 
     def test_adapters_are_merged_on_export(self, case: Case, world_size: int, tmp_path: Path) -> None:
-        """After two steps with LoRA on every linear layer: exported weights have moved, and answer in the reference as
-        the strategy does with its adapters; with `Want.base` it answers as the untrained model does."""
+        """After two steps with LoRA on every linear layer, exported weights must differ from the initial ones.
+
+        The reference with the exported weights must compute the strategy's logprobs. With `Want.base`, the strategy
+        must compute the logprobs of the untrained model.
+        """
         self.need_training()
         self.need(self.can.lora, "lora")
         adapters = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
@@ -138,7 +146,10 @@ class StateTests(Subject):
 
     @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
     def test_a_receiver_holds_what_is_published(self, case: Case, world_size: int, transport: str) -> None:
-        """Digests, after each of two steps; the second differs from the first."""
+        """After each of two steps, the digests of a receiver must equal those of the exported weights.
+
+        The second publish must differ from the first.
+        """
         self.need_training()
         self.need(transport in self.can.weight_transports, f"the transport {transport}")
         answers = self.run(publish, case.with_(training=TRAINING), self._steps(2), transport)
@@ -154,7 +165,10 @@ class StateTests(Subject):
 
     @pytest.mark.parametrize("parts", PARTS)
     def test_moving_parts_away_and_back_changes_no_number(self, case: Case, world_size: int, parts: str) -> None:
-        """Before each step, and between its gradients and its update."""
+        """Offload and onload must not change any number.
+
+        They run before each step, and between backward and the optimizer step.
+        """
         self.need_training()
         self.need(self.can.offload, "offload")
         case, steps = case.with_(training=TRAINING), self._steps(2)
@@ -163,8 +177,10 @@ class StateTests(Subject):
 
     @pytest.mark.parametrize("trained", ["a model", "adapters"])
     def test_weights_alone_compute_and_are_exported(self, case: Case, world_size: int, trained: str) -> None:
-        """While gradients and optimizer are away, as in every publish to an engine that shares the slots; bit for bit,
-        in the dtype that holds fewest bits."""
+        """With gradients and optimizer offloaded, outputs and exported weights must stay the same bit for bit.
+
+        Every publish to an engine on the same slots happens in this state. The test uses bf16 or fp16 if supported.
+        """
         self.need_training()
         self.need(self.can.offload, "offload")
         dtype = next((each for each in ("bf16", "fp16") if each in self.dtypes()), "fp32")
@@ -183,8 +199,10 @@ class StateTests(Subject):
     def test_what_is_moved_away_gives_its_memory_back(
         self, case: Case, models: Callable[[str], ModelSpec], world_size: int, parts: str
     ) -> None:
-        """By the platform's own count: 9/10 of what `memory()` says the parts hold is free, and used again after
-        `onload`. Where slots have memory of their own."""
+        """Offloading must free at least 90 % of the bytes that `memory()` reports for the parts.
+
+        `onload` must use them again. The platform counts the bytes. Skipped if slots have no memory of their own.
+        """
         self.need_training()
         self.need(self.can.offload, "offload")
         platform = self.platform_here()
@@ -203,7 +221,7 @@ class StateTests(Subject):
             if each.back - each.away < RETURNED * each.held:
                 raise AssertionError(f"rank {rank}: onload took only {each.back - each.away:,} of {each.held:,} bytes")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _steps(self, number: int, seed: int = 0) -> list[Step]:
         return [
@@ -214,7 +232,10 @@ class StateTests(Subject):
     def _exported(
         self, case: Case, task: Task, folder: Path, *, base: bool = False
     ) -> tuple[Arrays, dict[str, Floats], Raised | None]:
-        """After two steps: exported weights, what the model (or its base) answers, and what `export_model` raised."""
+        """Run two steps.
+
+        Return exported weights, outputs of the model (or of its base), and the error of `export_model`.
+        """
         steps = [replace(step, loss=OF_TASK[task]) for step in self._steps(2)]
         output, want = ASKED[task]
         want = replace(want, base=base)
@@ -227,7 +248,7 @@ class StateTests(Subject):
 
 
 def _same_tokenizer(exported: Path, source: str) -> None:
-    """The same tokens, as transformers loads both."""
+    """Fail unless both tokenizers have the same tokens when transformers loads them."""
     from transformers import AutoTokenizer
 
     found, expected = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (str(exported), source))

@@ -1,4 +1,4 @@
-"""What transformers stores of a model beside its parameters goes along with the state that all strategies read."""
+"""Check that a model's stored buffers are part of the portable state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ WANT = Want(logprobs=True)
 
 
 def write_biased_checkpoint(folder: Path, *, seed: int) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """A model whose biases are drawn from `seed`, as all else is not; and these, by name."""
+    """Write a model whose expert-selection biases are sampled with `seed`; all other weights are fixed.
+
+    Returns its spec, and the biases by name.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -46,7 +49,7 @@ def write_biased_checkpoint(folder: Path, *, seed: int) -> tuple[ModelSpec, dict
 def compute_imported(
     rank: int, case: Case, batch: Sequence[TrainSequence], state_folder: str, out: str
 ) -> dict[str, dict[str, Floats]]:
-    """What a model whose state is imported makes of a batch; it is exported into `out`."""
+    """Import a state, export the model into `out`, and return the model's outputs for a batch."""
     with built(case, rank) as strategy:
         with opened_portable_state(Path(state_folder)) as state:
             strategy.import_state(state)
@@ -55,8 +58,12 @@ def compute_imported(
 
 
 def check_stored_buffers(run: Callable[..., Sequence[Any]], case: Case, folder: Path) -> None:
-    """`run(program, case, *arguments)` returns what each rank did. The state of one model is taken over by a role that
-    began from another one, which differs in its biases alone, and then computes and exports what the first does."""
+    """Fail unless importing a portable state replaces a model's stored buffers.
+
+    The state of one model is imported by a role that started from another model, which differs only in its biases. The
+    role must then compute and export what the first model does. `run(program, case, *arguments)` returns the result of
+    each rank.
+    """
     from safetensors.torch import load_file
 
     model, biases = write_biased_checkpoint(folder / "one", seed=1)

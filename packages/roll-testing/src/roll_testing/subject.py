@@ -1,4 +1,4 @@
-"""What is tested, and how: what an author may say about a strategy, and what the layers of tests build on."""
+"""`Subject`: what an author configures about a train strategy, and the helpers that the test groups share."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 class Subject(Part):
-    """One train strategy under test. Class attributes and methods without an underscore are for authors to override."""
+    """One train strategy under test. Authors override class attributes and methods without a leading underscore."""
 
     provider: TrainProvider
     world_sizes: ClassVar[tuple[int, ...] | None] = None
-    """Numbers of ranks; 1 and 2 where data parallelism is declared, else 1."""
+    """Numbers of ranks to test on. Default: 1 and 2 if data parallelism is declared, otherwise 1."""
     ranks_of: ClassVar[Mapping[str, tuple[int, ...]]] = {}
-    """Numbers of ranks of variants that need others than `world_sizes`: `{"tp 2": (2, 4)}`. Where 1 is not among them,
-    tests that use one rank take the smallest number, and what is computed there is compared with one rank of the first
-    variant that runs on one."""
+    """Numbers of ranks for variants that need others than `world_sizes`: `{"tp 2": (2, 4)}`. If 1 is not among them,
+    tests without a `world_size` parameter use the smallest number. Single-rank computations then use the first variant
+    that runs on one rank."""
     parallelism: ClassVar[Mapping[str, str]] = {}
-    """Which variant shows a kind of parallelism that is declared: `{"tensor_parallel": "tp 2"}`. Several suites of one
-    strategy may share them out among themselves."""
+    """Variant that tests a declared kind of parallelism: `{"tensor_parallel": "tp 2"}`. Several suites of one strategy
+    may each cover some of the kinds."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables of the ranks' processes, set before anything is imported there."""
+    """Environment variables of the rank processes, set before anything is imported."""
     preload: ClassVar[tuple[str, ...]] = (
         "torch._dynamo",
         "transformers.optimization",
@@ -55,44 +55,50 @@ class Subject(Part):
         "transformers.models.qwen3.modeling_qwen3",
         "safetensors.torch",
     )
-    """Imported once for all ranks: half a second of each test. To be added to; what stands here must start no threads
-    and touch no device."""
+    """Modules imported once for all ranks, which saves half a second per test. Authors may add modules that start no
+    threads and use no device."""
     isolate: ClassVar[bool] = True
-    """Each test on processes of its own; False computes on one rank in this process: quick, and a debugger works, but a
-    strategy that leaves something behind disturbs the tests after it."""
+    """Run each test in its own processes. False runs single-rank tests in pytest's process: faster, and a debugger
+    works, but a strategy that leaves state behind affects the tests after it."""
     vocab_size: ClassVar[int] = 61
-    """Tokens are drawn from so many."""
+    """Vocabulary size. Test tokens are sampled from `[0, vocab_size)`."""
     gradient_training: ClassVar[TrainingSpec | None] = GRADIENT
     """Settings under which one step moves each weight by `-MAGNIFIED` (1,000) times its gradient, so that gradients can
-    be read off exported weights. None if the strategy's optimizer has no such settings: a step, and the norm of its
-    gradient, are then compared instead."""
+    be read off exported weights. None if the strategy's optimizer has no such settings; the kit then compares a step
+    and its gradient norm instead."""
 
     def optimizers(
         self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec
     ) -> Sequence[torch.optim.Optimizer]:
-        """What the strategy steps with, by plain torch on the reference's parameters: AdamW by default. The kit clips
-        the gradients and sets the learning rates; the first optimizer's is the one that steps report."""
+        """Build torch optimizers on the reference's parameters that are equivalent to the strategy's.
+
+        Default: AdamW. The kit clips the gradients and sets the learning rates. Steps must report the learning rate of
+        the first optimizer.
+        """
         from roll_testing.reference import adamw
 
         return adamw(parameters, training)
 
     def model(self, task: Task, folder: Path) -> ModelSpec:
-        """A small model of this task in float32; files go into `folder`. A checkpoint of transformers by default."""
+        """Write a small float32 model for this task into `folder` and return its spec.
+
+        Default: a Qwen3 of transformers.
+        """
         return write_checkpoint(folder, QWEN3, task=task, vocab_size=self.vocab_size)
 
     def large_model(self, folder: Path) -> ModelSpec:
-        """A language model whose weights stand out from what a device allocates at once: tens of MB."""
+        """Write a language model of tens of MB, which is large compared with a device's allocation granularity."""
         return write_checkpoint(folder, LARGE, task="causal_lm", vocab_size=self.vocab_size)
 
-    # -- what is declared ----------------------------------------------------------------------------------------------
+    # -- capabilities --------------------------------------------------------------------------------------------------
 
     @property
     def can(self) -> TrainCapabilities:
-        """What the record declares."""
+        """Capabilities that the strategy declares."""
         return self.provider.capabilities
 
     def sizes(self, variant: str = "") -> tuple[int, ...]:
-        """Numbers of ranks, of one variant."""
+        """Return the numbers of ranks that a variant runs on."""
         if variant in self.ranks_of:
             return self.ranks_of[variant]
         if self.world_sizes is not None:
@@ -102,8 +108,11 @@ class Subject(Part):
     # -- pytest --------------------------------------------------------------------------------------------------------
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Tests that name one of these run for each that there is: `several` are the numbers of ranks above 1,
-        `scalar_task` the tasks with a scalar head, `low_dtype` what is not fp32."""
+        """Parametrize tests over variants, numbers of ranks, tasks and dtypes.
+
+        `world_size` takes all numbers of ranks, `several` those above 1. `scalar_task` takes the tasks with a scalar
+        head, `low_dtype` the dtypes other than fp32.
+        """
         try:
             values: dict[str, Sequence[Any]] = {
                 "world_size": [(each, size) for each in self.variants for size in self.sizes(each)],
@@ -112,7 +121,7 @@ class Subject(Part):
                 "scalar_task": [task for task in self.can.tasks if task in ("value", "reward")],
                 "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
             }
-        except PluginError:  # the test that looks the name up says what is wrong with it
+        except PluginError:  # `test_it_is_found_by_its_name` reports this error
             values = dict.fromkeys(("world_size", "several", "task", "scalar_task", "low_dtype"), ())
         wanted = set(metafunc.fixturenames)
         if sized := wanted & {"world_size", "several"}:
@@ -137,7 +146,7 @@ class Subject(Part):
 
     @pytest.fixture
     def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task | Literal["large"]], ModelSpec]:
-        """`models(task)`, each written once."""
+        """`models(task)` returns the model for a task, or for `"large"`. Each model is written once per test class."""
 
         def made(which: Task | Literal["large"]) -> ModelSpec:
             written = self._once("models")
@@ -157,7 +166,10 @@ class Subject(Part):
         models: Callable[[Task], ModelSpec],
         request: pytest.FixtureRequest,
     ) -> Case:
-        """The strategy with a causal language model in fp32 and without an optimizer, to be changed by `with_`."""
+        """The strategy with an fp32 model and without an optimizer.
+
+        The model has the test's task, by default `causal_lm`. Tests modify the case by `with_`.
+        """
         from roll_testing.bench import Case
 
         platform = self.platform_here()
@@ -181,9 +193,9 @@ class Subject(Part):
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], case: Case, *arguments: Any) -> tuple[Any, ...]:
-        """`function(rank, case, *arguments)` on every rank; what it returned, by rank.
+        """Run `function(rank, case, *arguments)` on every rank and return the results in rank order.
 
-        Equal calls are made once: what a strategy answers does not depend on when it is asked.
+        Results of equal calls are cached, because a strategy's results must not depend on when it is called.
         """
         key, answers = pickle.dumps((function, case, arguments)), self._once("answers")
         if key not in answers and case.world_size == 1 and not self.isolate:
@@ -200,7 +212,7 @@ class Subject(Part):
     def scored(
         self, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split
     ) -> dict[str, dict[str, Floats]]:
-        """Outputs of the whole batch, collected from the leaders: by name, then by id of the sequence."""
+        """Return outputs of the whole batch, gathered from the leaders, by output name and then by sequence id."""
         from roll_testing.programs import score
 
         found: dict[str, dict[str, Floats]] = {}
@@ -210,7 +222,10 @@ class Subject(Part):
         return found
 
     def trained(self, case: Case, training: TrainingSpec, steps: Sequence[Step]) -> Trained:
-        """Optimizer steps over all ranks: rank 0's statistics, the metrics of all leaders together, the weights."""
+        """Run optimizer steps on all ranks.
+
+        Return rank 0's statistics, metrics summed over all leaders, and the weights.
+        """
         from roll_testing.programs import train
 
         self.need_training()
@@ -224,24 +239,27 @@ class Subject(Part):
         return replace(source, stats=answers[0].stats, metrics=tuple(together))
 
     def reference(self, case: Case) -> Reference:
-        """The reference for the case's model."""
+        """Return the reference for the case's model."""
         from roll_testing.reference import Reference
 
         return Reference(self.reference_model(case.model), case.model.task, self.optimizers)
 
     def batch(self, seed: int = 0) -> list[TrainSequence]:
-        """Ragged sequences."""
+        """Return a batch of sequences of different lengths."""
         return make_batch(self.vocab_size, seed=seed)
 
     def need_training(self) -> None:
-        """Skip for a twin that only scores."""
+        """Skip the test if the strategy is forward-only."""
         self.need(not self.provider.forward_only, "training: it is forward-only")
 
     def _on_one(self, case: Case) -> Case:
         return case.with_(world_size=1, devices=case.devices[:1], strategy_config=case.config_alone)
 
     def _runs_alone(self, variant: str) -> bool:
-        """`world_sizes` says what is tested, `ranks_of` what a variant needs."""
+        """True if the variant runs on one rank.
+
+        `world_sizes` states what is tested; only `ranks_of` states what a variant needs.
+        """
         return 1 in self.ranks_of.get(variant, (1,))
 
     def _config_alone(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Torch's threads in the process that runs the tests."""
+"""Number of torch threads in the test process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small products are slower on several threads, which wait for each other and for those of ranks and engines."""
+    """Limit torch to one thread inside the block.
+
+    Small matrix products are slower on several threads, which compete with each other and with those of ranks and
+    engines.
+    """
     import torch
 
     usual = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The conformance kit for weight transports.
+"""Conformance kit for weight transports.
 
     class TestMine(WeightTransportConformance):
         name = "mine"
@@ -48,7 +48,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights(seed: int = 0) -> Weights:
-    """Tensors of several dtypes and shapes: one larger than a bucket, a scalar, an empty and a transposed one."""
+    """Return tensors of several dtypes and shapes.
+
+    One is larger than a bucket; others are scalar, empty or transposed.
+    """
     generator = torch.Generator().manual_seed(seed)
     found: Weights = {f"layer.{at}": torch.randn(700 + 97 * at, generator=generator) for at in range(12)}
     found["large"] = torch.randn(90, 60, generator=generator)
@@ -62,15 +65,18 @@ def weights(seed: int = 0) -> Weights:
 
 
 class WeightTransportConformance(PackagingTests):
-    """What holds for every weight transport that copies tensors between processes."""
+    """Tests that every weight transport must pass that copies tensors between processes."""
 
     _kind = WeightTransportProvider
     options: ClassVar[Mapping[str, str]] = {}
-    """`Route.options` of the endpoints. `{directory}` in a value stands for an empty folder."""
+    """`Route.options` of the endpoints. `{directory}` in a value is replaced by an empty folder."""
 
     @pytest.fixture(autouse=True)
     def _endpoints(self, tmp_path: Path) -> Iterator[None]:
-        """Close the endpoints that a test opened, in the same order: the sender first, which frees its receivers."""
+        """Close the endpoints that a test opened, in the order of opening.
+
+        Closing the sender first unblocks its receivers.
+        """
         self._options = {key: value.replace("{directory}", str(tmp_path)) for key, value in self.options.items()}
         self._opened: list[SenderEndpoint | ReceiverEndpoint] = []
         yield
@@ -78,14 +84,14 @@ class WeightTransportConformance(PackagingTests):
             endpoint.close()
 
     def open_sender(self, num_receivers: int) -> SenderEndpoint:
-        """A sender for receivers 0, 1, …"""
+        """Open the sender for receivers 0 to `num_receivers - 1`."""
         setup = SenderSetup(receivers=tuple(range(num_receivers)), bucket_bytes=BUCKET_BYTES, options=self._options)
         endpoint = load_transport(self.provider).sender(setup)
         self._opened.append(endpoint)
         return endpoint
 
     def open_receiver(self, address: str, rank: int, num_receivers: int) -> ReceiverEndpoint:
-        """The receiver of this rank."""
+        """Open the receiver of this rank."""
         setup = ReceiverSetup(
             address=address,
             rank=rank,
@@ -113,7 +119,7 @@ class WeightTransportConformance(PackagingTests):
         return threads
 
     def test_it_says_whether_it_is_available(self) -> None:
-        """`available` returns None or a reason."""
+        """`available` must return None, or a reason why the transport is not available."""
         facts = [RoleFacts(role=name, workers=(WorkerFacts(host="here", pid=pid),)) for pid, name in enumerate("ab")]
         reason = load_transport(self.provider).available(*facts)
         if reason is not None and not (isinstance(reason, str) and reason):
@@ -121,7 +127,10 @@ class WeightTransportConformance(PackagingTests):
 
     @pytest.mark.parametrize("num_receivers", [1, 3])
     def test_receivers_hold_what_was_sent(self, num_receivers: int) -> None:
-        """Bit for bit, publish after publish, by the same endpoints; the sender returns the digests."""
+        """Receivers must get all tensors bit for bit, in three publishes over the same endpoints.
+
+        `send` must return the entries of the tensors that it sent, with their digests.
+        """
         published = [make_manifest(version, weights(version).items()) for version in range(3)]
         receipts: dict[tuple[int, int], WeightReceipt] = {}
 
@@ -145,9 +154,9 @@ class WeightTransportConformance(PackagingTests):
                 verify(manifest, receipts[manifest.version, rank])
 
     def test_a_torn_bucket_fails_the_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A byte that changes after it was digested is found by the receiver's digest.
+        """A byte that changes after it was digested must be detected by the receiver's digest.
 
-        Needs a sender that fills buckets by `roll_core.spec.buckets.fill`.
+        Requires a sender that fills buckets by `roll_core.spec.buckets.fill`.
         """
 
         def torn(target: Tensor, source: Tensor) -> str:
@@ -169,13 +178,13 @@ class WeightTransportConformance(PackagingTests):
             verify(manifest, make_receipt(manifest, held.items()))
 
     def test_receivers_that_never_connect_are_named(self) -> None:
-        """`ReceiversLostError.silent` has their ranks, at the deadline."""
+        """`ReceiversLostError.silent` must have the ranks of receivers that have not connected by the deadline."""
         sender = self.open_sender(3)
         self.receive(sender.address, 3, _read_all, 1)
         self._expect_lost(sender, SHORT, silent={0, 2})
 
     def test_a_receiver_that_stops_reading_is_named(self) -> None:
-        """Its rank is in `ReceiversLostError.silent`, at the deadline."""
+        """`ReceiversLostError.silent` must have the rank of a receiver that has stopped reading by the deadline."""
         done = threading.Event()
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
@@ -192,7 +201,7 @@ class WeightTransportConformance(PackagingTests):
             done.set()
 
     def test_a_receiver_that_hangs_up_is_named(self) -> None:
-        """Its rank is in `ReceiversLostError.gone`, before the deadline."""
+        """`ReceiversLostError.gone` must have the rank of a receiver that closed its endpoint, before the deadline."""
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
             next(endpoint.receive(_manifest(), Deadline(IN_TIME)))
@@ -203,7 +212,7 @@ class WeightTransportConformance(PackagingTests):
         self._expect_lost(sender, IN_TIME, gone={0})
 
     def test_a_sender_that_hangs_up_frees_its_receivers(self) -> None:
-        """They raise `SenderLostError` before their deadline."""
+        """If the sender closes, receivers must raise `SenderLostError` before their deadline instead of blocking."""
         sender, found = self.open_sender(1), []
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
@@ -224,7 +233,7 @@ class WeightTransportConformance(PackagingTests):
         [("lost", MissingTensorError), ("extra", UnexpectedTensorError), ("reshaped", WeightSyncError)],
     )
     def test_an_export_that_differs_from_the_manifest_is_refused(self, harm: str, error: type[Exception]) -> None:
-        """By the sender, with the error that names the tensor."""
+        """The sender must refuse an export with a missing, extra or reshaped tensor. The error must name the tensor."""
         sent = weights()
         name = "extra" if harm == "extra" else list(sent)[-1]
         manifest = make_manifest(1, sent.items())
@@ -240,7 +249,7 @@ class WeightTransportConformance(PackagingTests):
             raise AssertionError(f"the sender blames its receivers: {caught.value}")
 
     def test_closing_twice_is_allowed(self) -> None:
-        """Of both endpoints, also before they were used."""
+        """`close` of both endpoints must be idempotent, also before they were used."""
         sender = self.open_sender(1)
         receiver = self.open_receiver(sender.address, 0, 1)
         for endpoint in (receiver, receiver, sender, sender):

@@ -1,1 +1,1 @@
-"""The conformance kit for infer strategies."""
+"""Conformance kit for infer strategies."""

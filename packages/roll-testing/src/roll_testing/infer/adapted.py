@@ -1,6 +1,6 @@
-"""The layer *adapted*: what engines do that load a trained adapter by themselves, in processes of their own.
+"""Test group *adapted*: engines that load trained adapters themselves, in their own processes.
 
-Beside the conformance kit, on a model with biases, for engines that have all of it.
+Beside the conformance kit, on a model with biases, for engines that support all of it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 PARTS = ("self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
 LAYERS = [f"model.layers.{number}.{part}" for number in range(2) for part in PARTS]
-"""Some of each kind: alone, and some of those that engines fuse."""
+"""Layers of each kind: some that engines do not fuse, and some that they do."""
 PROMPT = [5, 6, 7]
 CLOSE = 1e-4
-"""Between logprobs of the same weights in fp32."""
+"""Bound on the difference of logprobs of the same weights in fp32."""
 
 
 class Adapted(Live):
-    """Publishes adapters; the trainer's model has them merged."""
+    """Publishes adapters to an engine; the trainer's model has them merged."""
 
     def __init__(self, strategy: InferStrategy) -> None:
-        """Starts the engine, whose configuration asks for adapters."""
+        """Start the engine, whose configuration must enable adapters."""
         lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=2.0 * RANK)
-        self._folder = tempfile.TemporaryDirectory()  # OpenAI's routes want texts
+        self._folder = tempfile.TemporaryDirectory()  # OpenAI's routes need a tokenizer
         make_tokenizer(TokenizerConfig(kind="char", alphabet=string.printable[:90]), (), Path(self._folder.name))
         super().__init__(strategy, dataclasses.replace(biased(), lora=lora, tokenizer=self._folder.name))
         self.base = {name: each.detach().clone() for name, each in self.model.named_parameters()}
@@ -59,11 +59,11 @@ class Adapted(Live):
         self._folder.cleanup()
 
     def drawn(self, seed: int) -> dict[str, Tensor]:
-        """An adapter of `LAYERS`."""
+        """Return a random adapter of `LAYERS`."""
         return drawn(self.base, LAYERS, seed)
 
     def take(self, adapter: Mapping[str, Tensor]) -> None:
-        """From now on the trainer's model is the one beneath with this adapter."""
+        """Replace the trainer's model by the base model with this adapter merged."""
         with torch.no_grad():
             for name, each in merged(self.base, adapter).items():
                 self.model.get_parameter(name).copy_(each)
@@ -76,10 +76,13 @@ class Adapted(Live):
 
 
 class AdaptedTests:
-    """Tests find the engine of the fixture `live`, which is the author's, and leave it with an adapter."""
+    """Tests use the engine of the author's fixture `live`, and leave it with an adapter loaded."""
 
     def test_requests_go_on_under_the_next_adapter(self, live: Adapted) -> None:
-        """Each token has the version and the logprob of the adapter that drew it."""
+        """A running request must continue under the next adapter.
+
+        Each token must have the version and the logprob of the adapter that generated it.
+        """
         before, after = live.drawn(1), live.drawn(2)
 
         async def update_meanwhile() -> Completion:
@@ -103,7 +106,10 @@ class AdaptedTests:
     def test_the_endpoint_answers_with_the_adapter_and_by_another_name_with_the_model_beneath(
         self, live: Adapted
     ) -> None:
-        """Nobody who asks for the role's name is answered without the adapter."""
+        """The endpoint must serve the adapter under the role's name.
+
+        It must serve the base model under that name with `-base`.
+        """
         adapter = live.drawn(3)
         live.publish(list(adapter.items()))
         for model, weights in (("actor_infer", adapter), ("actor_infer-base", {})):
@@ -113,7 +119,10 @@ class AdaptedTests:
             live.check(weights, [*PROMPT, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
 
     def test_what_is_no_adapter_of_this_rank_is_refused_and_changes_nothing(self, live: Adapted) -> None:
-        """Half a layer, another rank, a tensor of the model itself, a version of the past."""
+        """A publish with half a layer, another rank, a tensor of the base model or an old version must be refused.
+
+        It must not change the loaded adapter.
+        """
         adapter = live.drawn(4)
         live.publish(list(adapter.items()))
         half = {name: each for name, each in adapter.items() if name != f"{LAYERS[0]}.lora_B.weight"}

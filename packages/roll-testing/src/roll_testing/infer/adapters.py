@@ -1,4 +1,4 @@
-"""The layer *adapters*: a trained adapter arrives alone, is held, and answers on top of the model that was started."""
+"""Test group *adapters*: only the trained adapter is published, and the engine applies it to the started model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ if TYPE_CHECKING:
     Fresh = Callable[[Setup], Engine]
 
 RANK = 3
-"""No power of two, and smaller than what engines make room for."""
+"""Not a power of two, and smaller than the rank that engines make room for."""
 SIZE = 0.6
-"""Of the change relative to the weight."""
+"""Size of an adapter's change relative to the weight."""
 
 
 class AdapterTests(InferSubject):
-    """Of strategies that declare `lora`, started with `adapter_config` on top of their configuration."""
+    """Tests of strategies that declare `lora`, started with `adapter_config` in addition to their configuration."""
 
     def test_an_adapter_answers_on_top_of_the_model(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
-        """Before a publish the model alone answers; then each published adapter, in the place of the one before, of all
-        linear layers or of some. The receipt has the digests of A and B, and of nothing else."""
+        """Logprobs must be those of the base model before a publish, and those of W + B A after it.
+
+        Each publish replaces the adapter before it, on all linear layers or on some. The receipt must have the digests
+        of A and B, and of nothing else.
+        """
         self.need(self.can.lora, "lora")
         engine = self._serving(fresh, setup)
         self.check_answers(engine, setup, answers)
@@ -53,8 +56,10 @@ class AdapterTests(InferSubject):
             self.check_answers(engine, setup, answers, merged(stored, adapter))
 
     def test_an_adapter_that_does_not_fit_is_named(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
-        """A tensor that is missing, one of a layer that the model does not have, one of another shape: each is a
-        `WeightSyncError` of its own that names the tensor. A good publish mends it."""
+        """A missing, unknown or misshapen tensor must raise a `WeightSyncError` of its own class that names the tensor.
+
+        The next good publish must work.
+        """
         self.need(self.can.lora, "lora")
         engine = self._serving(fresh, setup)
         stored = self.stored(setup)
@@ -81,7 +86,7 @@ class AdapterTests(InferSubject):
         self.check_answers(engine, setup, answers, merged(stored, good))
 
     def test_adapters_over_a_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
-        """Against the reference with model and adapter rounded alike."""
+        """Low-precision logprobs must stay within bounds of a reference whose model and adapter are rounded alike."""
         self.need(self.can.lora, "lora")
         if low_dtype != self.dtypes()[-1]:
             pytest.skip("one of the lower precisions is enough")
@@ -94,7 +99,7 @@ class AdapterTests(InferSubject):
         self.check_answers(engine, setup, answers, merged(stored, adapter))
 
     def _serving(self, fresh: Fresh, setup: Setup) -> Engine:
-        """An engine that waits for adapters."""
+        """Start an engine that can load adapters."""
         lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=float(RANK))
         engine = fresh(
             setup.with_(
@@ -107,14 +112,16 @@ class AdapterTests(InferSubject):
 
 
 def _layers(weights: Mapping[str, Tensor]) -> list[str]:
-    """Linear layers but the head, as `all-linear` has them."""
+    """Return the linear layers except the head, as `all-linear` selects them."""
     found = [name.removesuffix(".weight") for name, each in weights.items() if each.ndim == 2]
     return [name for name in found if "embed" not in name and not name.startswith("lm_head")]
 
 
 def drawn(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """An adapter under the names of `TrainStrategy.export_adapters`, which moves these layers by more than half of what
-    they are."""
+    """Return a random adapter under the names of `TrainStrategy.export_adapters`.
+
+    It changes each layer by more than half of the layer's own size.
+    """
     source = torch.Generator().manual_seed(seed)
     found = {}
     for layer in layers:
@@ -126,7 +133,7 @@ def drawn(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> di
 
 
 def merged(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """W + B A, in double precision until the end."""
+    """Return the weights with W + B A merged, computed in float64 and rounded to float32."""
     found = dict(weights)
     for name, a in adapter.items():
         if name.endswith(".lora_A.weight"):

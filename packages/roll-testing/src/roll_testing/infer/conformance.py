@@ -1,4 +1,4 @@
-"""The conformance kit for infer strategies: all layers as one class that authors subclass."""
+"""Conformance kit for infer strategies: all test groups in one class that authors subclass."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class InferStrategyConformance(
     SamplingTests,
     InferNumberTests,
 ):
-    """What holds for every infer strategy.
+    """Tests that every infer strategy must pass.
 
         class TestMine(InferStrategyConformance):
             name = "my_infer"
 
-    The strategy is found by its name among the installed plugins, as a run finds it. `InferSubject` lists what an
-    author may say beyond the name; docs/conformance.md says what each test asserts and with which bound. pytest runs
-    the last layer first.
+    The kit finds the strategy by its name among the installed plugins, as a run does. `InferSubject` lists what an
+    author can configure. docs/conformance.md states what each test asserts and with which bound. pytest runs the tests
+    of the last base class first.
     """

@@ -1,7 +1,7 @@
-"""What an engine was drawing when it died goes on at another: the run's request queue on two real engines.
+"""Another engine resumes the unfinished outputs of an engine that died: the run's request queue on two real engines.
 
-queue ── group ──► dying: progress, again and again, until outputs have ended and others not; it is killed
-           ── the rest of each output that had not ended ──► live
+queue ── group ──► dying: polled for progress until some outputs have finished and others have not; then killed
+           ── rest of each unfinished output ──► live
 """
 
 from __future__ import annotations
@@ -30,25 +30,28 @@ if TYPE_CHECKING:
 
 LONGEST = 230
 SEEN = 65
-"""Tokens that an output has to have before the engine dies."""
+"""Tokens that the longest unfinished output must have before the engine is killed."""
 ASK_S = 0.02
-"""Between two times that progress is asked for."""
+"""Seconds between two polls of progress."""
 ARRIVED_S = 0.2
-"""In which arrives what was sent between the processes."""
+"""Seconds in which messages arrive that were already sent between the processes."""
 GROUP = GenerateRequest(
     id="group",
     prompt_ids=np.asarray([5, 6, 7]),
     params=SamplingParams(max_new_tokens=LONGEST, stop_token_ids=(9,), seed=3),
     n=8,
 )
-"""Of a hundred tokens that are about as likely one ends an output: of eight outputs the first end soon."""
+"""One of about a hundred similarly likely tokens ends an output, so the first of eight outputs finish early."""
 
 
 def check_that_it_goes_on(
     live: Live, dying: InferStrategy, processes: Sequence[int], die: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """`dying` runs on the event loop of `live` and in `processes`, and has not been published to; `die`, which is begun
-    while these are stopped, ends it and returns."""
+    """Fail unless outputs that are unfinished when `dying` is killed resume on `live`.
+
+    `dying` runs on the event loop of `live` and in `processes`, and has received no publish. `die` is called while
+    these processes are stopped; it kills the engine and returns.
+    """
 
     async def attempt() -> Outcome | None:
         first, second = StrategyReplica("dying", dying), StrategyReplica("live", live.strategy)
@@ -89,18 +92,18 @@ def check_that_it_goes_on(
 
 
 class StrategyReplica(Replica):
-    """A strategy in this process; if its engine dies it counts as dead."""
+    """A strategy in this process as a `Replica`. If its engine dies, the replica counts as dead."""
 
     def __init__(self, name: str, strategy: InferStrategy) -> None:
         self.name, self._strategy = name, strategy
         self.begun: list[GenerateRequest] = []
         self.known: dict[str, Completion] = {}
-        """What was told last, by request."""
+        """Last reported progress, by request id."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_in_the_middle(self) -> bool:
-        """Whether outputs are known to have ended while others, long ones among them, go on."""
+        """True if some outputs are known to have finished, and all others have tokens, the longest at least `SEEN`."""
         outputs = [output for each in self.known.values() for output in each.outputs]
         going_on = [len(output.token_ids) for output in outputs if output.finish_reason == "abort"]
         return 0 < len(going_on) < len(outputs) and min(going_on) > 0 and max(going_on) >= SEEN

@@ -1,4 +1,4 @@
-"""The layer *contract*: the life of a strategy, the form of its answers, and what it refuses."""
+"""Test group *contract*: the life of a strategy, the form of its completions, and the requests that it refuses."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ if TYPE_CHECKING:
     from roll_testing.infer.models import Answers
 
 PIECE = 40
-"""Tokens that are drawn between two looks at what else is."""
+"""Tokens of a request that is generated between two reads of the metrics."""
 LOOKS = 8
 FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
 
 
 class InferContractTests(InferSubject):
-    """Calls in every order that a run may make them in."""
+    """Order of calls, form of completions, and requests that must be refused."""
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- completions ---------------------------------------------------------------------------------------------------
 
     def test_answers_have_their_form(self, engine: Engine) -> None:
-        """The request's id, `n` outputs, arrays `[R]` of the types that `CompletionOutput` states, finite logprobs."""
+        """A completion must have the request's id and `n` outputs.
+
+        Arrays must be numpy `[R]` of the dtypes that `CompletionOutput` states; logprobs must be finite and at most 0.
+        """
         requests = [ask(self.prompt(3), n=3, max_new_tokens=4), ask(self.prompt(5), max_new_tokens=2)]
         for request, completion in zip(requests, engine.generate(*requests), strict=True):
             if (completion.id, len(completion.outputs)) != (request.id, request.n):
@@ -58,7 +61,10 @@ class InferContractTests(InferSubject):
                     raise AssertionError(f"logprobs are {output.logprobs}; expected finite ones of at most 0")
 
     def test_many_requests_at_once_are_each_answered(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """48 of them, of many lengths and settings: each gets its own answer."""
+        """Each of 48 concurrent requests must get its own completion, with correct logprobs.
+
+        Their lengths and settings differ.
+        """
         self.need_exact(setup)
         requests = [
             ask(self.prompt(1 + i % 23, seed=i), n=1 + i % 3, temperature=i % 2, max_new_tokens=1 + i % 13)
@@ -75,8 +81,10 @@ class InferContractTests(InferSubject):
                 )
 
     def test_metrics_are_numbers(self, engine: Engine) -> None:
-        """By their names, finite; asked for twice around a request, with the same names. Kinds are those of metrics
-        that there are."""
+        """Metrics must be finite numbers with the same names in every call.
+
+        `metric_kinds` may name only metrics that exist.
+        """
         names: set[str] = set()
         for _ in range(2):
             found = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
@@ -90,11 +98,14 @@ class InferContractTests(InferSubject):
             names = set(found)
             engine.generate(ask(self.prompt(3)))
 
-    # -- what is declared, and what is refused -------------------------------------------------------------------------
+    # -- capabilities and refusals -------------------------------------------------------------------------------------
 
     def test_what_is_not_declared_is_refused(self, engine: Engine) -> None:
-        """Prompt logprobs and routed experts by `UnsupportedError`, the latter also by an engine that was not started
-        to return them; and an endpoint is there exactly where it is declared."""
+        """Undeclared features must be refused with `UnsupportedError`: prompt logprobs, and routed experts.
+
+        Routed experts must also be refused by an engine that was not started to return them. `endpoint()` must return a
+        URL if and only if an endpoint is declared.
+        """
         if not self.can.prompt_logprobs:
             _expect(
                 lambda: engine.generate(ask(self.prompt(4), prompt_logprobs=True)), UnsupportedError, "prompt_logprobs"
@@ -106,7 +117,10 @@ class InferContractTests(InferSubject):
             raise AssertionError(f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}")
 
     def test_the_endpoint_lists_its_models(self, engine: Engine) -> None:
-        """`GET <endpoint>/models`, where the endpoint ends with `/v1` as OpenAI's does."""
+        """`GET <endpoint>/models` must list at least one model, as OpenAI's API does.
+
+        The endpoint's URL includes a prefix such as `/v1`.
+        """
         self.need(self.can.endpoint, "endpoint")
         url = engine.strategy.endpoint()
 
@@ -118,7 +132,10 @@ class InferContractTests(InferSubject):
             raise AssertionError(f"{url}/models names no model")
 
     def test_what_makes_no_sense_is_refused(self, engine: Engine) -> None:
-        """By a `RollError` with a reason, whatever else is asked at the same time; the engine goes on."""
+        """An invalid request must raise a `RollError` with a reason.
+
+        A valid request that runs at the same time must succeed.
+        """
         for what, request in {
             "an empty prompt": ask([]),
             "a token that the vocabulary does not have": ask([5, 10**6]),
@@ -135,8 +152,10 @@ class InferContractTests(InferSubject):
                 raise AssertionError(f"a request beside one with {what} failed") from found[1]
 
     def test_a_request_longer_than_the_context_is_refused(self, engine: Engine) -> None:
-        """By a `RollError` that has one of the numbers in it: of the prompt, of all its tokens, or of the context. A
-        prompt that is too long is refused, and so is one that leaves too little room for `max_new_tokens`."""
+        """A request must raise a `RollError` if its prompt is too long, or leaves too little room for `max_new_tokens`.
+
+        The message must have the length of the prompt, of prompt and response together, or of the context.
+        """
         if self.context is None:
             pytest.skip(f"{self.name} has no limit of length")
         for prompt, new in ((self.context + 8, 4), (self.context - 8, 64)):
@@ -147,16 +166,16 @@ class InferContractTests(InferSubject):
                 raise AssertionError(f"the error does not say how long is too long ({self.context}): {said}")
         engine.generate(ask(self.prompt(self.context - 8), max_new_tokens=8))
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Its request is forgotten; those beside it and after it are answered."""
+        """Cancelling a call must not affect the calls beside it and after it."""
         others = [ask(self.prompt(4 + i), temperature=0.0, max_new_tokens=40) for i in range(3)]
 
         async def act() -> list[Completion]:
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=300)))
             rest = [asyncio.create_task(engine.strategy.generate(each)) for each in others[:2]]
-            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # a sign that they are under way
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the others run
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
@@ -168,13 +187,16 @@ class InferContractTests(InferSubject):
             raise AssertionError(f"another call was cancelled: of 40 tokens each {sizes} were drawn")
 
     def test_a_cancelled_call_draws_no_more(self, engine: Engine) -> None:
-        """Of engines that count `generated_tokens` as they draw: soon only those of others are."""
+        """A cancelled call must soon stop generating, because its tokens slow down other requests.
+
+        Only for engines that count `generated_tokens` while they generate.
+        """
         if "generated_tokens" not in engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics()))):
             pytest.skip(f"{self.name} does not count generated_tokens")
 
         async def act() -> list[float]:
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
-            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # a sign that it is under way
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the other runs
             if cancelled.done():
                 pytest.skip(f"{self.name} had drawn 400 tokens before 6 others: nothing is under way here")
             cancelled.cancel()
@@ -191,7 +213,7 @@ class InferContractTests(InferSubject):
             raise AssertionError(f"a call was cancelled; while {PIECE} tokens were asked for, {drawn} were drawn")
 
     def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
-        """Nothing is answered without a model; `stop` is fine at any time, also twice."""
+        """`generate` and `update_weights` must raise before `start`. `stop` must never raise, even if called twice."""
         engine = Engine(setup)
         strategy, weights = engine.strategy, self.published(answers.weights(), setup.model)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
@@ -213,7 +235,7 @@ async def _at_once(call: Callable[[], dict[str, float]]) -> dict[str, float]:
 
 
 def _each(engine: Engine, *requests: GenerateRequest) -> list[Completion | BaseException]:
-    """The answer or the error of each."""
+    """Return the completion or the error of each request."""
 
     async def act() -> list[Completion | BaseException]:
         return await asyncio.gather(*[engine.strategy.generate(each) for each in requests], return_exceptions=True)
@@ -222,7 +244,7 @@ def _each(engine: Engine, *requests: GenerateRequest) -> list[Completion | BaseE
 
 
 def _expect(call: Callable[[], object], kind: type[Exception], doing: str) -> str:
-    """What the error says; fail without one."""
+    """Return the message of the error that `call` raises; fail if it raises none."""
     try:
         call()
     except AssertionError:

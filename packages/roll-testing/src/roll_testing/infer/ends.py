@@ -1,4 +1,4 @@
-"""The layer *ends*: when a response ends, what it then holds, and why it says that it ended."""
+"""Test group *ends*: end positions of responses, their last tokens, and their finish reasons."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ if TYPE_CHECKING:
     from roll_testing.infer.models import Answers
 
 LENGTH = 24
-"""Of greedy responses that are to be ended early."""
+"""Tokens of the greedy responses that tests end early."""
 
 
 class EndTests(InferSubject):
-    """A greedy response is the same every time, so it is known where it has to end."""
+    """A greedy response is the same every time, so tests can compute its expected end."""
 
     def test_max_new_tokens_are_drawn(self, engine: Engine) -> None:
-        """1, 5 and 33 of them, side by side, each with the reason `length`."""
+        """A response must have exactly `max_new_tokens` tokens and finish reason `length`.
+
+        Requests for 1, 5 and 33 tokens run together.
+        """
         for number, completion in zip(
             (1, 5, 33), engine.generate(*[ask(self.prompt(4), max_new_tokens=each) for each in (1, 5, 33)]), strict=True
         ):
             _is(completion.outputs[0], number, "length", None)
 
     def test_the_models_end_token_ends_a_response(self, engine: Engine) -> None:
-        """It is kept, its logprob too, and named by `stop`."""
+        """The model's end token must end a response. The token is kept, with its logprob, and named by `stop`."""
         if not self.end_ids:
             pytest.skip(f"the model of {self.name} has no end token")
         requests = [
@@ -51,7 +54,7 @@ class EndTests(InferSubject):
             raise AssertionError("no response of 120 tokens had an end token: the model gives it too little")
 
     def test_stop_token_ids_end_a_response(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """At the first of them, which is kept and named by `stop`."""
+        """A response must end at the first of its `stop_token_ids`. The token is kept and named by `stop`."""
         self.need_exact(setup)
         prompt, tokens, at = self._unended(engine, answers)
         request = ask(
@@ -63,7 +66,7 @@ class EndTests(InferSubject):
         _begins(output, tokens)
 
     def test_ignore_eos_goes_on_whatever_is_drawn(self, engine: Engine) -> None:
-        """Past the model's end tokens, stop ids and stop strings."""
+        """With `ignore_eos`, a response must continue past the model's end tokens and its `stop_token_ids`."""
         everything = tuple(range(self.vocab_size))
         found = engine.generate(
             *[ask(self.prompt(3 + i), max_new_tokens=40, stop_token_ids=everything) for i in (0, 1)]
@@ -72,7 +75,10 @@ class EndTests(InferSubject):
             _is(completion.outputs[0], 40, "length", None)
 
     def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Until so many are drawn no end is: instead the most likely of all others."""
+        """End tokens and stop ids must be masked before `min_new_tokens`.
+
+        The most likely of all other tokens is chosen instead.
+        """
         self.need_exact(setup)
         self.answered(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
         prompt, tokens, at = self._unended(engine, answers)
@@ -96,7 +102,10 @@ class EndTests(InferSubject):
             _is(output, 12, "length", None)
 
     def test_a_stop_string_ends_a_response_and_is_kept(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """With the token that completes it, over two tokens; `stop` names the string."""
+        """A stop string must end a response at the token that completes it, even if it spans two tokens.
+
+        The string is kept and named by `stop`.
+        """
         self.need_exact(setup)
         self.answered(engine, "stop", ask(self.prompt(3), max_new_tokens=1, ignore_eos=False, stop=("no such text",)))
         prompt, tokens, at = self._unended(engine, answers)
@@ -108,11 +117,13 @@ class EndTests(InferSubject):
         _is(output, end + 1, "stop", stop)
         _begins(output, tokens)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _unended(self, engine: Engine, answers: Answers) -> tuple[TokenIds, list[int], int]:
-        """A prompt, the engine's greedy response of ordinary tokens, and the place of one, from the fourth on, that
-        comes for the first time; no order of summation could give another response."""
+        """Return a prompt, the engine's greedy response of ordinary tokens, and an index from 3 on.
+
+        The token at the index occurs there for the first time. No order of summation could change the response.
+        """
         known = self._once("unended")
         for seed in range(0 if "it" in known else 10):
             requests = [ask(self.prompt(5 + i, seed), temperature=0.0, max_new_tokens=LENGTH) for i in range(6)]

@@ -1,4 +1,4 @@
-"""An infer strategy as a run has it: constructed from its record, called on one event loop, with a deadline on all."""
+"""Runs an infer strategy as a run does: built from its record, on one event loop, with a timeout on every call."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ROLE = "actor_infer"
-"""Of the strategy under test, in its own error messages."""
+"""Role of the strategy under test, shown in its error messages."""
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is started."""
+    """Strategy, configuration and model of an engine."""
 
     provider: InferProvider
     strategy_config: Mapping[str, Any]
@@ -46,14 +46,14 @@ class Setup:
     timeout_s: float = 120.0
 
     def with_(self, **changes: Any) -> Setup:
-        """The same with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 
 def ask(
     prompt: Sequence[int] | TokenIds, *, n: int = 1, prompt_logprobs: bool = False, **params: Any
 ) -> GenerateRequest:
-    """A request with an id of its own; it goes on to 16 tokens, whatever is drawn, unless `params` say otherwise."""
+    """Return a request with a unique id. By default it generates 16 tokens and ignores end tokens."""
     return GenerateRequest(
         id=f"request-{next(_numbers)}",
         prompt_ids=np.asarray(prompt, dtype=np.int64),
@@ -64,7 +64,7 @@ def ask(
 
 
 class Engine:
-    """The strategy on an event loop that is its own; the loop turns while a call is waited for."""
+    """The strategy on its own event loop, which runs only during a call."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -75,12 +75,12 @@ class Engine:
         strategy_class = load_target(setup.provider.target, owner=owner)
         self.strategy: InferStrategy = self.run(lambda: _construct(strategy_class, config))
         self.version = 0
-        """Of the last publish."""
+        """Version of the last publish."""
         self.pristine = True
-        """Whether it has the weights with which it was started."""
+        """True if the engine has the weights with which it was started."""
 
     def run(self, act: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
-        """What `act()` returns. Fails if it does not within the deadline of the tests."""
+        """Run `act()` and return its result. Fails if it exceeds `timeout_s` (default: the time limit of the tests)."""
         deadline = self.setup.timeout_s if timeout_s is None else timeout_s
 
         async def limited() -> T:
@@ -89,12 +89,12 @@ class Engine:
         try:
             return self._runner.get_loop().run_until_complete(limited())
         except TimeoutError as error:
-            if error.args:  # the strategy's own
+            if error.args:  # raised by the strategy itself
                 raise
             raise AssertionError(f"no answer within {deadline:g} s") from error
 
     def start(self) -> None:
-        """With the setup's model."""
+        """Start the engine with the setup's model."""
         mesh = MeshInfo(
             role=ROLE,
             device=self.setup.device,
@@ -106,7 +106,7 @@ class Engine:
         settle()
 
     def generate(self, *requests: GenerateRequest) -> list[Completion]:
-        """The answers, in order; all requests enter in one turn of the event loop."""
+        """Return the completions, in order. All requests are submitted in one iteration of the event loop."""
         return list(self.run(lambda: together(self.strategy, requests)))
 
     def publish(
@@ -117,8 +117,11 @@ class Engine:
         shared: bool = False,
         digests: bool = True,
     ) -> WeightReceipt:
-        """The next version. `sent`, if given, is what is sent under the manifest of `weights`, which may lack its
-        digests."""
+        """Publish `weights` as the next version and return the receipt.
+
+        If `sent` is given, these tensors are sent under the manifest of `weights`. With `digests=False`, the manifest
+        has no digests.
+        """
         self.version += 1
         self.pristine = False
         entries = tuple(tensor_entry(name, each, None if digests else "") for name, each in weights.items())
@@ -127,7 +130,7 @@ class Engine:
         return self.run(lambda: self.strategy.update_weights(self.version, manifest, iter(tensors), shared=shared))
 
     def close(self) -> None:
-        """Stop it, and end its event loop."""
+        """Stop the engine and close its event loop."""
         try:
             self.run(self.strategy.stop)
         finally:
@@ -135,7 +138,7 @@ class Engine:
 
 
 async def together(strategy: InferStrategy, requests: Sequence[GenerateRequest]) -> list[Completion]:
-    """All at once. The first error is raised once all have ended."""
+    """Submit all requests at once. Raises the first error, after all requests have ended."""
     found = await asyncio.gather(*[strategy.generate(each) for each in requests], return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):

@@ -1,6 +1,6 @@
-"""Exact probabilities of the next token under `SamplingParams`, and a test whether tokens were drawn from them.
+"""Exact probabilities of the next token under `SamplingParams`, and a test of whether tokens were sampled from them.
 
-T drawn tokens    V vocabulary
+Shapes: T sampled tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from roll_testing.infer.models import Logits
 
 FALSE_ALARM = 1e-6
-"""Probability with which a right engine fails one test of a distribution; with seeds the outcome is fixed."""
+"""Probability with which a correct engine fails one test of a distribution. With seeds the outcome is fixed."""
 BINS = 20
 HAIR = 1e-3
-"""Relative: where limits that are moved by so little keep other tokens, rounding decides, and nothing is concluded."""
+"""Relative change of top-p and min-p, and minimum difference of the logits at the limit of top-k. If the change alters
+which tokens are kept, or the difference is smaller, rounding decides and the position is not tested."""
 
 
 def probabilities(rows: Logits, params: SamplingParams) -> Logits:
-    """`[T, V]`: temperature, then top-k, then top-p of what is left, then min-p, as `SamplingParams` orders them."""
+    """Return `[T, V]` probabilities under `SamplingParams`.
+
+    The order is temperature, top-k, top-p of the remaining mass, min-p.
+    """
     probs = np.exp(log_softmax(rows / params.temperature))
     order = np.argsort(-probs, axis=-1, kind="stable")
     kept = np.take_along_axis(probs, order, -1)
@@ -42,7 +46,7 @@ def probabilities(rows: Logits, params: SamplingParams) -> Logits:
 
 
 def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """`[T]`: whether rounding has no say in which tokens are kept."""
+    """Return `[T]`: True where rounding cannot change which tokens are kept."""
     low, high = (
         replace(params, top_p=params.top_p if params.top_p == 1 else params.top_p * by, min_p=params.min_p * by)
         for by in (1 - HAIR, 1 + HAIR)
@@ -55,11 +59,11 @@ def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
 
 
 class Draws:
-    """Tokens that an engine drew, each against the exact distribution that it should have come from.
+    """Sampled tokens, each compared with the exact distribution that it should come from.
 
-    The mass of all tokens that are likelier than the one drawn, plus a random part of its own, is uniform in [0, 1] and
-    independent of all before, whatever the distributions are (the probability integral transform; Rosenblatt, 1952).
-    So tokens of many distributions make one chi-square test.
+    The mass of all tokens that are likelier than the sampled one, plus a random part of its own mass, is uniform in
+    [0,1]. It is independent of all earlier tokens, whatever the distributions are (the probability integral transform;
+    Rosenblatt, 1952). So tokens of many distributions make one chi-square test.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -68,7 +72,7 @@ class Draws:
         self._random = np.random.default_rng(2718)
 
     def add(self, logits: Logits, tokens: TokenIds) -> None:
-        """`logits[t]` is what `tokens[t]` was drawn from. Fails for a token that could not have been drawn."""
+        """Add tokens; `tokens[t]` was sampled from `logits[t]`. Fails if a token has probability 0."""
         probs = probabilities(logits, self.params)
         drawn = np.take_along_axis(probs, tokens[:, None], -1)
         judged = clear(logits, self.params)
@@ -83,12 +87,12 @@ class Draws:
         self._places += (above + level * self._random.random(len(tokens)))[judged].tolist()
 
     def statistic(self) -> float:
-        """Chi-square, of equally likely bins."""
+        """Return the chi-square statistic over equally likely bins."""
         expected = len(self._places) / BINS
         return float(np.square(self._counts() - expected).sum() / expected)
 
     def check(self) -> None:
-        """Fail if it is less likely than `FALSE_ALARM` that the tokens come from the distributions."""
+        """Fail if the p-value of the tokens is below `FALSE_ALARM`, or if there are too few tokens for the test."""
         if len(self._places) < 10 * BINS:
             raise AssertionError(f"only {len(self._places)} tokens can be judged: the model's answers are too alike")
         statistic = self.statistic()
@@ -106,6 +110,6 @@ class Draws:
 
 
 def _tail(statistic: float, degrees: int) -> float:
-    """Probability that a chi-square variable is larger."""
+    """Return the probability that a chi-square variable is larger."""
     shape, at = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(shape, at))

@@ -1,7 +1,7 @@
-"""The layer *holding*: what engines do that keep weights in a form of their own, in processes of their own.
+"""Test group *holding*: engines that keep weights in a layout of their own, in their own processes.
 
-Fused matrices are read back, models are compared before they are touched, prefixes are kept, memory is given back. For
-engines that have all of it, beside the conformance kit, on a model with biases.
+Tests cover digests of fused matrices, checks of the manifest before any change, prefix caching, and freed cache memory.
+For engines that support all of it, beside the conformance kit, on a model with biases.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ if TYPE_CHECKING:
 
 PROMPT = [5, 6, 7]
 LONG = range(2, 90)
-"""A prompt of several blocks of any cache."""
+"""A prompt of several blocks of any KV cache."""
 CLOSE = 1e-4
-"""Between logprobs of the same weights in fp32."""
+"""Bound on the difference of logprobs of the same weights in fp32."""
 
 
 class HoldingTests:
-    """Tests find the engine of the fixture `live`, which is the author's, and leave it with weights."""
+    """Tests use the engine of the author's fixture `live`, and leave it with weights loaded."""
 
     cache_bytes: ClassVar[int]
-    """Of keys and values that the engine has room for."""
+    """Size of the engine's KV cache in bytes."""
 
     def test_fused_weights_are_read_back_to_the_bit(self, live: Live) -> None:
-        """Signs of zeros and subnormal numbers too, which a multiplication would lose."""
+        """Digests of fused weights must equal the manifest's.
+
+        This includes negative zeros and subnormal numbers, which a multiplication would lose.
+        """
         live.step()
         with torch.no_grad():
             live.model.get_parameter("model.layers.0.self_attn.k_proj.weight")[0, :3] = torch.tensor(
@@ -49,7 +52,10 @@ class HoldingTests:
         assert "model.layers.1.mlp.gate_proj.weight" in names
 
     def test_a_manifest_of_another_model_is_refused_and_changes_nothing(self, live: Live) -> None:
-        """What is unknown, missing or of another shape is named; and so is a version of the past."""
+        """An unknown, missing or misshapen tensor must be refused by an error that names it.
+
+        An old version must be refused, too. A refused publish must change nothing.
+        """
         live.publish()
         weights = dict(live.model.named_parameters())
         with refused(UnexpectedTensorError, "actor_infer rank 0", "model.layers.9."):
@@ -71,7 +77,7 @@ class HoldingTests:
         assert receipt.digests == digests(manifest)
 
     def test_an_equal_prompt_is_computed_once(self, live: Live) -> None:
-        """Its beginning is found in the cache, and not after an update."""
+        """The prefix of a repeated prompt must be found in the cache, but not after a weight update."""
         live.step()
         live.publish()
         live.strategy.metrics()
@@ -84,7 +90,7 @@ class HoldingTests:
         assert live.strategy.metrics()["prefix_cache_hits"] == 0
 
     def test_metrics_are_counted_between_two_looks(self, live: Live) -> None:
-        """Tokens to the last one."""
+        """Metrics must count all tokens since the previous call of `metrics`, to the last one."""
         live.strategy.metrics()
         live.generate("counted", [94, 95, 96], max_new_tokens=7)
         found = live.strategy.metrics()
@@ -93,7 +99,10 @@ class HoldingTests:
         assert live.strategy.metrics()["generated_tokens"] == 0
 
     def test_a_sleeping_engine_gives_the_memory_of_its_cache_back(self, live: Live) -> None:
-        """On a CPU, where the processes' memory says so; most of what different prompts have filled."""
+        """`sleep` must free most of the KV cache that different prompts have filled: at least 40 % of its size.
+
+        On a CPU, the memory of the engine's processes shows it.
+        """
         live.publish()
         prompts = np.random.default_rng(1).integers(2, 100, (2 * self.cache_bytes // (200 * TOKEN_BYTES), 200))
 
@@ -111,7 +120,10 @@ class HoldingTests:
         assert len(live.generate("after", PROMPT).outputs[0].token_ids) == 8
 
     def test_an_engine_that_slept_answers_nobody_before_weights_are_published(self, live: Live) -> None:
-        """And takes no weights before it is awake."""
+        """An engine must refuse weights while it sleeps.
+
+        After `wake`, it must refuse requests until weights are published.
+        """
         live.run(live.strategy.sleep())
         with refused(RuntimeError):
             live.publish()
@@ -123,14 +135,14 @@ class HoldingTests:
 
 
 TOKEN_BYTES = 2 * 2 * 32 * 4
-"""Of a token's keys and values: two layers, one head of 32 in fp32."""
+"""Bytes of keys and values per token: two layers, one head of 32 in fp32."""
 
 
 def digests(manifest: WeightManifest) -> dict[str, str]:
-    """By name."""
+    """Return the manifest's digests by tensor name."""
     return {entry.name: entry.digest for entry in manifest.tensors}
 
 
 def _resident() -> int:
-    """Bytes of the processes below this one."""
+    """Return the resident bytes of all processes below this one."""
     return sum(each.memory_info().rss for each in psutil.Process().children(recursive=True))

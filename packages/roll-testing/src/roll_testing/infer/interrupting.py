@@ -1,7 +1,7 @@
-"""Requests that have to be under way when something happens to them.
+"""Requests that must be running when something happens to them.
 
-A process may be kept waiting for seconds between two lines of a test, in which an engine answers in full. Then the
-request is asked anew; an engine that never is interrupted is found by the last answer.
+The host may pause a test for seconds between two lines, in which an engine finishes the request. The test then sends
+the request again. The last attempt's result exposes an engine that never can be interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ATTEMPTS = 5
 
 
 def until_interrupted(attempt: Callable[[], T], missed: Callable[[T], bool]) -> T:
-    """What the first attempt has found that was not answered before it was interrupted, or the last of all."""
+    """Repeat `attempt` while `missed` is true of its result.
+
+    Return the first other result, or that of the last attempt.
+    """
     for _ in range(ATTEMPTS - 1):
         found = attempt()
         if not missed(found):
@@ -35,7 +38,7 @@ def until_interrupted(attempt: Callable[[], T], missed: Callable[[T], bool]) -> 
 
 
 def was_whole(completion: Completion, num: int, version: int) -> bool:
-    """Whether all outputs have all of `num` tokens, which these weights have drawn."""
+    """True if all outputs have all `num` tokens, sampled under weights of this version."""
     return all(
         output.finish_reason == "length" and output.versions.tolist() == [version] * num
         for output in completion.outputs
@@ -44,7 +47,7 @@ def was_whole(completion: Completion, num: int, version: int) -> bool:
 
 @contextlib.contextmanager
 def stopped(processes: Sequence[int]) -> Iterator[None]:
-    """They do not run meanwhile, and may have ended in the end."""
+    """Stop the processes by SIGSTOP inside the block and continue them after it. They may have exited by then."""
     for each in processes:
         os.kill(each, signal.SIGSTOP)
     try:
@@ -56,20 +59,25 @@ def stopped(processes: Sequence[int]) -> Iterator[None]:
 
 
 async def is_open(asking: asyncio.Task[T], wait_s: float) -> bool:
-    """Whether it is not answered by what processes that are stopped had sent, which takes so long to arrive."""
+    """True if the request is unfinished after `wait_s`.
+
+    Results that stopped processes had already sent arrive in that time.
+    """
     await asyncio.wait([asking], timeout=wait_s)
     return not asking.done()
 
 
 async def result(task: asyncio.Task[T]) -> T:
-    """What it comes to."""
+    """Await a task and return its result."""
     return await task
 
 
 @cache
 def settle() -> None:
-    """Once an engine has been started: what was imported for it is not looked through for garbage again and again, for
-    a third of a second each time, in which engines go on drawing."""
+    """Exempt all objects that exist after an engine's start from garbage collection.
+
+    Scanning what was imported takes a third of a second each time, in which engines continue to generate.
+    """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # libraries complain of what is left at the end
+    atexit.register(gc.unfreeze)  # libraries complain about objects left at exit

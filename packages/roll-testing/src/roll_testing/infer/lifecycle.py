@@ -1,4 +1,4 @@
-"""The layer *lifecycle*: what becomes of requests that are aborted, updated under way, or served after a sleep."""
+"""Test group *lifecycle*: requests that are aborted, that run during a weight update, or that follow a sleep."""
 
 from __future__ import annotations
 
@@ -33,22 +33,26 @@ if TYPE_CHECKING:
 LONG = 400
 """Tokens of a response that is interrupted."""
 SHORT = 6
-"""Tokens of the one that is waited for, as a sign that the long one is under way."""
+"""Tokens of a second response. Once it is complete, the long one is running."""
 ASK_S = 0.002
-"""Between two times that progress is asked for."""
+"""Seconds between two polls of progress."""
 HELD_S = 0.2
-"""In which an engine that draws in spite of an update that broke off draws something."""
+"""Seconds in which an engine that wrongly generates after a failed update would generate tokens."""
 ENDING = 40
-"""One in so many tokens ends an output: lengths differ by tens of tokens."""
+"""One in this many tokens ends an output: lengths differ by tens of tokens."""
 GROUPS = 10
-"""So often a group is drawn to see some of its outputs end before others: an engine may draw all between two looks."""
+"""Maximum number of groups until some outputs are seen to finish before others. An engine may generate all outputs
+between two polls."""
 
 
 class LifecycleTests(InferSubject):
-    """A short request beside a long one tells when the long one is under way."""
+    """A short request beside a long one shows when the long one is running."""
 
     def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Both `abort` and `generate` return what was drawn, with logprobs, and `finish_reason == "abort"`."""
+        """`abort` and `generate` must return the same tokens generated so far, with correct logprobs.
+
+        `finish_reason` must be `abort`.
+        """
 
         def fresh() -> Attempt:
             request = ask(self.prompt(5), n=2, max_new_tokens=LONG)
@@ -70,7 +74,7 @@ class LifecycleTests(InferSubject):
                 raise AssertionError(f"tokens were drawn while another request drew {SHORT}, but none was kept")
 
     def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """A request that runs beside it is answered in full."""
+        """Aborting a request must not affect another one that runs beside it."""
         others: list[GenerateRequest] = []
         beside: list[asyncio.Task[Completion]] = []
 
@@ -90,7 +94,7 @@ class LifecycleTests(InferSubject):
         self.check_logprobs(setup, answers, others, completions)
 
     def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
-        """`abort` returns nothing for them."""
+        """`abort` must ignore unknown and finished ids, and return nothing for them."""
         done = ask(self.prompt(3))
         engine.generate(done)
         found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
@@ -98,8 +102,11 @@ class LifecycleTests(InferSubject):
             raise AssertionError(f"aborting a request that is done and one that never was returned {found}")
 
     def test_requests_go_on_under_new_weights(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """`in_flight_update`: each token has the version under which it was drawn, tokens before the update the old
-        weights' logprobs; the request ends as it would have, and the next ones have the new weights."""
+        """With `in_flight_update`, a running request must continue to its full length under new weights.
+
+        Each token must have the version under which it was sampled. Tokens before the update must have the old weights'
+        logprobs. Later requests must use the new weights.
+        """
         self.need(self.can.in_flight_update, "in_flight_update")
         weights = self.published(moved(self.stored(setup), 21), setup.model)
 
@@ -110,14 +117,17 @@ class LifecycleTests(InferSubject):
         request, _, completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         olds = [self._num_old(output, old, new) for output in completion.outputs]
-        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may have begun a step later
+        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may start a step later
         self.check_answers(engine, setup, answers, weights)
 
     def test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next(
         self, engine: Engine, setup: Setup, answers: Answers
     ) -> None:
-        """`in_flight_update`: half of the tensors come, and then an error, which the caller gets. What runs goes on
-        after the next update, what enters in between is drawn under that alone, and what is aborted in between ends."""
+        """With `in_flight_update`, an engine must not generate between a failed update and the next one.
+
+        Half of the tensors arrive, then an error, which the caller must get. Running requests must continue after the
+        next update. A request submitted in between must use only the new weights, or end if it is aborted.
+        """
         self.need(self.can.in_flight_update, "in_flight_update")
         weights = self.published(moved(self.stored(setup), 24), setup.model)
 
@@ -151,8 +161,10 @@ class LifecycleTests(InferSubject):
         self.check_answers(engine, setup, answers, weights)
 
     def test_progress_tells_what_is_drawn(self, engine: Engine) -> None:
-        """Of engines that tell it: beginnings of what `generate` then returns, longer ones from time to
-        time, and which outputs of a group have ended."""
+        """`progress` must return growing prefixes of what `generate` returns in the end.
+
+        It must show which outputs of a group have finished. Only for engines that report progress.
+        """
         self._need_progress(engine)
         ends = tuple(range(FIRST_ORDINARY, self.vocab_size, ENDING))
 
@@ -180,8 +192,10 @@ class LifecycleTests(InferSubject):
         raise AssertionError("no output of a group was told to have ended while others of it went on")
 
     def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
-        """`in_flight_update`, of engines that tell it: while weights are replaced, too, tokens, logprobs
-        and versions are those that `generate` then returns."""
+        """`progress` must return prefixes of the final tokens, logprobs and versions, even during a weight update.
+
+        Only for engines with `in_flight_update` that report progress.
+        """
         self.need(self.can.in_flight_update, "in_flight_update")
         self._need_progress(engine)
         weights = self.published(moved(self.stored(setup), 23), setup.model)
@@ -221,8 +235,10 @@ class LifecycleTests(InferSubject):
                 raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
 
     def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """`sleep`, `wake` and a publish of the same weights; twice, as every step does. A second `sleep` or `wake`
-        changes nothing."""
+        """Tokens and logprobs must be the same after `sleep`, `wake` and a publish of the same weights.
+
+        The test repeats this once. `sleep` and `wake` must be idempotent.
+        """
         self.need(self.can.sleeps, "sleeps")
         weights = self.published(self.stored(setup), setup.model)
         request = [ask(self.prompt(40), temperature=0.0, max_new_tokens=24) for _ in range(3)]
@@ -242,7 +258,7 @@ class LifecycleTests(InferSubject):
         self.check_answers(engine, setup, answers)
 
     def test_nothing_is_kept_of_shared_tensors_in_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Their memory, which is the trainer's, is free when the trainer lets go of it."""
+        """A sleeping engine must keep no reference to shared tensors, so that the trainer can free their memory."""
         self.need(self.can.sleeps and "shared" in self.can.weight_transports, "sleeps and the transport shared")
         weights = self.published(moved(self.stored(setup), 22), setup.model)
         kept: set[str] = set()
@@ -257,7 +273,7 @@ class LifecycleTests(InferSubject):
         self.check_answers(engine, setup, answers, weights)
         engine.run(engine.strategy.sleep)
         shared.clear()
-        if kept:  # cycles may still hold it; looking for them takes its time
+        if kept:  # reference cycles may still hold it; collecting always would be slow
             gc.collect()
         left = sorted(kept)
         engine.run(engine.strategy.wake)
@@ -266,10 +282,10 @@ class LifecycleTests(InferSubject):
                 f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
             )
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _num_old(self, output: CompletionOutput, old: int, new: int) -> int:
-        """Tokens before an update; fails unless all others of `LONG` came after it."""
+        """Return the number of tokens before an update; fail unless all others of `LONG` came after it."""
         found: list[int] = output.versions.tolist()
         if len(found) != LONG or output.finish_reason != "length":
             raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
@@ -289,7 +305,7 @@ class LifecycleTests(InferSubject):
     def _updated(
         self, engine: Engine, setup: Setup, update: Callable[[], Awaitable[list[Completion]]]
     ) -> tuple[GenerateRequest, list[Completion], Completion]:
-        """The same, from the stored weights on."""
+        """Interrupt a request by `update`, starting from the stored weights; see `_interrupted`."""
 
         def fresh() -> Attempt:
             self._restore(engine, setup)
@@ -300,7 +316,10 @@ class LifecycleTests(InferSubject):
     def _interrupted(
         self, engine: Engine, fresh: Callable[[], Attempt]
     ) -> tuple[GenerateRequest, list[Completion], Completion]:
-        """Of an attempt whose request was under way: the request, what `act` returned, and the request's own answer."""
+        """Repeat an attempt until its request is running when it is interrupted.
+
+        Return the request, the result of `act`, and the request's own completion.
+        """
 
         def once() -> tuple[GenerateRequest, list[Completion], Completion] | None:
             attempt = fresh()
@@ -316,11 +335,11 @@ class LifecycleTests(InferSubject):
 
 
 class _BrokeOffError(WeightSyncError):
-    """What a sender that is lost raises."""
+    """Error of a sender that is lost during an update."""
 
 
 def _half(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Of the tensors, and then the error."""
+    """Yield half of the tensors, then raise the error."""
     names = list(weights)
     for name in names[: len(names) // 2]:
         yield name, weights[name]
@@ -329,25 +348,25 @@ def _half(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """To interrupt a request."""
+    """One attempt to interrupt a request."""
 
     request: GenerateRequest
     act: Callable[[], Awaitable[Sequence[Completion]]]
     """Interrupts it."""
     begin: Callable[[], object] = lambda: None
-    """Called once it is asked."""
+    """Called once the request is submitted."""
 
 
 async def _attempted(
     strategy: InferStrategy, attempt: Attempt, prompt: TokenIds
 ) -> tuple[list[Completion], Completion] | None:
-    """What `act` returns, and the answer; None if the answer was there before."""
+    """Return the result of `act` and the completion; None if the request finished before `act` was called."""
     running = asyncio.create_task(strategy.generate(attempt.request))
     attempt.begin()
     await strategy.generate(ask(prompt, max_new_tokens=SHORT))
-    await asyncio.sleep(0)  # a strategy that never waits may have answered before the task began
+    await asyncio.sleep(0)  # a strategy that never yields may have finished before the task started
     if running.done():
-        await running  # raises, if it failed
+        await running  # raises if the request failed
         return None
     returned = await attempt.act()
     return list(returned), await running
@@ -367,7 +386,7 @@ async def _progress(strategy: InferStrategy) -> list[Completion]:
 
 
 async def _told(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
-    """What progress says until all have ended."""
+    """Return all reports of progress until all requests have finished."""
     told: list[Completion] = []
     while not all(each.done() for each in running):
         told += await _progress(strategy)
@@ -384,7 +403,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completion]:
-    """Those that were told of this request; fails unless each output begins as the whole one does."""
+    """Return the reports of this request; fail unless each output is a prefix of the final one."""
     found = [each for each in told if each.id == whole.id]
     if not found:
         raise AssertionError("progress told nothing of a request that ran")

@@ -1,4 +1,4 @@
-"""A started engine beside the model of a trainer that publishes to it: for what one engine has of its own."""
+"""A started engine beside the model of a trainer that publishes to it, for tests of one engine's own features."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ BIASED: Mapping[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
-"""An architecture that the conformance kit's own model does not have."""
+"""An architecture with features that the conformance kit's own model does not have."""
 ANSWER_S = 120.0
-"""Within which a started engine answers every call."""
+"""Time limit in seconds for every call of a started engine."""
 
 
 def biased(**changes: Any) -> ModelSpec:
-    """A model of that architecture, with random weights."""
+    """Return a model of that architecture, with random weights."""
     return ModelSpec(random_init={**BIASED, **changes}, seed=1, dtype="fp32")
 
 
 class Live:
-    """The event loop on which the engine lives is its own; it turns while a call is waited for."""
+    """A started engine on its own event loop, which runs only during a call."""
 
     def __init__(self, strategy: InferStrategy, spec: ModelSpec, num_slots: int = 1) -> None:
-        """Starts the engine, on so many slots."""
+        """Start the engine on `num_slots` slots."""
         self.strategy, self.spec, self.version = strategy, spec, 0
         self.model = load_model(spec)
         self._runner = asyncio.Runner()
@@ -65,12 +65,12 @@ class Live:
         settle()
 
     def start(self, strategy: InferStrategy, num_slots: int = 1) -> None:
-        """Start an engine with the model that was loaded; this may take minutes."""
+        """Start an engine with the model of `spec`; this may take minutes."""
         mesh = MeshInfo(role="actor_infer", num_threads=1, num_slots=num_slots)
         self._runner.run(strategy.start(self.spec, mesh))
 
     def run(self, call: Awaitable[T]) -> T:
-        """What it returns."""
+        """Run a coroutine and return its result. Raises `TimeoutError` after `ANSWER_S`."""
 
         async def limited() -> T:
             return await asyncio.wait_for(call, ANSWER_S)
@@ -78,11 +78,11 @@ class Live:
         return self._runner.run(limited())
 
     def generate(self, name: str, prompt: Sequence[int], **params: Any) -> Completion:
-        """See `request`."""
+        """Send one request and return its completion; see `request`."""
         return self.run(self.strategy.generate(request(name, prompt, **params)))
 
     def place_of_the_urgent(self, num_others: int) -> int:
-        """How many of the others end before a request that is more urgent and asked for last."""
+        """Return how many of the other requests finish before one that has a higher priority and is submitted last."""
         ended: list[str] = []
 
         async def drawn(name: str, priority: int = 0) -> None:
@@ -102,7 +102,7 @@ class Live:
         manifest: WeightManifest | None = None,
         version: int | None = None,
     ) -> tuple[WeightManifest, WeightReceipt]:
-        """The trainer's weights, or others in their place; returns the manifest and the receipt."""
+        """Publish the trainer's weights, or `tensors` instead. Return the manifest and the receipt."""
         return self.run(self.update(tensors, manifest=manifest, version=version))
 
     async def update(
@@ -112,20 +112,20 @@ class Live:
         manifest: WeightManifest | None = None,
         version: int | None = None,
     ) -> tuple[WeightManifest, WeightReceipt]:
-        """The same, for those who are on the engine's loop."""
+        """Same as `publish`, for callers on the engine's event loop."""
         self.version = self.version + 1 if version is None else version
         sent = list(self.model.named_parameters()) if tensors is None else tensors
         manifest = manifest or make_manifest(self.version, sent)
         return manifest, await self.strategy.update_weights(self.version, manifest, iter(sent))
 
     def step(self) -> None:
-        """Something that moves every weight of the trainer's."""
+        """Change every weight of the trainer's model."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(self.version))
 
     def logprobs(self, tokens: Sequence[int], skip: int, temperature: float = 1.0) -> Floats:
-        """`[L - skip]`, of each token after the first `skip`, by the trainer's model."""
+        """Return `[L - skip]`, the logprob of each token after the first `skip`, by the trainer's model."""
         ids = torch.as_tensor(tokens)
         with torch.no_grad():
             logits = self.model(ids[None]).logits[0].float()
@@ -134,11 +134,11 @@ class Live:
         return found
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """See `ask`; the event loop turns meanwhile, on which the endpoint may live."""
+        """Call `ask` on a thread. The event loop, on which the endpoint may run, continues meanwhile."""
         return self.run(asyncio.to_thread(self.ask, path, body))
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer of the engine's endpoint; blocks."""
+        """Send a POST request to the engine's endpoint and return its JSON response. Blocks."""
         headers = {"Content-Type": "application/json"}
         sent = urllib.request.Request(f"{self.strategy.endpoint()}/{path}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(sent, timeout=ANSWER_S / 2) as answer:
@@ -153,7 +153,7 @@ class Live:
 def request(
     name: str, prompt: Sequence[int], *, prompt_logprobs: bool = False, priority: int = 0, **params: Any
 ) -> GenerateRequest:
-    """It goes on to 8 tokens, whatever is drawn, unless `params` say otherwise."""
+    """Return a request. By default it generates 8 tokens and ignores end tokens."""
     limits = {"max_new_tokens": 8, "ignore_eos": True, **params}
     return GenerateRequest(
         id=name,

@@ -1,4 +1,4 @@
-"""The model that engines are tested with, and what it answers: logits, logprobs, and what is most likely next."""
+"""The model that engines are tested with, and its reference logits, logprobs and argmax tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 512
 END = 1
-"""The end token of the tokenizers that the kit writes."""
+"""End token of the tokenizers that the kit writes."""
 SMALL: Mapping[str, Any] = {
     **QWEN3,
     "hidden_size": 64,
@@ -31,43 +31,43 @@ SMALL: Mapping[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "eos_token_id": END,
 }
-"""As small as kernels of engines take it: few have attention for heads of less than 32."""
+"""As small as kernels of engines allow: few support attention heads smaller than 32."""
 CLEAR = 1e-2
-"""Tokens whose logits are nearer to each other may come in another order elsewhere: sums are rounded in some order."""
+"""Minimum difference of two logits whose order is certain. Smaller ones may be reordered by rounding in sums."""
 
 
 class Answers:
-    """What the model says with the weights that it has now."""
+    """Outputs of the reference model with its current weights."""
 
     def __init__(self, model: ReferenceModel) -> None:
         self.model = model
         model.module.requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies, by the names under which they are published."""
+        """Return copies of the weights, by the names under which they are published."""
         return {name: each.detach().clone() for name, each in self.model.module.named_parameters()}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these from now on."""
+        """Replace the weights."""
         with torch.no_grad():
             for name, parameter in self.model.module.named_parameters():
                 parameter.copy_(weights[name])
 
     def logits(self, tokens: Sequence[int] | TokenIds) -> Logits:
-        """`[L, V]`: row `t` is what follows token `t`."""
+        """Return `[L, V]` logits; row `t` predicts the token after token `t`."""
         ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         with torch.no_grad():
             found: Logits = self.model.logits(ids).double().numpy()
         return found
 
     def logprobs(self, prompt: TokenIds, response: TokenIds, temperature: float = 1.0) -> Floats:
-        """`[R]`, of each token of the response."""
+        """Return `[R]`, the logprob of each token of the response."""
         tokens = np.concatenate([prompt, response])
         rows = self.logits(tokens)[len(prompt) - 1 : -1] / (temperature or 1.0)
         return np.asarray(log_softmax(rows)[np.arange(len(response)), response], dtype=np.float32)
 
     def prompt_logprobs(self, prompt: TokenIds) -> Floats:
-        """`[P]`, 0 for the first token."""
+        """Return `[P]`, the logprob of each token of the prompt; 0 for the first token."""
         return np.concatenate([np.zeros(1, dtype=np.float32), self.logprobs(prompt[:1], prompt[1:])])
 
     def shortfall(
@@ -79,9 +79,9 @@ class Answers:
         banned: Collection[int] = (),
         banned_until: int = 0,
     ) -> tuple[Logits, Logits]:
-        """`[R]` twice: by how much each token's logit is below the largest, and the second below the largest.
+        """Return two arrays `[R]`: how far each token's logit, and the second largest logit, are below the largest.
 
-        After the repetition penalty, and with `banned` tokens masked among the first `banned_until`.
+        Logits are taken after the repetition penalty. `banned` tokens are masked in the first `banned_until` positions.
         """
         tokens = np.concatenate([prompt, response])
         rows = self.logits(tokens)[len(prompt) - 1 : -1].copy()
@@ -95,14 +95,14 @@ class Answers:
 
 
 def log_softmax(rows: Logits) -> Logits:
-    """Over the last axis."""
+    """Return the log-softmax over the last axis."""
     shifted = rows - rows.max(-1, keepdims=True)
     found: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return found
 
 
 def moved(weights: Mapping[str, Tensor], seed: int, only: str = "") -> dict[str, Tensor]:
-    """Other weights, about a third away from these; all of them, or `only` one."""
+    """Return the weights with random noise of about a third of their size added: to all of them, or to `only` one."""
     drawn = torch.Generator().manual_seed(seed)
     found = {}
     for name, each in weights.items():

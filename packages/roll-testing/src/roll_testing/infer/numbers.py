@@ -1,4 +1,4 @@
-"""The layer *numbers*: what is drawn is what is likely, and logprobs are the model's own."""
+"""Test group *numbers*: greedy tokens are the most likely ones, and logprobs are the model's own."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 LENGTHS = (1, 3, 17, 40, 7)
-"""Of prompts."""
+"""Lengths of prompts."""
 CUTS: Mapping[str, Any] = {"top_k": 3, "top_p": 0.5, "min_p": 0.4, "repetition_penalty": 1.6}
 
 
 class InferNumberTests(InferSubject):
-    """Against the model's logits as transformers computes them, one whole sequence at a time."""
+    """Compares with the model's logits as transformers computes them, one whole sequence at a time."""
 
     def test_greedy_tokens_are_the_most_likely(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """`temperature == 0`: each token is the most likely after those before it."""
+        """At `temperature == 0`, each token must be the most likely one after the tokens before it."""
         self.need_exact(setup)
         requests = [ask(self.prompt(length), temperature=0.0) for length in LENGTHS]
         for request, completion in zip(requests, engine.generate(*requests), strict=True):
             self.check_greedy(answers, request.prompt_ids, completion.outputs[0].token_ids)
 
     def test_greedy_answers_repeat(self, engine: Engine) -> None:
-        """Equal sets of requests have equal tokens and logprobs, to the last bit; all `n` outputs are alike."""
+        """Equal sets of greedy requests must have equal tokens and logprobs, bit for bit."""
         first, second = (
             engine.generate(*[ask(self.prompt(length), n=2, temperature=0.0) for length in LENGTHS]) for _ in range(2)
         )
@@ -49,14 +49,20 @@ class InferNumberTests(InferSubject):
                     raise AssertionError("the same requests had the same tokens, but other logprobs")
 
     def test_logprobs_equal_the_reference(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Of tokens drawn at temperature 1, and of greedy ones, whose logprobs are those at temperature 1."""
+        """Logprobs of tokens sampled at temperature 1 must equal the reference's.
+
+        Logprobs of greedy tokens must be those at temperature 1.
+        """
         requests = [ask(self.prompt(length), n=2, seed=self.seed(engine, length)) for length in LENGTHS]
         requests.append(ask(self.prompt(9), temperature=0.0))
         self.check_logprobs(setup, answers, requests, engine.generate(*requests))
 
     def test_logprobs_equal_the_train_strategys(self, engine: Engine, setup: Setup) -> None:
-        """On the same weights, though the trainer packs sequences and computes each as a whole; at a temperature. With
-        `train_strategy`, whatever the author's reference is."""
+        """Logprobs must equal those of `train_strategy` on the same weights, at a temperature.
+
+        The trainer packs sequences and computes each as a whole. Uses `train_strategy` whatever the author's reference
+        is.
+        """
         self.need_trainer(setup)
         requests = [
             ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in LENGTHS
@@ -64,7 +70,7 @@ class InferNumberTests(InferSubject):
         check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
     def test_logprobs_have_the_temperature(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Under softmax(logits / temperature), also where requests of several temperatures run together."""
+        """Logprobs must be those of softmax(logits / temperature). Requests of several temperatures run together."""
         requests = [
             ask(self.prompt(length), temperature=temperature, seed=self.seed(engine, length))
             for length, temperature in zip(LENGTHS, (0.5, 1.0, 1.7, 0.3, 0.8), strict=True)
@@ -75,18 +81,25 @@ class InferNumberTests(InferSubject):
     def test_logprobs_do_not_know_of_penalties_and_cuts(
         self, engine: Engine, setup: Setup, answers: Answers, parameter: str
     ) -> None:
-        """They are of all tokens of the vocabulary, before the penalty, top-k, top-p and min-p; at a temperature."""
+        """Logprobs must be over the whole vocabulary, before repetition penalty, top-k, top-p and min-p.
+
+        They include the temperature.
+        """
         request = ask(self.prompt(6), temperature=0.7, seed=self.seed(engine, 1), **{parameter: CUTS[parameter]})
         self.check_logprobs(setup, answers, [request], self.answered(engine, parameter, request))
 
     def test_a_prompt_is_taken_as_it_is(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Token ids in, token ids out: end tokens, padding and repetitions within a prompt are tokens like others."""
+        """A prompt must be used as given: end tokens, padding and repetitions within it are ordinary tokens."""
         odd = [5, *self.end_ids, 0, 0, 7, *self.end_ids, *self.end_ids, 9]
         requests = [ask(odd, seed=self.seed(engine, 1)), ask([0, *odd])]
         self.check_logprobs(setup, answers, requests, engine.generate(*requests))
 
     def test_prompt_logprobs_equal_the_reference(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """`[P]`, 0 for the first token, without temperature; with an equal prompt and a longer one beside it, twice."""
+        """Prompt logprobs `[P]` must equal the reference's: 0 for the first token, and without temperature.
+
+        They must be present only if requested. Equal and overlapping prompts run together, twice, which exposes faults
+        of prefix caches.
+        """
         self.need(self.can.prompt_logprobs, "prompt_logprobs")
         long = self.prompt(300)
         for _ in range(2):

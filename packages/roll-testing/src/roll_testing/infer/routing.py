@@ -1,4 +1,4 @@
-"""The layer *routing*: of engines that return the experts that a mixture of experts chose."""
+"""Test group *routing*: engines that return the experts chosen by a mixture of experts."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ MIXTURE: Mapping[str, Any] = {
 
 
 class RoutingTests(InferSubject):
-    """Against the logits of the routers, as transformers computes them, one whole sequence at a time."""
+    """Compares with the router's logits as transformers computes them, one whole sequence at a time."""
 
     def mixture(self, folder: Path) -> ModelSpec:
-        """A small mixture of experts in float32; files go into `folder`. A Qwen3-MoE by default."""
+        """Write a small float32 mixture of experts into `folder` and return its spec. Default: a Qwen3-MoE."""
         return write_checkpoint(folder, MIXTURE, task="causal_lm", vocab_size=self.vocab_size)
 
     def test_routed_experts_are_those_that_the_model_chooses(
         self, setup: Setup, fresh: Callable[[Setup], Engine], tmp_path: Path
     ) -> None:
-        """Of the prompt and of all but the last token of the response, in every layer, in the smallest unsigned
-        integers; only where asked for."""
+        """Returned experts must be those with the largest router logits, in every layer.
+
+        They cover the prompt and all but the last token of the response, in uint8, and are present only if requested.
+        """
         self.need(self.can.routed_experts, "routed_experts")
         self.need_exact(setup)
         model = replace(self.mixture(tmp_path), dtype=setup.model.dtype, router_replay=True)
@@ -80,7 +82,10 @@ def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
 
 
 def _choices(tokens: TokenIds, module: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """`[L, M, K]` in ascending order, and `[L, M]`, whether the next best expert is clearly worse."""
+    """Return the best experts `[L, M, K]`, in ascending order, and a mask `[L, M]`.
+
+    The mask is True where the next best expert is clearly worse.
+    """
     with torch.no_grad():
         answer = module(input_ids=torch.from_numpy(tokens)[None], use_cache=False, output_router_logits=True)
     logits_LME = torch.stack([each.view(len(tokens), -1) for each in answer.router_logits], dim=1)

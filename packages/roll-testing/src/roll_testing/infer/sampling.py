@@ -1,4 +1,4 @@
-"""The layer *sampling*: tokens come from the distribution that was asked for, and seeds decide which."""
+"""Test group *sampling*: tokens come from the requested distribution, and seeds determine them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,37 @@ class SamplingTests(InferSubject):
     # -- distributions -------------------------------------------------------------------------------------------------
 
     def test_tokens_come_from_the_models_distribution(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """At temperature 1, all of them."""
+        """At temperature 1, tokens must come from the model's full distribution."""
         self._check(engine, setup, answers, "", temperature=1.0)
 
     def test_temperature_divides_the_logits(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """0.5 sharpens."""
+        """Logits must be divided by the temperature before sampling: 0.5 sharpens the distribution."""
         self._check(engine, setup, answers, "", temperature=0.5)
 
     def test_top_k_keeps_the_most_likely(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """The 4 most likely tokens."""
+        """Top-k must keep the k most likely tokens, here 4."""
         self._check(engine, setup, answers, "top_k", top_k=4)
 
     def test_top_p_keeps_the_smallest_set_that_reaches_it(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """The token with which the sum reaches it is kept, too."""
+        """Top-p must keep the smallest set of tokens that reaches the mass, including the token that reaches it."""
         self._check(engine, setup, answers, "top_p", top_p=0.5)
 
     def test_min_p_keeps_what_is_near_the_most_likely(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """At least 0.3 times as likely."""
+        """Min-p must keep the tokens that are at least 0.3 times as likely as the most likely one."""
         self._check(engine, setup, answers, "min_p", min_p=0.3)
 
     def test_parameters_apply_in_their_order(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Temperature, top-k, top-p of what is left, min-p. Together they may be refused."""
+        """The order must be temperature, top-k, top-p of the remaining mass, min-p.
+
+        A strategy may refuse to combine them.
+        """
         self._check(engine, setup, answers, "min_p", temperature=1.5, top_k=12, top_p=0.8, min_p=0.2)
 
     def test_the_repetition_penalty_is_that_of_ctrl(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Positive logits of tokens in prompt or response are divided by it, negative ones multiplied."""
+        """The repetition penalty must be that of CTRL.
+
+        Logits of tokens in prompt or response are divided by it if positive, otherwise multiplied.
+        """
         self.need_exact(setup)
         requests = [ask(self.prompt(4 + i), temperature=0.0, repetition_penalty=1.7) for i in range(4)]
         found = self.answered(engine, "repetition_penalty", *requests)
@@ -58,7 +64,7 @@ class SamplingTests(InferSubject):
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
     def test_seeded_tokens_do_not_depend_on_the_batch(self, engine: Engine) -> None:
-        """The same alone, in a crowd, and again later."""
+        """A seeded request must have the same tokens in a batch with others and by itself later."""
         seeded = [ask(self.prompt(3 + i), n=2, seed=7 + i, max_new_tokens=24) for i in range(4)]
         crowd = [ask(self.prompt(2 + i), max_new_tokens=30 - i) for i in range(9)]
         together = self.answered(engine, "seed", *crowd[:5], *seeded, *crowd[5:])[5:9]
@@ -70,7 +76,10 @@ class SamplingTests(InferSubject):
                 )
 
     def test_output_i_depends_on_the_seed_and_i(self, engine: Engine) -> None:
-        """Not on `n`; and output 1 of a seed is not output 0 of the next one."""
+        """Output i must depend only on the seed and i, not on `n`.
+
+        Output 1 of a seed must differ from output 0 of the next seed.
+        """
         prompt = self.prompt(4)
         wide, narrow, following = self.answered(
             engine,
@@ -86,14 +95,14 @@ class SamplingTests(InferSubject):
             raise AssertionError(f"outputs of seeds 11 and 12 repeat each other: {streams}")
 
     def test_requests_without_a_seed_differ(self, engine: Engine) -> None:
-        """From each other, and among their outputs."""
+        """Requests without a seed must differ from each other, and so must the outputs of one request."""
         prompt = self.prompt(4)
         found = [engine.generate(*[ask(prompt, n=2, max_new_tokens=24) for _ in range(3)]) for _ in range(2)]
         streams = [tuple(each) for completions in found for completion in completions for each in _tokens(completion)]
         if len(set(streams)) < len(streams):
             raise AssertionError(f"requests without a seed repeat each other: {streams}")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _check(self, engine: Engine, setup: Setup, answers: Answers, parameter: str, **params: Any) -> None:
         self.need_exact(setup)

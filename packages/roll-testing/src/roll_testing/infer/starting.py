@@ -1,4 +1,4 @@
-"""The layer *starting*: how an engine begins and ends, each with one of its own."""
+"""Test group *starting*: how an engine starts and stops. Each test starts its own engine."""
 
 from __future__ import annotations
 
@@ -39,24 +39,28 @@ actor_infer:
   strategy_args: {{strategy_name: {name}}}
 """
 PROMPT_S = 60.0
-"""Within so many seconds whoever waits for an engine that has died has to be told."""
+"""Seconds within which a pending call must fail after its engine was killed."""
 ARRIVED_S = 0.002
-"""In which an answer arrives that was sent; an engine of this process draws on meanwhile, some tens of tokens."""
+"""Seconds in which a result arrives that was already sent. An engine in this process generates some tens of tokens
+meanwhile."""
 
 
 class StartingTests(RefusalTests, InferSubject):
-    """An engine is started for each of them that needs one."""
+    """Each test that needs an engine starts its own."""
 
     _run = CONFIG
 
     def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
-        """As version 0, without an update."""
+        """A started engine must have the model's weights, as version 0, without an update."""
         engine = fresh(setup)
         engine.start()
         self.check_answers(engine, setup, answers)
 
     def test_logprobs_in_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
-        """Against the reference with weights rounded alike; before and after an update in that dtype."""
+        """Low-precision logprobs must stay within bounds of a reference with weights rounded alike.
+
+        The test compares them before and after an update.
+        """
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
         engine, answers = fresh(setup), self.answers_of(setup.model)
         answers.take(self.stored(setup))
@@ -69,7 +73,10 @@ class StartingTests(RefusalTests, InferSubject):
     def test_logprobs_in_lower_precision_are_near_the_train_strategys(
         self, fresh: Fresh, setup: Setup, low_dtype: str
     ) -> None:
-        """In the same dtype, on the same weights."""
+        """Low-precision logprobs must be near those of the train strategy.
+
+        Both use the same dtype and the same weights.
+        """
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
         self.need_trainer(setup)
         engine = fresh(setup)
@@ -80,8 +87,10 @@ class StartingTests(RefusalTests, InferSubject):
         check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
     def test_a_stopped_engine_says_so(self, fresh: Fresh, setup: Setup) -> None:
-        """What runs when it is stopped ends, with an error or with what there is; later requests raise; `stop` may be
-        called again."""
+        """After `stop`, requests must raise, and `stop` may be called again.
+
+        A running request must end, with an error or with the tokens that it has.
+        """
         engine = fresh(setup)
         engine.start()
 
@@ -99,7 +108,7 @@ class StartingTests(RefusalTests, InferSubject):
             raise AssertionError(f"a request after stop was answered: {late}")
 
     def test_a_model_that_is_not_there_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
-        """`start` raises a `RollError` that names the path; `stop` works after it."""
+        """`start` must raise a `RollError` that contains the missing model path. `stop` must not raise afterwards."""
         self.need(bool(setup.model.path), "a model that is loaded from a path")
         nowhere = str(tmp_path / "no-such-model")
         engine = fresh(setup.with_(model=replace(setup.model, path=nowhere)))
@@ -110,8 +119,10 @@ class StartingTests(RefusalTests, InferSubject):
         engine.run(engine.strategy.stop)
 
     def test_more_than_the_cache_holds_is_answered(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
-        """20 sequences of 260 to 300 tokens, for which there is room for three at a time: they wait or are begun again,
-        and each has its whole answer. Of engines whose author says how little room there may be (`tight_config`)."""
+        """Requests that exceed the KV cache must be queued or restarted, and each must get its full response.
+
+        The test runs 20 sequences of 260 to 300 tokens, of which three fit. Only for engines with a `tight_config`.
+        """
         if not self.tight_config:
             pytest.skip(f"{self.name} has no tight_config")
         engine = fresh(setup.with_(strategy_config={**setup.strategy_config, **self.tight_config}))
@@ -126,7 +137,10 @@ class StartingTests(RefusalTests, InferSubject):
                 raise AssertionError(f"{request.params.max_new_tokens} tokens were asked for twice; {sizes} were drawn")
 
     def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
-        """`generate` raises soon; `stop` works. Of engines whose author names their `processes`."""
+        """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
+
+        `stop` must then work. Only for engines whose author names their `processes`.
+        """
         engine = fresh(setup)
         engine.start()
         processes = self.processes(engine.strategy)

@@ -1,7 +1,7 @@
-"""What is tested: what an author may say about an infer strategy, and what the layers of tests build on.
+"""`InferSubject`: what an author configures about an infer strategy, and the helpers that the test groups share.
 
-An engine may take long to start, so the tests of a class share one. A test finds it with the weights that the model was
-stored with; one that failed leaves none behind: the next test starts another.
+Starting an engine may be slow, so the tests of a class share one. Each test gets the engine with the weights that the
+model was stored with. After a failed test the engine is stopped, and the next test starts another.
 """
 
 from __future__ import annotations
@@ -35,60 +35,63 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, GenerateRequest, TokenIds
 
 VOCABULARY = 40
-"""As many as the tokenizer has: each token is a character."""
+"""Size of the tokenizer's vocabulary; each token is a character."""
 SEEN = 2
-"""A change of weights is seen if it moves a logprob by so many times the bound."""
+"""A change of weights is visible if it moves a logprob by at least this many times the bound."""
 TIGHT = 1024
-"""Tokens whose keys and values an engine has room for with `tight_config`."""
+"""Tokens that fit into the KV cache with `tight_config`."""
 FIRST_ORDINARY = 2
-"""Ids below are padding and end."""
+"""Smaller ids are padding and end."""
 
 
 class InferSubject(Part):
-    """One infer strategy under test. What has no underscore is for authors to override."""
+    """One infer strategy under test. Authors override class attributes and methods without a leading underscore."""
 
     provider: InferProvider
     vocab_size: ClassVar[int] = VOCABULARY
-    """Prompts are made of the tokens from 2 to so many."""
+    """Prompts are sampled from the tokens 2 to `vocab_size - 1`."""
     context: ClassVar[int | None] = SMALL["max_position_embeddings"]
-    """Tokens of the longest sequence that the engine takes, with this configuration and model; at least 512, or None
-    where there is no limit."""
+    """Length of the longest sequence that the engine accepts with this configuration and model, in tokens. At least
+    512, or None if there is no limit."""
     end_ids: ClassVar[tuple[int, ...]] = (END,)
-    """End tokens of the model; empty where it has none."""
+    """End tokens of the model; empty if it has none."""
 
     train_strategy: ClassVar[str] = "hf_train"
-    """The train strategy with whose logprobs the engine's are compared; empty where none computes the model."""
+    """Train strategy whose logprobs are compared with the engine's; empty if none supports the model."""
     adapter_config: ClassVar[Mapping[str, Any]] = {}
-    """What a strategy that declares `lora` needs in its configuration to serve adapters."""
+    """Configuration that a strategy with `lora` needs in addition to serve adapters."""
 
     tight_config: ClassVar[Mapping[str, Any]] = {}
-    """What in its configuration leaves an engine no more room than for keys and values of `TIGHT` tokens; empty where
-    it has no such limit. With the default model a token takes 1,024 bytes in fp32."""
+    """Configuration that limits the engine's KV cache to `TIGHT` tokens; empty if the engine has no such limit. With
+    the default model a token takes 1,024 bytes in fp32."""
 
     _kind = InferProvider
 
     def model(self, folder: Path) -> ModelSpec:
-        """A small language model in float32; files go into `folder`. A Qwen3 as transformers stores it, by default."""
+        """Write a small float32 language model into `folder` and return its spec. Default: a Qwen3 of transformers."""
         return write_checkpoint(folder, SMALL, task="causal_lm", vocab_size=self.vocab_size)
 
     def processes(self, strategy: InferStrategy) -> Sequence[int]:
-        """Ids of the processes that a started engine has beside this one, to be killed. None by default."""
+        """Return the ids of the processes that a started engine has beside this one.
+
+        A test kills them. Default: none.
+        """
         return ()
 
-    # -- what is declared ----------------------------------------------------------------------------------------------
+    # -- capabilities --------------------------------------------------------------------------------------------------
 
     @property
     def can(self) -> InferCapabilities:
-        """What the record declares."""
+        """Capabilities that the strategy declares."""
         return self.provider.capabilities
 
     def need_exact(self, setup: Setup) -> None:
-        """Skip where numbers are too coarse to tell a mistake from rounding."""
+        """Skip the test unless it runs in fp32: in lower precision, rounding could hide a mistake."""
         if setup.model.dtype != "fp32":
             pytest.skip(f"{self.name} does not compute in fp32 here, and coarser numbers decide nothing")
 
     def need_trainer(self, setup: Setup) -> None:
-        """Skip where no train strategy computes the model in its dtype."""
+        """Skip the test if no train strategy supports the model in its dtype."""
         self.need(bool(self.train_strategy), "a train strategy for its model")
         if not trains_in(self.train_strategy, setup.model.dtype):
             pytest.skip(f"{self.train_strategy} does not compute in {setup.model.dtype}")
@@ -96,23 +99,23 @@ class InferSubject(Part):
     # -- pytest --------------------------------------------------------------------------------------------------------
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Tests that name one of these run for each that there is: `low_dtype` is what is not fp32."""
+        """Parametrize tests over variants, transports and dtypes. `low_dtype` takes the dtypes other than fp32."""
         try:
             values: dict[str, Sequence[Any]] = {
                 "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
                 "transport": self.can.weight_transports,
             }
-        except PluginError:  # the test that looks the name up says what is wrong with it
+        except PluginError:  # `test_it_is_found_by_its_name` reports this error
             values = {"low_dtype": (), "transport": ()}
         for name in metafunc.fixturenames:
-            if name == "variant":  # one engine is started after the other, not one for each test
+            if name == "variant":  # one engine for each variant, not for each test
                 metafunc.parametrize(name, list(self.variants), scope="class")
             elif name in values:
                 metafunc.parametrize(name, values[name])
 
     @pytest.fixture
     def setup(self, strategy_config: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Setup:
-        """The strategy and its model, in fp32 where it has that."""
+        """The strategy and its model, in fp32 if supported, otherwise in the first supported dtype."""
         self._engine_or_skip()
         platform = self.platform_here()
         models = self._once("models")
@@ -140,7 +143,7 @@ class InferSubject(Part):
 
     @pytest.fixture
     def engine(self, setup: Setup, answers: Answers, request: pytest.FixtureRequest) -> Iterator[Engine]:
-        """The engine that all tests share, with the weights that the model was stored with."""
+        """The shared engine, with the weights that the model was stored with."""
         live, key = self._once("engine"), pickle.dumps(setup)
         if live.get("key") != key:
             self._stop_shared()
@@ -157,7 +160,7 @@ class InferSubject(Part):
 
     @pytest.fixture
     def fresh(self) -> Iterator[Callable[[Setup], Engine]]:
-        """`fresh(setup)`, an engine that is not started yet. It is alone: the shared one is stopped."""
+        """`fresh(setup)` returns an engine that is not started yet. The shared engine is stopped first."""
         self._stop_shared()
         made: list[Engine] = []
 
@@ -177,7 +180,7 @@ class InferSubject(Part):
             try:
                 cls._stop_shared()
             finally:
-                gc.collect()  # an error here is reported while garbage may be collected, see `Part`
+                gc.collect()  # collect now: an error here is reported with collection enabled, see `Part`
 
     @classmethod
     def _stop_shared(cls) -> None:
@@ -187,10 +190,10 @@ class InferSubject(Part):
         if engine is not None:
             engine.close()
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def answers_of(self, model: ModelSpec) -> Answers:
-        """The reference for a model, loaded once."""
+        """Return the reference for a model, loaded once."""
         known, key = self._once("answers"), pickle.dumps(model)
         if key not in known:
             known[key] = Answers(self.reference_model(model))
@@ -198,7 +201,7 @@ class InferSubject(Part):
         return found
 
     def stored(self, setup: Setup) -> dict[str, Tensor]:
-        """The weights that the model was stored with."""
+        """Return the weights that the model was stored with."""
         known, key = self._once("stored"), pickle.dumps(setup.model)
         if key not in known:
             known[key] = self.answers_of(setup.model).weights()
@@ -206,27 +209,27 @@ class InferSubject(Part):
         return found
 
     def _restore(self, engine: Engine, setup: Setup) -> None:
-        """Give it the weights that the model was stored with, if it has others."""
+        """Publish the weights that the model was stored with, if the engine has others."""
         if not engine.pristine:
             engine.publish(self.published(self.stored(setup), setup.model))
             engine.pristine = True
 
     def prompt(self, num: int, seed: int = 0) -> TokenIds:
-        """Random ordinary tokens."""
+        """Return `num` random ordinary tokens."""
         return np.random.default_rng((seed, num)).integers(FIRST_ORDINARY, self.vocab_size, num)
 
     def bound(self, setup: Setup) -> float:
-        """Largest difference of a logprob to the reference's."""
+        """Return the largest allowed difference of a logprob to the reference's."""
         return BOUNDS[setup.model.dtype].outputs
 
     def published(self, weights: Mapping[str, Tensor], model: ModelSpec) -> dict[str, Tensor]:
-        """In the dtype in which the engine holds them, as a run sends them."""
+        """Return the weights in the model's dtype, as a run sends them."""
         from roll_modeling.model import DTYPES
 
         return {name: each.to(DTYPES[model.dtype]) for name, each in weights.items()}
 
     def answered(self, engine: Engine, parameter: str, *requests: GenerateRequest) -> list[Completion]:
-        """The completions; a skip where the strategy refuses the parameter, as it may if it says so by name."""
+        """Return the completions. Skip the test if the strategy refuses `parameter` by name; other refusals fail."""
         try:
             return engine.generate(*requests)
         except UnsupportedError as error:
@@ -235,7 +238,10 @@ class InferSubject(Part):
             pytest.skip(f"{self.name} refuses {parameter}: {error}")
 
     def seed(self, engine: Engine, number: int) -> int | None:
-        """A seed where the strategy takes seeds, so that a test has the same outcome every time."""
+        """Return `number` if the strategy accepts seeds, otherwise None.
+
+        With a seed, a test has the same outcome every time.
+        """
         known = self._once("seeds")
         if "taken" not in known:
             try:
@@ -245,7 +251,7 @@ class InferSubject(Part):
                 known["taken"] = False
         return number if known["taken"] else None
 
-    # -- judging -------------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_logprobs(
         self,
@@ -256,7 +262,10 @@ class InferSubject(Part):
         *,
         until: int | None = None,
     ) -> None:
-        """Fail unless each drawn token has the logprob that the reference gives it; of the first `until` tokens."""
+        """Fail unless each sampled token has the reference's logprob.
+
+        `until` limits the check to the first tokens of each output.
+        """
         found, expected = {}, {}
         for request, completion in zip(requests, completions, strict=True):
             for index, output in enumerate(completion.outputs):
@@ -266,7 +275,10 @@ class InferSubject(Part):
         check_rows("logprob", found, expected, self.bound(setup))
 
     def check_greedy(self, answers: Answers, prompt: TokenIds, response: TokenIds, **rules: Any) -> None:
-        """Fail unless each token is the most likely one, but for rounding; `rules` as `Answers.shortfall` has them."""
+        """Fail unless each token is the most likely one, up to rounding.
+
+        `rules` are arguments of `Answers.shortfall`.
+        """
         below, _ = answers.shortfall(prompt, response, **rules)
         wrong = np.flatnonzero(below > CLEAR)
         if len(wrong):
@@ -284,8 +296,11 @@ class InferSubject(Part):
         *,
         prompts: Sequence[TokenIds] = (),
     ) -> None:
-        """Fail unless the engine answers as the reference does with `weights`, if given, and not as it did before; and
-        with the version that was published last."""
+        """Fail unless tokens have the reference's logprobs and the version of the last publish.
+
+        If `weights` is given, they are loaded into the reference first. The test fails if that does not change its
+        logprobs visibly.
+        """
         asked = prompts or (self.prompt(30), self.prompt(6))
         requests = [ask(each, max_new_tokens=8, seed=self.seed(engine, 3)) for each in asked]
         found = engine.generate(*requests)

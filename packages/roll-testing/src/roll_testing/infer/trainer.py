@@ -1,4 +1,4 @@
-"""What a train strategy says of an engine's tokens: the other side of every importance ratio."""
+"""Compares an engine's logprobs with those of a train strategy, the other side of every importance ratio."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def trains_in(strategy: str, dtype: str) -> bool:
-    """Whether the train strategy of this name computes in `dtype`."""
+    """True if the train strategy of this name supports `dtype`."""
     provider: TrainProvider = registry().find(TrainProvider, strategy)
     return dtype in provider.capabilities.dtypes
 
@@ -29,8 +29,10 @@ def trains_in(strategy: str, dtype: str) -> bool:
 def check_against_trainer(
     strategy: str, setup: Setup, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
 ) -> None:
-    """Fail unless each drawn token has the logprob that the train strategy of this name computes on the model of
-    `setup`, all sequences in one packed pass. Requests have one temperature."""
+    """Fail unless each sampled token has the logprob that the named train strategy computes on the model of `setup`.
+
+    The train strategy computes all sequences in one packed pass. All requests must have the same temperature.
+    """
     (temperature,) = {request.params.temperature for request in requests}
     sequences: list[TrainSequence] = []
     found: dict[str, Floats] = {}

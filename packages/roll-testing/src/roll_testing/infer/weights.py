@@ -1,4 +1,4 @@
-"""The layer *weights*: an update replaces all that it brings and nothing else, and the receipt proves it."""
+"""Test group *weights*: an update replaces exactly the tensors that it brings, and the receipt proves it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ HARMS = {"missing": MissingTensorError, "unexpected": UnexpectedTensorError, "mi
 
 
 class WeightTests(InferSubject):
-    """What the engine answers after an update is what the reference answers with the new weights."""
+    """After an update, an engine must compute what the reference computes with the new weights."""
 
     def test_new_weights_are_those_that_answer(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """All tensors at once, twice; tokens carry the version, and the receipt its digests."""
+        """After a publish of all tensors, logprobs must be those of the new weights.
+
+        Tokens must have the new version, and the receipt the new digests. The test publishes twice.
+        """
         self._can_update()
         for seed in (1, 2):
             weights = self._moved(setup, seed)
@@ -51,7 +54,7 @@ class WeightTests(InferSubject):
             self.check_answers(engine, setup, answers, weights)
 
     def test_each_tensor_takes_effect(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """One after the other is changed, all others are published as they were."""
+        """A publish that changes one tensor must change the logprobs as in the reference, for each tensor in turn."""
         self._can_update()
         self.need_exact(setup)
         stored = self.stored(setup)
@@ -64,7 +67,7 @@ class WeightTests(InferSubject):
                 raise AssertionError(f"only {name} was changed: {error}") from error
 
     def test_nothing_computed_under_old_weights_is_used(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """A prompt that was just computed, long enough for any cache of prefixes, is computed again."""
+        """An update must invalidate cached prefixes: a long prompt that was just computed must be computed again."""
         self._can_update()
         long = self.prompt(300)
         prompts = [long, long[:270], long]
@@ -76,16 +79,18 @@ class WeightTests(InferSubject):
     # -- receipts ------------------------------------------------------------------------------------------------------
 
     def test_the_receipt_does_not_repeat_the_manifest(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Where other bytes arrive than the manifest has, it has the digests of those that arrived; also where the
-        manifest has none yet."""
+        """The receipt must have the digests of the tensors that arrived, even if the manifest has others or none."""
         self._can_update()
         announced, arrived = self._moved(setup, 5), self._moved(setup, 6)
         _has_digests(engine.publish(announced, sent=list(arrived.items())), arrived, "what arrived")
         _has_digests(engine.publish(arrived, digests=False), arrived, "what arrived")
 
     def test_the_receipt_is_of_what_is_held(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """Not of what was sent: tensors that arrive in another dtype are refused as a `WeightSyncError`, or held in the
-        engine's own dtype, and then the digests are of that."""
+        """The receipt must describe the loaded weights, not the sent ones.
+
+        Tensors in another dtype must either raise a `WeightSyncError`, or be converted to the engine's dtype before
+        digesting.
+        """
         self._can_update()
         weights = self._moved(setup, 7)
         other = torch.bfloat16 if setup.model.dtype != "bf16" else torch.float32
@@ -98,14 +103,16 @@ class WeightTests(InferSubject):
         _has_digests(receipt, held, "what is held")
         self.check_answers(engine, setup, answers, held)
 
-    # -- what does not arrive as it should -----------------------------------------------------------------------------
+    # -- faulty publishes ----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("harm", list(HARMS))
     def test_what_does_not_fit_the_manifest_is_named(
         self, engine: Engine, setup: Setup, answers: Answers, harm: str
     ) -> None:
-        """A tensor that is missing, one that the model does not have, one of another shape: each is a
-        `WeightSyncError` of its own that names the tensor. A good publish mends it."""
+        """A missing, unknown or misshapen tensor must raise a `WeightSyncError` of its own class that names the tensor.
+
+        The next good publish must work.
+        """
         self._can_update()
         weights = self._moved(setup, 8)
         name = list(weights)[len(weights) // 2]
@@ -131,12 +138,12 @@ class WeightTests(InferSubject):
         engine.publish(weights)
         self.check_answers(engine, setup, answers, weights)
 
-    # -- whose memory it is --------------------------------------------------------------------------------------------
+    # -- memory ownership ----------------------------------------------------------------------------------------------
 
     def test_what_the_sender_writes_afterwards_changes_nothing(
         self, engine: Engine, setup: Setup, answers: Answers
     ) -> None:
-        """Tensors are views of a buffer that is used again for the next one, and overwritten in the end."""
+        """An engine must copy each tensor before it requests the next. The sender reuses and overwrites its buffer."""
         self._can_update()
         weights = self._moved(setup, 9)
         receipt = engine.publish(weights, sent=_Reused(weights))
@@ -144,7 +151,10 @@ class WeightTests(InferSubject):
         self.check_answers(engine, setup, answers, weights)
 
     def test_shared_tensors_may_be_a_trainers_own(self, engine: Engine, setup: Setup, answers: Answers) -> None:
-        """A step of the trainer shows at the next publish; a copy afterwards leaves the trainer's memory alone."""
+        """A trainer's in-place step must be visible after the next publish of its shared tensors.
+
+        A later publish of other tensors must not write into the trainer's memory.
+        """
         self.need("shared" in self.can.weight_transports, "the transport shared")
         live = self._moved(setup, 10)
         _has_digests(engine.publish(live, shared=True), live, "the shared tensors")
@@ -163,7 +173,10 @@ class WeightTests(InferSubject):
     def test_weights_arrive_by_every_transport(
         self, engine: Engine, setup: Setup, answers: Answers, transport: str, tmp_path: Path
     ) -> None:
-        """That is declared, by the runtime's own two ends in one process, in many buckets; twice."""
+        """Weights must arrive by every declared transport, in many buckets.
+
+        The runtime's sender and receiver run in one process. The test publishes twice.
+        """
         if transport not in IN_ONE_PROCESS:
             pytest.skip(f"the ends of {transport} cannot be in one process")
         exporter = _Exporter(self._moved(setup, 13))
@@ -179,19 +192,19 @@ class WeightTests(InferSubject):
             sender.close()
             receiver.close()
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _can_update(self) -> None:
         self.need(bool(self.can.weight_transports), "a weight transport")
 
     def _moved(self, setup: Setup, seed: int) -> Weights:
-        """Every tensor of the stored model changed."""
+        """Return the stored weights, each of them changed."""
         return self.published(moved(self.stored(setup), seed), setup.model)
 
     def _publish(
         self, engine: Engine, sender: WeightSender, receiver: WeightReceiver, transport: str, directory: Path
     ) -> WeightReceipt:
-        """As a run does."""
+        """Publish as a run does."""
         engine.version += 1
         engine.pristine = False
         plan = SyncPlan(
@@ -221,7 +234,7 @@ class WeightTests(InferSubject):
 
 
 class _Reused:
-    """Tensors as a transport hands them over: in a buffer that the next one overwrites."""
+    """Tensors as a transport yields them: in a buffer that the next one overwrites."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -236,7 +249,7 @@ class _Reused:
 
 
 class _Exporter:
-    """What a sender needs of a trainer."""
+    """The part of a train strategy that a `WeightSender` needs."""
 
     data_rank = DataRank()
 
@@ -244,13 +257,13 @@ class _Exporter:
         self.weights = weights
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As train strategies do."""
+        """Yield the weights, as train strategies do."""
         yield from self.weights.items()
 
 
 def _has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str) -> None:
     check_names(receipt.digests, weights)
-    # Where the manifest names the memory itself, so does a receipt of what is held there.
+    # For shared tensors, manifest and receipt have a token of the memory instead of a digest.
     wrong = [name for name, each in weights.items() if receipt.digests[name] not in (digest(each), memory_token(each))]
     if wrong:
         raise AssertionError(
