@@ -20,7 +20,7 @@ ALIGNMENT = 16
 
 
 class KVCache:
-    """Keys and values of up to `rows` sequences of up to `width` positions; `reserve` grows it and keeps its content."""
+    """Keys and values of up to `rows` sequences of up to `width` positions; `reserve` grows it, keeping its content."""
 
     def __init__(
         self, *, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device

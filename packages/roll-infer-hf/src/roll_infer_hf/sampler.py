@@ -1,8 +1,8 @@
 """Token sampling from logits: vectorised over the rows of a batch; each row is sampled independently of the others.
 
-Sampling inverts the cumulative distribution function (CDF) of a row at one uniform number. Rows without filters need two
-passes over the vocabulary: a softmax, and sums over blocks. The token is then located within one block. Only rows with
-top-k or top-p are sorted.
+Sampling inverts the cumulative distribution function (CDF) of a row at one uniform number. Rows without filters need
+two passes over the vocabulary: a softmax, and sums over blocks. The token is then located within one block. Only rows
+with top-k or top-p are sorted.
 
 N rows    S rows with more than a temperature    V vocabulary    K candidates    B tokens of a block
 """

@@ -4,7 +4,7 @@
 
 First come, first served within a priority. No sequence overtakes the head of the queue, so none starves. A sequence is
 admitted if a row is free and its longest possible length fits the KV cache together with the others. Running sequences
-are never preempted.
+are never preempted for lack of memory.
 """
 
 from __future__ import annotations
