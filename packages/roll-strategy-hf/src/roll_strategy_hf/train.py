@@ -167,7 +167,7 @@ class HFTrainStrategy(TrainStrategy):
         yield from self.adapters.exported()
 
     def export_model(self, path: Path) -> None:
-        """Write a Hugging Face model from rank 0: the whole model, or only the adapter if `lora_export` is `adapter`."""
+        """Write a Hugging Face model from rank 0: the whole model, or only the adapter with `lora_export: adapter`."""
         if self.replicas.rank == 0 and self.adapters is not None and self.adapters.lora.export == "adapter":
             self.adapters.export(path)
         elif self.replicas.rank == 0:
