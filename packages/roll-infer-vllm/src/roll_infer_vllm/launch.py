@@ -81,8 +81,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
 
 
 def _check_heads(size: int, who: str) -> None:
-    """Raise `ModelError` for unsupported head sizes on a CPU: vLLM starts with them, but crashes at the first request.
-    """
+    """Raise `ModelError` for head sizes unsupported on a CPU: vLLM starts with them but crashes at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -148,8 +147,7 @@ def _file_arguments(files: EngineFiles) -> dict[str, Any]:
 
 
 def _check_known(given: Mapping[str, Any], known: set[str]) -> None:
-    """Raise `ConfigError` for arguments that the installed vLLM lacks: it may be another release than `check` assumes.
-    """
+    """Raise `ConfigError` for arguments that the installed vLLM lacks; `check` may know those of another release."""
     problems = []
     for name in given:
         if name not in known:
