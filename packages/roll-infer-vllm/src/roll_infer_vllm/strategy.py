@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 ABORT_AGAIN_S = 0.05
 """Seconds between repeated aborts: vLLM ignores the abort of a request that it is still receiving."""
 SHUTDOWN_S = 30.0
-"""Seconds for vLLM's processes to exit by themselves; processes that are killed leak shared memory and semaphores."""
+"""Seconds for vLLM's processes to exit and release resources that would otherwise be reported as leaked."""
 
 
 class VllmStrategy(InferStrategy):
@@ -104,7 +104,7 @@ class VllmStrategy(InferStrategy):
         finally:
             launched.release_files()
         await engine.update_weight_version("0")
-        await engine.get_supported_tasks()  # vLLM caches the result; otherwise first requests could be reordered
+        await engine.get_supported_tasks()  # fetched once here, so that requests enter in the order of arrival
         if self._stale:
             await engine.pause_generation(mode="keep", clear_cache=False)  # HTTP requests wait for the first update
         await self._server.start(engine, launched.arguments)

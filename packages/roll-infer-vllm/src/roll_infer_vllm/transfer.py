@@ -1,4 +1,4 @@
-"""Receiver of weight updates in each engine process: reads buckets and replaces the weights in place, layer by layer."""
+"""Receiver of weight updates in each engine process: reads buckets and replaces weights in place, layer by layer."""
 
 from __future__ import annotations
 
