@@ -1,7 +1,7 @@
 """Read-back of the adapter loaded in an engine process, by Hugging Face names.
 
-SGLang has one pool for A and one for B per module type, with a slot for each active adapter. In a slot of a fused module
-the parts are concatenated: A by rows `[parts · R, I]`, B by outputs `[O of all parts, R]`.
+SGLang has one pool for A and one for B per module type, with a slot for each active adapter. In a slot of a fused
+module the parts are concatenated: A by rows `[parts · R, I]`, B by outputs `[O of all parts, R]`.
 """
 
 from __future__ import annotations

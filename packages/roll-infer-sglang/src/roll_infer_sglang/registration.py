@@ -1,4 +1,7 @@
-"""SGLang plugin (entry point `sglang.srt.plugins`): SGLang calls `register` in each process to add sampler and hooks."""
+"""SGLang plugin (entry point `sglang.srt.plugins`): SGLang calls `register` in each process to add our sampler.
+
+`register` also adds our hooks to SGLang's hook registry.
+"""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class VllmConfig(_EngineKeys):
             raise ValueError(NO_EXPERTS if self.quantization else NO_PUBLISHED_EXPERTS)
 
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        """Raise an error unless vLLM implements the architecture or can run its transformers module."""
+        """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""
         check_engine(keys, _architectures(), "vLLM")
 
     def check_lengths(self, prompt: int, response: int) -> None:
