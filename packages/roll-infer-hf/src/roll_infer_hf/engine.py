@@ -6,10 +6,10 @@
     abort()                     ▲                or the inbox is no longer empty
     update_weights()            └── futures ◄──  results
 
-All requests submitted in one iteration of the event loop are in the inbox before the loop hands it to the thread, so
+All requests submitted in one iteration of the event loop are in the inbox before its commands go to the thread. So
 equal sets of requests are always batched the same way. The thread runs the model and the core; the event loop manages
-the inbox and the futures. No locks are needed: the thread only tests whether the inbox is empty, and `metrics` only
-swaps the counters.
+the inbox and the futures. No locks are needed: the thread only tests if the inbox is empty, and `metrics` only swaps
+the counters.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class HFInferStrategy(InferStrategy):
     async def generate(self, request: GenerateRequest) -> Completion:
         """Queue the request and return its completion.
 
-        Raises `DataError` for invalid prompts or parameters, `ModelError` if the request does not fit the KV cache,
-        `UnsupportedError` for stop strings without a tokenizer, and `NonFiniteError` if logits are not finite.
+        Raises `DataError` for invalid prompts or parameters, and `ModelError` if the request does not fit the KV cache.
+        Raises `UnsupportedError` for stop strings without a tokenizer, and `NonFiniteError` if logits are not finite.
         """
         running = self._admit(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """KV cache with one contiguous region per row, so that a dense batch of rows is a view.
 
 Layout `[layer, key|value, row, head, position, D]`. Rows `[0, N)` and positions `[0, W)` of one layer are N × heads
-matrices `[W, D]` at a constant stride, which a batched GEMM reads without a copy.
+matrices `[W, D]` at a constant stride. A batched GEMM reads them without a copy.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Draw:
         """End of the output in its tokens so far; None if it has not ended. `decode` is needed for stop strings.
 
         Needed because SGLang can miss stop strings. It searches only as many last tokens as its own encoding of the
-        stop string has, and skips the token that is sampled while the request is interrupted.
+        stop string has. It does not search at a token that is sampled while the request is interrupted.
         """
         params = self.request.params
         found: list[End] = []

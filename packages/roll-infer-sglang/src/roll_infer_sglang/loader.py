@@ -5,7 +5,7 @@ empty tensor, whose name is a JSON message of the worker. The result is written 
 response contains no result, and an exception raised here would end the engine.
 
     compare           compare names and shapes of a manifest with the model, before anything changes
-    open              open a bucket on the engine's devices, to test whether that works
+    open              test opening a bucket on the engine's devices
     load              load one bucket with the model's own loader; each process takes its shard of each tensor
     digest            digests of the loaded weights, read back
     compare adapter   compare an adapter's manifest with the model; SGLang loads adapters by itself

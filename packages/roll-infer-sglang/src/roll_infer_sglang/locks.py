@@ -1,9 +1,9 @@
 """Access control of the server for clients without the worker's key.
 
-Such clients may generate, tokenize, and query health and metrics. By default SGLang protects only the routes that change
-weights. It returns its arguments, including the key, to any client. It also accepts adapters and logit processors from
-any client, and logit processors are pickles, that is, code. Therefore this module allows a fixed list of routes without
-the key, and accepts no logit processor but our own.
+Such clients may generate, tokenize, and query health and metrics. By default SGLang protects only the routes that
+change weights. It returns its arguments, including the key, to any client. It also accepts adapters and logit
+processors from any client; logit processors are pickles and thus arbitrary code. Therefore this module opens a fixed
+list of routes without the key, and accepts no logit processor but our own.
 """
 
 from __future__ import annotations

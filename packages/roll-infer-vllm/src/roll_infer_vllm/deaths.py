@@ -31,9 +31,9 @@ def engine_deaths() -> Iterator[None]:
 
 
 async def while_it_lives(engine: AsyncLLM, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result. Raises `EngineDiedError` if the engine dies meanwhile.
+    """Await `work` and return its result. Raises `EngineDiedError` if the engine exits or fails meanwhile.
 
-    If the engine dies, vLLM fails running requests, but its other calls would block forever.
+    In that case vLLM fails running requests, but its other calls block forever.
     """
     task = asyncio.create_task(work)
     try:

@@ -81,8 +81,9 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
 
 
 def _check_heads(size: int, who: str) -> None:
-    """Raise `ModelError` for unsupported head sizes on a CPU, with which vLLM starts but crashes at the first request.
+    """Raise `ModelError` for a head size that vLLM does not support on a CPU.
 
+    vLLM itself starts with such a model, but crashes at the first request.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

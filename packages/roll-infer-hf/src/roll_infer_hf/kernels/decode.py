@@ -168,7 +168,7 @@ class DecodeKernels:
     ) -> Tensor:
         """Attention of one decoding step: `[N, H * D]`.
 
-        Norms and rotates (RoPE) queries and keys, writes keys and values into the cache at the positions `lengths_N` of
+        Norms and rotates (RoPE) queries and keys. Writes keys and values into the cache at the positions `lengths_N` of
         `begin`, and attends to all positions up to and including these. Rotary tables and `qk_norm_HD` are float32.
         """
         out = qkv_NX.new_empty(len(qkv_NX), self._width)
