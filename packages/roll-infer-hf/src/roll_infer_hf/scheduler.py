@@ -80,7 +80,8 @@ class Scheduler:
             tokens = tokens_of(each)
             key = tokens.tobytes()
             if key not in self.entering and key not in new:
-                # Prompts beyond the token budget would occupy memory before they are computed.
+                # Prompts beyond the token budget would occupy memory before they are computed. A prompt longer than the
+                # remaining budget is still admitted, so long prompts never block.
                 if room <= 0:
                     break
                 new[key] = Prompt(tokens)

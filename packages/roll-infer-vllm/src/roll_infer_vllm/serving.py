@@ -47,7 +47,10 @@ class Server:
             raise RollError(f"{self._name}: nothing can listen at endpoint_host {self._host}: {error}") from error
 
     async def start(self, engine: AsyncLLM, arguments: AsyncEngineArgs) -> None:
-        """Start answering requests. Call after `listen`. Raises `RollError` if the server ends at once."""
+        """Start answering requests. Call after `listen`.
+
+        Raises `RollError` if the server ends at once, and `TimeoutError` if it does not start within 60 s.
+        """
         import uvicorn
 
         if self._socket is None:
