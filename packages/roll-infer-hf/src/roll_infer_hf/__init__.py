@@ -1,1 +1,1 @@
-"""Hugging Face models on PyTorch: the built-in train strategy and the embedded inference engine."""
+"""Embedded inference engine for Hugging Face models on PyTorch (`hf_infer`)."""

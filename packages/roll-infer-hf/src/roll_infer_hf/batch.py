@@ -1,8 +1,9 @@
-"""The sequences that run: what they have generated, what is drawn next, and when each one ends.
+"""State of the running sequences: generated tokens, sampling of the next token, and end conditions.
 
-Rows follow the runner's rows. What a sequence has generated is recorded in its slot, which stays when rows move.
+Row `i` here is row `i` of the runner. The tokens of a sequence are recorded in its slot; the slot does not change when
+rows move.
 
-N rows    S slots    V vocabulary
+N rows    S slots    V vocabulary    T tokens of a response    U uniform numbers    E sets of end tokens
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Bookkeeping in arrays: nothing is done token by token in Python, except for rows with stop strings."""
+    """The running batch, stored in arrays. Only rows with stop strings need per-token work in Python."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.rows: list[Sequence] = []
         self._sequences: list[Sequence | None] = []
-        """By slot."""
+        """Sequence in each slot; None for a free slot."""
         self._tokens_ST = np.zeros((0, 0), dtype=np.int64)
         self._logprobs_ST = np.zeros((0, 0), dtype=np.float32)
         self._versions_ST = np.zeros((0, 0), dtype=np.int32)
@@ -40,7 +41,7 @@ class Batch:
         self._end_set_S = np.zeros(0, dtype=np.int64)
         self._end_sets: list[tuple[int, ...]] = []
         self._ends_EV = np.zeros((0, vocab_size), dtype=np.bool_)
-        """One row for each set of end tokens; most requests have the same."""
+        """`[E, V]`: True for the end tokens of each set. Most requests share one set."""
         self._slots_N = np.zeros(0, dtype=np.int64)
         self._describe_rows()
 
@@ -50,39 +51,39 @@ class Batch:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def join(self, sequences: list[Sequence]) -> None:
-        """Append rows. A sequence that was recalled goes on where it was."""
+        """Append rows. A recalled sequence continues after its last generated token."""
         for each in sequences:
             if each.slot < 0:
                 self._occupy(self._free_slot(each.params.max_new_tokens), each)
         self._set_rows([*self.rows, *sequences])
 
     def reorder(self, order: npt.NDArray[np.int64]) -> None:
-        """The rows that are left, and where they are now."""
+        """Keep only the rows in `order` (old row numbers), in that order."""
         self._set_rows([self.rows[int(row)] for row in order])
 
     def tokens(self, sequence: Sequence) -> TokenIds:
-        """The prompt and what has been generated."""
+        """Token ids of the prompt followed by the generated tokens."""
         prompt = np.ascontiguousarray(sequence.request.request.prompt_ids, dtype=np.int64)
         if sequence.slot < 0:
             return prompt
         return np.concatenate([prompt, self._tokens_ST[sequence.slot, : self._counts_S[sequence.slot]]])
 
     def last_tokens(self) -> npt.NDArray[np.int64]:
-        """`[N]`, drawn but not yet computed."""
+        """`[N]` last sampled token of each row, which the model has not computed yet."""
         last: npt.NDArray[np.int64] = self._tokens_ST[self._slots_N, self._counts_S[self._slots_N] - 1]
         return last
 
     def longest(self) -> int:
-        """Tokens of the longest possible row."""
+        """Maximum over rows of prompt length plus `max_new_tokens`; 0 without rows."""
         return max((len(each.request.request.prompt_ids) + each.params.max_new_tokens for each in self.rows), default=0)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> None:
-        """Make the output of what was generated so far and give up the slot; its row is for the caller to drop."""
+        """Set the sequence's output from its generated tokens and free its slot. The caller drops the row."""
         sequence.output = self.output_of(sequence, reason, stop)
         self.give_up(sequence)
 
     def output_of(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> CompletionOutput:
-        """What was generated so far."""
+        """Output with the tokens generated so far."""
         slot = sequence.slot
         num = int(self._counts_S[slot]) if slot >= 0 else 0
         at = max(slot, 0)
@@ -102,7 +103,7 @@ class Batch:
             sequence.slot = -1
 
     def note_experts(self, routed_experts_NMK: RoutedExperts | None) -> None:
-        """Of the token that each row was given last."""
+        """Append each row's routed experts for the token that was decoded last; for requests that want them."""
         if routed_experts_NMK is None:
             return
         for row, sequence in enumerate(self.rows):
@@ -112,9 +113,11 @@ class Batch:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def draw(self, logits_NV: Tensor, first: int, version: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-        """One token for each row from `first` on; `logits_NV` has a row for each of them and is overwritten.
+        """Sample one token for each row from row `first` on and record it with its logprob and weight version.
 
-        Returns which of all rows go on, and the rows whose logits are not finite. Ended sequences have their output.
+        `logits_NV` has one row for each of these rows and is overwritten. Sets the output of sequences that end.
+
+        Returns a mask over all rows, True for rows that continue, and the numbers of rows with non-finite logprobs.
         """
         rows = slice(first, None)
         slots_N = self._slots_N[rows]
@@ -181,7 +184,7 @@ class Batch:
         self._describe_rows()
 
     def _describe_rows(self) -> None:
-        """What is the same from step to step until rows come or go."""
+        """Cache per-row tables that change only when rows join or leave."""
         self._table_N = self._table_S[self._slots_N]
         self._shaped_N = shaped_rows(self._table_N)
         self._penalised = bool((self._table_N["penalty"] != 1).any())

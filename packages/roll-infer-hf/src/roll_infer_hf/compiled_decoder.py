@@ -1,10 +1,11 @@
-"""The decoder with compiled kernels between the matrix products of a decoding step: on a CPU, and on CUDA where they
-are asked for.
+"""Decoder that uses compiled kernels between the matrix products of a decoding step.
+
+By default it runs on a CPU; on CUDA only with `kernels: compiled`.
 
     norm -> QKV -> (norm, rope, append, attend) -> out -> (add, norm) -> gate, up -> gate -> down -> (add, norm) -> ...
 
-Prompts are computed as `Decoder` computes them. Attention reads each row to its own end, so a long row among short ones
-costs what it is long, and what lies beyond the ends of rows does not matter.
+Prefill is that of `Decoder`. Attention reads each row only up to the row's own length, so the cost of a step is the sum
+of row lengths. Cache contents beyond the end of a row have no effect.
 
 N rows    C hidden size    V vocabulary
 """
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "compiled"]) -> type[Decoder]:
-    """By what is asked for, and what can be had.
+    """Decoder class for this model, device and `kernels` setting.
 
-    Raises `UnsupportedError` or `ExtensionError` where `compiled` kernels are asked for and cannot be had.
+    `auto` falls back to `Decoder` if compiled kernels are unavailable, and always on CUDA. `compiled` raises
+    `UnsupportedError` if the device or dtype is unsupported, and `ExtensionError` if compilation fails.
     """
     if kernels == "torch":
         return Decoder
@@ -47,7 +49,7 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
             )
         return Decoder
     if device == "cuda":
-        # Torch's operators unless these are asked for: no GPU has computed with them.
+        # PyTorch operators by default: the CUDA kernels are not tested on a GPU.
         if kernels == "auto":
             return Decoder
         cuda_library()
@@ -63,7 +65,7 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
 
 
 class CompiledDecoder(Decoder):
-    """Rows decode with `DecodeKernels`."""
+    """`Decoder` whose decoding step uses `DecodeKernels`."""
 
     def __init__(self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, pack: bool = True) -> None:
         super().__init__(model, cache_bytes=cache_bytes, max_rows=max_rows, pack=pack)
@@ -81,7 +83,10 @@ class CompiledDecoder(Decoder):
         )
 
     def refresh(self) -> None:
-        """Norms of heads, and below the tables, in float32, as the kernels take them; on a CPU they are."""
+        """Refresh the views of parameters, and convert the query and key norms to float32 for the kernels.
+
+        The conversion is a no-op on a CPU. `_need_positions` does the same for the tables of cosines and sines.
+        """
         super().refresh()
         norms = [layer.qk_norm_HD for layer in self._layers]
         self._qk_norms = [None if each is None else each.float() for each in norms]
@@ -91,13 +96,13 @@ class CompiledDecoder(Decoder):
         self._tables = self._cos.float(), self._sin.float()
 
     def cache_dtype(self) -> torch.dtype:
-        """The model's: half the memory to be read in bfloat16."""
+        """Dtype of the model: bfloat16 halves the memory traffic."""
         found: torch.dtype = self.dtype
         return found
 
     @torch.inference_mode()
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """One dense batch."""
+        """Append a token to every row and run one decoding step over all rows."""
         kernels, epsilon, lengths_N = self._kernels, self._rms_epsilon, self._lengths_N
         self._rows.expose(len(lengths_N), int(lengths_N.max()) + 1)
         kernels.begin(self._rows.keys[0], lengths_N)

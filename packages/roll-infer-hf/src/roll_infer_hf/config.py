@@ -17,26 +17,30 @@ class HFInferConfig(StrategyConfig):
     """`strategy_config` of the embedded engine `hf_infer`."""
 
     max_num_seqs: PositiveInt = 256
-    """Sequences that are decoded together; further ones wait."""
+    """Maximum number of sequences that are decoded in one batch; further sequences wait."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Prompt tokens computed between two decoding steps; longer prompts are computed in pieces."""
+    """Maximum number of prompt tokens that are prefilled between two decoding steps. Longer prompts are prefilled in
+    chunks."""
     kv_cache_gib: PositiveFloat = 4.0
-    """Memory for keys and values of running sequences; sequences whose longest possible response would not fit wait."""
+    """Memory for the KV cache of running sequences, in GiB. Sequences whose longest possible response would not fit
+    wait."""
     min_shared_prefix: NonNegativeInt = 32
-    """Prompts that begin with at least so many equal tokens compute these once; 0 shares only equal prompts."""
+    """Minimum number of common leading tokens for which two prompts share the prefill. 0: only equal prompts share."""
     pack_weights: bool = True
-    """On a CPU, lay large weights out for the processor: up to twice as fast, for as much memory again and one
-    copy when new weights arrive. Architectures that run through transformers' own code do without."""
+    """On a CPU, pack large weights into oneDNN's layout. Decoding is up to twice as fast. Packing doubles the memory of
+    these weights and copies them at each weight update. Ignored for architectures that run through transformers' own
+    code."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
-    """What a decoding step does between its matrix products: on a CPU kernels that are compiled once for this machine
-    (`auto`: where there is a C++ compiler; `compiled`: an error without one), or torch's operators. On CUDA `auto` is
-    torch's operators; `compiled` are kernels that nvcc compiles, and that no GPU has run yet."""
+    """Kernels for the operations of a decoding step other than matrix products. `torch` uses PyTorch operators.
+    `compiled` compiles custom kernels once per machine and raises an error if that fails. `auto` uses compiled kernels
+    on a CPU with a C++ compiler, and PyTorch operators otherwise. `compiled` on CUDA needs nvcc and is not tested on a
+    GPU."""
     enable_lora: bool = False
-    """Take the trained adapter as it is: a publish brings A and B alone, which the engine adds to the weights that it
-    was started with. It keeps a copy of those that have an adapter."""
+    """Receive the LoRA adapter instead of merged weights. A weight update sends only A and B, which the engine merges
+    into its initial weights. The engine keeps a copy of the base weights of adapted layers."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running sequences after a weight update: keep the old ones (what other engines do),
-    or compute them again under the new ones."""
+    """KV cache of running sequences after a weight update: `keep` the old keys and values (as other engines do), or
+    `recompute` them with the new weights."""
 
     @override
     def serves_adapters(self) -> bool:

@@ -1,7 +1,7 @@
-"""The engine's inner loop: synchronous, on one thread, ignorant of asyncio.
+"""Inner loop of the engine: synchronous, single-threaded, independent of asyncio.
 
 submit ─► scheduler ─► prefill ─┐
-                                ├─► draw ─► record ─► ended? ─► drop rows
+                                ├─► sample ─► record ─► ended? ─► drop rows
           running rows ─► decode┘
 """
 
@@ -42,7 +42,7 @@ COUNTED = (
 
 
 class EngineCore:
-    """Owns the requests between submission and completion."""
+    """Owns requests from submission to completion; schedules, prefills, decodes and samples."""
 
     def __init__(self, runner: Runner, config: HFInferConfig) -> None:
         self.runner = runner
@@ -58,16 +58,19 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to compute."""
+        """True if a sequence is waiting, being prefilled or running."""
         return self._scheduler.busy or len(self._batch) > 0
 
     def submit(self, request: RunningRequest) -> None:
-        """Let its sequences wait. The id is not in use."""
+        """Add the request's sequences to the waiting queue. The caller guarantees that the id is not in use."""
         self._unfinished[request.request.id] = request
         self._scheduler.add(request.sequences)
 
     def step(self) -> list[RunningRequest]:
-        """Prompts within the token budget, then one token for each running row. Returns requests that are done."""
+        """Prefill prompts within the token budget, then decode one token per running row.
+
+        Returns the requests that are done.
+        """
         started = time.perf_counter()
         self._note_most("waiting/max", len(self._scheduler.waiting))
         if self._scheduler.waiting:
@@ -89,7 +92,7 @@ class EngineCore:
         return self._take_done()
 
     def abort(self, ids: Iterable[str]) -> list[RunningRequest]:
-        """End requests with what they have. Unknown ids are ignored."""
+        """End requests with their partial outputs. Unknown ids are ignored."""
         chosen = {id(self._unfinished[each]) for each in ids if each in self._unfinished}
         self._scheduler.remove(lambda sequence: id(sequence.request) in chosen)
         kept = np.array([id(each.request) not in chosen for each in self._batch.rows], dtype=np.bool_)
@@ -104,7 +107,7 @@ class EngineCore:
         return self._take_done()
 
     def progress(self) -> list[Completion]:
-        """What unfinished requests have so far."""
+        """Partial outputs of unfinished requests."""
         return [
             Completion(
                 id=request.request.id,
@@ -117,14 +120,17 @@ class EngineCore:
         ]
 
     def fail_all(self, error: Exception) -> list[RunningRequest]:
-        """End every request with `error`, and forget all rows."""
+        """Fail every request with `error` and drop all rows."""
         self._fail(list(self._unfinished.values()), error)
         self._drop(np.zeros(len(self._batch), dtype=np.bool_))
         return self._take_done()
 
     def weights_changed(self, version: int) -> None:
-        """Go on under other weights. Prompts whose rows have not joined are computed again; running rows keep their
-        keys and values, or are recalled to have them computed again."""
+        """Continue with new weights of `version`.
+
+        Prompts whose rows have not joined the batch are prefilled again. Running rows keep their keys and values; with
+        `kv_after_update: recompute` they return to the queue and are prefilled again.
+        """
         self.version = version
         self._scheduler.recall()
         self._scheduler.release()
@@ -135,12 +141,12 @@ class EngineCore:
         self.runner.refresh()
 
     def release(self) -> None:
-        """Give memory back until the weights change. Nothing runs."""
+        """Release KV caches and copies of weights until the weights change. No request may be running."""
         self._scheduler.release()
         self.runner.release()
 
     def take_metrics(self) -> dict[str, float]:
-        """What was done since the last call."""
+        """Counters since the last call, by metric name."""
         counters, self._counters = self._counters, defaultdict(float)
         found = {name: counters[name] for name in COUNTED}
         found["running/mean"] = counters["decode_rows"] / max(counters["decode_steps"], 1)

@@ -1,8 +1,8 @@
-"""A decoder of the Llama family, computed by our own functional forward: the engine's fast path.
+"""Fast path of the engine: a functional forward pass for decoders of the Llama family.
 
-Weights are the parameters of the transformers model itself, seen through fused views where siblings lie side by side
-(`layout`). Everything else (which rope, which epsilon, which biases) is read from that model, so that there is one
-source of truth; an architecture with anything that is not computed here is refused and takes the general path.
+Weights are the parameters of the transformers model itself. Sibling projections that are adjacent in memory (`layout`)
+are multiplied as one fused view. RoPE, epsilon and biases are read from that model, the single source of truth.
+`unsupported` detects architectures that need anything else; these use `module_runner.ModuleRunner`.
 
 T flat tokens    N rows    H query heads    K key/value heads    G = H / K    D head size    W positions    V vocabulary
 """
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
-"""`model_type`s whose decoder layer is the one below, up to biases and query/key norms."""
+"""Supported `model_type`s: their decoder layers differ only in biases and query/key norms."""
 IDLE_PROMPT_BYTES = 64 * 2**20
-"""Memory for prompts that is kept while there are none."""
+"""Maximum size of the prompt cache, in bytes, that stays allocated while it holds no prompt."""
 LOGPROB_ROWS = 1024
-"""Prompt tokens whose logits exist at once."""
+"""Number of prompt tokens whose logits are materialized at once for prompt logprobs."""
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
-    """Why this model cannot take the fast path, or None if it can."""
+    """Reason why this model cannot use the fast path; None if it can."""
     config: Any = model.config
     if config.model_type not in ARCHITECTURES:
         return f"architecture {config.model_type}"
@@ -60,12 +60,13 @@ def unsupported(model: PreTrainedModel) -> str | None:
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one layer, as they are multiplied."""
+    """Weights of one decoder layer, with fused projections."""
 
     input_norm: Tensor
     qkv: Projection
     qk_norm_HD: Tensor | None
-    """float32, query heads first, then key heads."""
+    """`[H + K, D]` query heads first, then key heads; None without query/key norms. float32 on a CPU, else the model's
+    dtype."""
     out: Projection
     mlp_norm: Tensor
     gate_up: Projection
@@ -73,7 +74,7 @@ class Layer:
 
 
 class Decoder(Runner):
-    """Prompts are computed flat, without padding; rows decode in one dense batch."""
+    """Runner that prefills prompts as one flat batch without padding, and decodes rows as one dense batch."""
 
     can_split = True
 
@@ -92,7 +93,7 @@ class Decoder(Runner):
         self.scale = float(attention.scaling)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
         self._math_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        """Of what is done to queries and keys before they meet."""
+        """Dtype in which queries and keys are normed and rotated."""
         cache_dtype = self.cache_dtype()
 
         def cache() -> KVCache:
@@ -112,24 +113,27 @@ class Decoder(Runner):
         self.refresh()
 
     def cache_dtype(self) -> torch.dtype:
-        """Small batched products in bfloat16 are slower on a CPU than in float32, although they read half as much, so
-        keys and values are kept in float32 there."""
+        """Dtype of the KV cache: float32 on a CPU, otherwise the dtype of the model.
+
+        On a CPU small batched matrix products are slower in bfloat16 than in float32, although bfloat16 reads half the
+        bytes.
+        """
         return self._math_dtype
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """Rows are rectangles: every row has room for the longest."""
+        """True if `num_rows` rows fit, each allocated for the longest row of `num_tokens` tokens."""
         return num_rows <= self._max_rows and num_rows * num_tokens * self._rows.token_bytes <= self._cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Untouched memory costs nothing on a host, so the whole length is reserved at once."""
+        """Allocate the full length at once: on a host, memory pages that are never written use no physical memory."""
         used = len(self._lengths_N)
         self._rows.reserve(num_rows, num_tokens, used, int(self._lengths_N.max(initial=0)))
         self._need_positions(num_tokens)
 
     def forget(self, prompt: Prompt) -> None:
-        """Its slot is used again; the lowest first, so that equally long prompts come to lie side by side."""
+        """Free the prompt's slot. The lowest free slot is reused first, so prompts of equal length become adjacent."""
         if prompt.slot < 0:
             return
         self._free_slots.append(prompt.slot)
@@ -143,7 +147,7 @@ class Decoder(Runner):
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """All pieces in one flat batch: GEMMs over all tokens, attention piece by piece."""
+        """Compute all pieces as one flat batch: GEMMs over all tokens, attention per piece."""
         for piece in pieces:
             self._need_slot(piece.prompt)
             self._need_positions(piece.end)
@@ -179,7 +183,7 @@ class Decoder(Runner):
         attended = torch.empty(query.shape, dtype=query.dtype, device=self.device)
         i = 0
         while i < len(pieces):
-            # Pieces of one shape in neighbouring slots are one call.
+            # Pieces of equal bounds in adjacent slots need only one attention call.
             j = i + 1
             first = pieces[i]
             while (
@@ -206,7 +210,7 @@ class Decoder(Runner):
         if 1 < length < width:
             last = torch.arange(width - length, width, device=self.device).unsqueeze(1)
             mask = torch.arange(width, device=self.device) <= last
-        # The query heads of one key head are a batch dimension of their own, along which keys have stride 0.
+        # The G query heads of a key head form a batch dimension of their own; keys have stride 0 along it.
         result: Tensor = F.scaled_dot_product_attention(
             query_SLHD.transpose(1, 2).reshape(num * self.num_kv_heads, groups, length, self.head_dim),
             keys_SKWD.flatten(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
@@ -218,7 +222,7 @@ class Decoder(Runner):
         return result.view(num, self.num_heads, length, -1).transpose(1, 2)
 
     def _score(self, piece: Piece, hidden_TC: Tensor) -> None:
-        """Logprobs of the tokens that follow those of the piece."""
+        """Store the logprobs of the tokens that follow the piece's tokens, `[begin + 1, end + 1)`, in the prompt."""
         prompt = piece.prompt
         if prompt.logprobs is None:
             prompt.logprobs = np.zeros(len(prompt), dtype=np.float32)
@@ -234,7 +238,7 @@ class Decoder(Runner):
 
     @torch.inference_mode()
     def join(self, prompts: Sequence[Prompt]) -> None:
-        """Every row gets its own copy of the prompt's keys and values."""
+        """Append one row per prompt; each row gets its own copy of the prompt's keys and values."""
         lengths_N = np.append(self._lengths_N, [len(prompt) for prompt in prompts]).astype(np.int64)
         self._rows.expose(len(lengths_N), int(lengths_N.max()))
         for row, prompt in enumerate(prompts, start=len(self._lengths_N)):
@@ -243,7 +247,7 @@ class Decoder(Runner):
 
     @torch.inference_mode()
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """One dense batch; attention as batched products over views of the cache."""
+        """Append a token to every row and run one dense step; attention uses batched products over cache views."""
         lengths_N = self._lengths_N
         num, width = len(lengths_N), int(lengths_N.max()) + 1
         self._rows.expose(num, width)
@@ -265,7 +269,7 @@ class Decoder(Runner):
         return self._logits(hidden)
 
     def _place(self, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where each row's next key and value go."""
+        """Index of each row's next key and value, for `index_put_`."""
         rows = torch.arange(len(positions_N), device=self.device)
         heads = torch.arange(self.num_kv_heads, device=self.device)
         return rows.unsqueeze(1), heads, positions_N.unsqueeze(1)
@@ -275,7 +279,7 @@ class Decoder(Runner):
     ) -> None:
         keys, values, num = self._rows.keys[index], self._rows.values[index], len(key_NKD)
         if place is None:
-            # Rows of one length, as after a common start: a strided copy takes a third of the time of a scatter.
+            # All rows have the same length, as after a common start: a strided copy takes a third of a scatter's time.
             keys[:num, :, last] = key_NKD
             values[:num, :, last] = value_NKD
         else:
@@ -283,22 +287,22 @@ class Decoder(Runner):
             values.index_put_(place, value_NKD)
 
     def _attend_rows(self, index: int, query_NHD: Tensor, width: int, bias_N1W: Tensor | None) -> Tensor:
-        """One query per row and head: the G query heads of a key head are the rows of one small product.
+        """Attention with one query per row and head: the G query heads of a key head form one small matrix product.
 
-        On a CPU two batched products are faster than torch's fused attention, which is made for many queries.
+        On a CPU two batched products are faster than PyTorch's fused attention, which is optimized for many queries.
         """
         num, heads, size = query_NHD.shape
         keys, values = self._rows.matrices(index, num, width)
         query = query_NHD.reshape(num * self.num_kv_heads, -1, size)
         scores = torch.baddbmm(self._zero, query, keys.transpose(1, 2), beta=0, alpha=self.scale)
         if bias_N1W is not None:
-            # What lies beyond a row's end gets probability 0, and is finite: see KVCache.expose.
+            # Positions beyond a row's end get probability 0; their values are finite, see KVCache.expose.
             scores.view(num, heads, width).add_(bias_N1W)
         return torch.bmm(torch.softmax(scores, dim=-1), values).view(num, heads, size)
 
     @torch.inference_mode()
     def drop(self, kept_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Rows from the end fill the holes."""
+        """Remove rows; rows from the end move into the gaps."""
         order = np.arange(len(kept_N))
         num = int(kept_N.sum())
         movers = iter(np.flatnonzero(kept_N[num:]) + num)
@@ -314,13 +318,13 @@ class Decoder(Runner):
 
     @torch.inference_mode()
     def scrub(self, rows: npt.NDArray[np.int64]) -> None:
-        """Zeros instead of numbers that are not finite: others' masked products would be poisoned."""
+        """Zero the cache of rows with non-finite values, which would turn masked products of later rows into NaN."""
         self._rows.clear(rows)
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def _project(self, layer: Layer, hidden: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys `[T, H + K, D]`, normed and turned, and values `[T, K, D]`."""
+        """Queries and keys `[T, H + K, D]`, normed and rotated (RoPE), and values `[T, K, D]`."""
         qkv = layer.qkv(self._norm(hidden, layer.input_norm))
         heads = qkv.to(self._math_dtype).view(len(hidden), -1, self.head_dim)
         turned = self.num_heads + self.num_kv_heads
@@ -331,7 +335,7 @@ class Decoder(Runner):
         return torch.addcmul(qk * cos_T1D, swapped, sin_T1D), value
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
-        """What follows attention, added onto `hidden` in place."""
+        """Apply the output projection and the MLP; adds both to `hidden` in place."""
         hidden.add_(layer.out(attended.flatten(1).to(self.dtype)))
         gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
         gate, up = gate_up.chunk(2, dim=-1)
@@ -343,7 +347,7 @@ class Decoder(Runner):
     def _norm(self, x_TC: Tensor, weight_C: Tensor) -> Tensor:
         """RMSNorm with the rounding of transformers: float32 until the weight is applied.
 
-        torch's own `rms_norm` is slower on a CPU.
+        PyTorch's own `rms_norm` is slower on a CPU.
         """
         return torch.mul(x_TC, self._inverse_rms(x_TC, self._epsilon)).to(self.dtype).mul_(weight_C)
 
@@ -358,7 +362,7 @@ class Decoder(Runner):
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Fused views on the model's parameters, and the few tables that are derived from them."""
+        """Rebuild the fused views of the model's parameters and the tensors derived from them."""
         inner = self._model.model
         self._layers = [self._layer(each) for each in inner.layers]
         self._embedding = inner.embed_tokens.weight.detach()
@@ -370,7 +374,7 @@ class Decoder(Runner):
         self._qk_epsilon = self._epsilon if norm is None else torch.full_like(self._epsilon, norm.variance_epsilon)
 
     def release(self) -> None:
-        """Caches shrink to nothing, and no view of a parameter is left."""
+        """Free both KV caches and drop all views of parameters."""
         self._rows.release()
         self._prompts.release()
         self._free_slots = []
@@ -399,9 +403,9 @@ class Decoder(Runner):
 
     @torch.inference_mode()
     def _need_positions(self, num: int) -> None:
-        """Tables of cosines and sines, from the model's own rotary module, in its rounding.
+        """Extend the cosine and sine tables to `num` positions, computed and rounded by the model's own rotary module.
 
-        `x * cos + roll(x) * sin` with the sign of rotate-half in the sines.
+        The rotation is `x * cos + roll(x) * sin`; the sines include the sign of rotate-half.
         """
         if num <= len(self._cos):
             return
@@ -424,7 +428,7 @@ class Decoder(Runner):
 
 
 def _fused(*linears: Any) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of siblings as one matrix: a view where they lie side by side, else a copy."""
+    """Weights and biases of sibling layers as one matrix: a view if they are adjacent in memory, otherwise a copy."""
     weights = [each.weight.detach() for each in linears]
     biases = [_bias(each) for each in linears]
     weight = adjacent(weights)

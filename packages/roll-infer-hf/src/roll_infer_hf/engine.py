@@ -1,14 +1,15 @@
-"""The embedded infer strategy: a continuous-batching engine on a thread of its own, behind asyncio.
+"""Embedded infer strategy `hf_infer`: a continuous-batching engine on its own thread, with an asyncio interface.
 
     event loop                                   worker thread (one)
     ----------                                   -------------------
-    generate() ── command ──► inbox ──────────►  carry out commands, then step until a request is done
+    generate() ── command ──► inbox ──────────►  run commands, then steps until a request is done
     abort()                     ▲                or the inbox is no longer empty
     update_weights()            └── futures ◄──  results
 
-All requests that enter in one turn of the event loop are in the inbox before the thread looks, so equal sets of
-requests are batched alike every time. The thread touches the model and the core; the event loop touches the inbox and
-the futures; nothing is locked because only one of them runs with either.
+All requests submitted in one iteration of the event loop are in the inbox before its commands go to the thread. So
+equal sets of requests are always batched the same way. The thread runs the model and the core; the event loop manages
+the inbox and the futures. No locks are needed: the thread only tests if the inbox is empty, and `metrics` only swaps
+the counters.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ log = logging.getLogger(__name__)
 
 NOT_RUNNING = "the engine does not run: start it first, and not after stop"
 Command = tuple["Callable[[], Any]", "asyncio.Future[Any] | None"]
-"""What the thread shall do between two steps, and who waits for its result."""
+"""Function that the worker thread runs between two steps, and the future of its result (None: no result needed)."""
 
 
 class HFInferStrategy(InferStrategy):
-    """Generates with a Hugging Face model in this process. Role `generate` of `hf_infer`."""
+    """Infer strategy `hf_infer`: generates with a Hugging Face model in this process."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
@@ -87,7 +88,10 @@ class HFInferStrategy(InferStrategy):
     )
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Load or make the model, on the thread that will run it."""
+        """Load or initialize the model on the thread that will run it.
+
+        Raises `ModelError`, `UnsupportedError`, and `ExtensionError` if `kernels: compiled` cannot be compiled.
+        """
         if self._task is not None:
             raise RuntimeError("the engine was started twice")
         self._spec, self._mesh = model, mesh
@@ -96,7 +100,11 @@ class HFInferStrategy(InferStrategy):
         self._task = asyncio.create_task(self._run(), name="roll-engine")
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Queue the request. Raises `DataError` for prompts and parameters that cannot be served, `NonFiniteError`."""
+        """Queue the request and return its completion.
+
+        Raises `DataError` for invalid prompts or parameters, and `ModelError` if the request does not fit the KV cache.
+        Raises `UnsupportedError` for stop strings without a tokenizer, and `NonFiniteError` if logits are not finite.
+        """
         running = self._admit(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
@@ -111,38 +119,43 @@ class HFInferStrategy(InferStrategy):
             raise
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
-        """Between two steps; waits for the step that runs."""
+        """Abort the requests between two steps, after the current step. Returns their partial outputs."""
         chosen = [each for each in ids if each in self._waiting]
         done: list[RunningRequest] = await self._ask(functools.partial(self._ready_core.abort, chosen))
         self._resolve(done)
         return [each.completion() for each in done if each.error is None]
 
     async def progress(self) -> list[Completion]:
-        """Between two steps."""
+        """Partial outputs of the unfinished requests, taken between two steps."""
         found: list[Completion] = await self._ask(self._ready_core.progress)
         return found
 
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
-        """Between two steps of running requests, which go on under the new weights. After an update that broke off they
-        wait where they are, and new ones beside them, for one that does not."""
+        """Replace the weights between two steps; running requests continue with the new weights.
+
+        If an update fails after it has started, running and new requests wait until an update succeeds.
+        """
         receipt: WeightReceipt = await self._ask(
             functools.partial(self._update, version, manifest, tensors, shared=shared)
         )
         return receipt
 
     async def sleep(self) -> None:
-        """Between two steps. Keys and values, weights and what was made of them go (of an engine that serves adapters,
-        all but the weights beneath); waking takes no memory, but what is then published, and requests, do."""
+        """Release the KV cache, the weights and all copies made of them, between two steps.
+
+        With adapters the base weights stay loaded. Waking allocates nothing; the next weight update and requests do.
+        Raises `RuntimeError` if requests are running.
+        """
         await self._ask(self._release)
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens, steps and seconds, and how full the batch was."""
+        """Counters since the last call: tokens, steps, seconds, and numbers of running and waiting sequences."""
         return self._ready_core.take_metrics()
 
     async def stop(self) -> None:
-        """Cancel what waits, end the thread, drop the model."""
+        """Cancel all requests, end the thread and release the model."""
         task, self._task = self._task, None
         if task is not None:
             self._closing = True
@@ -168,7 +181,7 @@ class HFInferStrategy(InferStrategy):
 
     @property
     def _can_step(self) -> bool:
-        """Whether there is anything to compute, and weights to compute it with."""
+        """True if there is work to do and no weight update is incomplete."""
         return self._ready_core.busy and not (self._weights is not None and self._weights.torn)
 
     def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
@@ -176,19 +189,19 @@ class HFInferStrategy(InferStrategy):
         self._wake.set()
 
     async def _ask(self, act: Callable[[], Any]) -> Any:
-        if self._task is None:  # nobody would answer
+        if self._task is None:  # no task would ever resolve the future
             raise RuntimeError(NOT_RUNNING)
         future = asyncio.get_running_loop().create_future()
         self._tell(act, future)
         return await future
 
     async def _run(self) -> None:
-        """Owns the thread: hands it commands, brings back what is done."""
+        """Main loop: run commands and steps on the worker thread, and resolve the futures of their results."""
         loop = asyncio.get_running_loop()
         while not self._closing:
             await self._wake.wait()
             self._wake.clear()
-            # Whoever was woken by the last results, or by the same event as the first request, enters before we look.
+            # Callers woken by the last results, or by the same event as the first request, submit before we read.
             for _ in range(3):
                 await asyncio.sleep(0)
             commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
@@ -260,13 +273,18 @@ class HFInferStrategy(InferStrategy):
     def _work(
         self, commands: Sequence[Command]
     ) -> tuple[list[RunningRequest], list[tuple[asyncio.Future[Any], Any, BaseException | None]]]:
-        """Carry out commands, then step until somebody has to be told something."""
+        """Run the commands, then run steps until a request is done, the inbox has a command or the engine closes.
+
+        If a command has a result, runs no steps, so that its caller gets the result at once.
+
+        Returns the requests that are done, and a `(future, result, error)` for each command with a future.
+        """
         answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         core = self._ready_core
         for act, future in commands:
             try:
                 result, error = act(), None
-            except Exception as caught:  # the caller's to handle; the engine goes on
+            except Exception as caught:  # passed on to the caller; the engine continues
                 if future is None:
                     return core.fail_all(caught), answers
                 result, error = None, caught
@@ -276,7 +294,7 @@ class HFInferStrategy(InferStrategy):
         try:
             while self._can_step and not done and not answers and not self._inbox and not self._closing:
                 done = core.step()
-        except Exception as caught:  # a model that fails in the middle of a step fails everything that runs on it
+        except Exception as caught:  # a failed step leaves caches inconsistent, so all requests fail
             log.exception("the engine's step failed")
             done = core.fail_all(caught)
         if not self._can_step:
@@ -308,7 +326,7 @@ class HFInferStrategy(InferStrategy):
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def _admit(self, request: GenerateRequest) -> RunningRequest:
-        """Check what can be checked before the request waits."""
+        """Validate the request before it is queued. Raises `DataError`, `ModelError`, `UnsupportedError`."""
         from roll_infer_hf.sequence import RunningRequest
 
         runner = self._ready_core.runner

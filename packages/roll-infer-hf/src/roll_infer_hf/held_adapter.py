@@ -1,11 +1,11 @@
-"""An adapter that the engine serves: A and B as they were published, and the weights that follow from them.
+"""LoRA adapter served by the engine: stores the published A and B, and merges them into the model's weights.
 
-    publish:  A, B of each layer --> held, digested --> W + B A, in the place of W
+    publish:  A, B of each layer --> copied, digested --> W replaced by W + B A
 
-The weights beneath are kept aside, so that each adapter is added to the model that was started and nothing accumulates.
-What is multiplied is one matrix per layer, so decoding costs what it costs without adapters.
+The engine keeps the base weights of adapted layers. Each adapter is added to these base weights, so nothing
+accumulates over updates. Each layer multiplies one merged matrix, so decoding costs the same as without adapters.
 
-Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R] with the scale in it.
+Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R] with the LoRA scale included in B.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SIDES = ("lora_A.weight", "lora_B.weight")
 
 
 class HeldAdapter:
-    """The one adapter of a model; none until the first update."""
+    """The single LoRA adapter of a model; the model serves its base weights until the first update."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraSpec, *, role: str, rank: int) -> None:
-        """Raises `ModelError` where the model does not have the layers that `lora` names."""
+        """Raises `ModelError` if the model does not have the layers that `lora` names."""
         self._who = f"{role or 'engine'} rank {rank}"
         self._weights: dict[str, Tensor] = {}
         self._transposed: set[str] = set()
-        """Layers that store W as [I, O]."""
+        """Paths of layers that store W as `[I, O]` (transformers' `Conv1D`)."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in target_layers(model, lora):
             layer = model.get_submodule(path)
@@ -52,12 +52,12 @@ class HeldAdapter:
             self._shapes[f"{path}.{SIDES[0]}"] = (lora.rank, num_inputs)
             self._shapes[f"{path}.{SIDES[1]}"] = (num_outputs, lora.rank)
         self._beneath: dict[str, Tensor] = {}
-        """W of the layers that an adapter has changed."""
+        """Base weights W by layer path, for layers whose parameter holds merged weights."""
         self._held: dict[str, Tensor] = {}
         self.released = False
-        """The adapter is gone: an update has to bring it."""
+        """True if the adapter was released and no update has loaded another one yet."""
         self.torn = False
-        """An update has begun, and is not known to be complete."""
+        """True if an update has started and has not completed."""
 
     @torch.no_grad()
     def update(
@@ -69,10 +69,11 @@ class HeldAdapter:
         *,
         shared: bool,
     ) -> WeightReceipt:
-        """Serve this adapter from now on, in the place of the one before; `torn` until the caller has done what follows
-        from that. Raises `WeightSyncError`s.
+        """Replace the loaded adapter and merge it into the weights. Raises subclasses of `WeightSyncError`.
 
-        Copies also what is `shared`: it is small, and the trainer's next step would change A without W + B A.
+        Sets `torn`; the caller clears it after it has refreshed the runner.
+
+        Copies `shared` tensors too: they are small, and the trainer's next step would change A and B but not W + B A.
         """
         refuse_stale(self._who, version, current, manifest)
         self.torn = True
@@ -91,7 +92,7 @@ class HeldAdapter:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give back what the adapter takes. The weights beneath stay: no update brings them."""
+        """Drop the adapter and restore the base weights, which stay loaded because no update sends them."""
         self._held = {}
         self._merge()
         self._beneath = {}
@@ -116,7 +117,7 @@ class HeldAdapter:
                 raise MissingTensorError(f"{self._who}: {other} is not in the manifest, but {name} is")
 
     def _merge(self) -> None:
-        """Every layer's weight from what lies beneath it, in float32 until it is rounded once."""
+        """Write W + B A into every adapted layer; computed in float32 and rounded once."""
         for path, weight in self._weights.items():
             a_RI, b_OR = (self._held.get(f"{path}.{side}") for side in SIDES)
             beneath = self._beneath.get(path)

@@ -1,9 +1,9 @@
-"""The weights that the engine holds, by their Hugging Face names, and how published ones replace them.
+"""Loaded weights of the engine by Hugging Face name, and their replacement in a weight update.
 
-They are the parameters of the engine's own model. Published tensors are copied into them, each digested from the
-engine's memory afterwards; or, where they are live parameters of a trainer in this process, take their place, so that
-nothing is copied at all. Siblings are held live only together and side by side (`layout`): otherwise the fused matrices
-that are multiplied would be other memory than what is digested.
+The weights are the parameters of the engine's own model. An update copies the received tensors into them and computes
+each digest from the engine's memory afterwards. If the tensors are live parameters of a trainer in this process, the
+engine uses them directly, without a copy. Sibling projections are shared only if all of them are live and adjacent in
+memory (`layout`). Otherwise the fused matrix would be a copy, and digests would not describe the multiplied memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class HeldWeights:
-    """Parameters of one model."""
+    """Loaded parameters of one model."""
 
     def __init__(self, model: nn.Module, *, role: str, rank: int) -> None:
         self._role, self._rank = role, rank
         self._held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        """Tied parameters stand under each of their names."""
+        """Parameters and buffers by name; tied parameters occur under each of their names."""
         self._held.update(model.state_dict(keep_vars=True))
         self._needed = {name for name, _ in model.named_parameters()}
         self._live: set[int] = set()
-        """Parameters whose memory is not the engine's own: a trainer's, or none while it sleeps."""
+        """Ids of parameters whose memory the engine does not own: shared with a trainer, or released for sleep."""
         self.released = False
-        """There are no weights: an update has to bring them."""
+        """True if the weights were released and no update has loaded new ones yet."""
         self.torn = False
-        """An update has begun, and is not known to be complete: what is held may be of two versions."""
+        """True if an update has started and has not completed: the weights may be of two versions."""
 
     def update(
         self,
@@ -50,8 +50,12 @@ class HeldWeights:
         *,
         shared: bool,
     ) -> WeightReceipt:
-        """Hold `tensors` from now on; `torn` until the caller has done what follows from that. Raises
-        `WeightSyncError`s."""
+        """Replace the weights by `tensors`. Raises subclasses of `WeightSyncError`.
+
+        Sets `torn`; the caller clears it after it has refreshed the runner.
+
+        With `shared`, uses tensors of the right dtype and device without a copy where possible.
+        """
         refuse_stale(self._who, version, current, manifest)
         self.torn = True
         entries = {entry.name: entry for entry in manifest.tensors}
@@ -87,7 +91,7 @@ class HeldWeights:
         return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
 
     def release(self) -> None:
-        """Give the memory of all parameters back, and let go of those that are a trainer's; shapes stay known."""
+        """Free the memory of all parameters, and drop references to a trainer's tensors. Shapes remain known."""
         for held in {id(self._held[name]): self._held[name] for name in self._needed}.values():
             held.data = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape)
             self._live.add(id(held))
@@ -105,7 +109,7 @@ class HeldWeights:
             )
 
     def _copy(self, name: str, tensor: Tensor) -> str:
-        """Into the engine's own memory; its digest afterwards."""
+        """Copy the tensor into the engine's own memory. Returns the digest of the copy."""
         held = self._held[name]
         if id(held) in self._live:
             self._allocate(name)
@@ -115,7 +119,10 @@ class HeldWeights:
         return digest(held.detach())
 
     def _allocate(self, name: str) -> None:
-        """Memory of its own; siblings side by side, since none of them is borrowed if one is not (`_adjacent`)."""
+        """Allocate own memory for the parameter, together with its siblings in one buffer.
+
+        Siblings are either all shared or all copied (`_adjacent`).
+        """
         held = self._held[name]
         siblings = [self._held[each] for each in _siblings(name, self._held)]
         together = all(id(each) in self._live and each.dtype == held.dtype for each in siblings)
@@ -128,7 +135,7 @@ class HeldWeights:
             self._live.discard(id(each))
 
     def _adjacent(self, borrowed: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Without those whose siblings do not lie beside them."""
+        """Those of `borrowed` that have no siblings, or whose siblings are all borrowed and adjacent in memory."""
         lonely: set[str] = set()
         for name in borrowed:
             group = _siblings(name, self._held)
@@ -140,7 +147,7 @@ class HeldWeights:
 
 
 def _siblings(name: str, held: dict[str, Any]) -> list[str]:
-    """All names of the group of `name`, in layout order; empty if it has no siblings."""
+    """Names of all parameters in the sibling group of `name`, in layout order; empty if it has no siblings."""
     parts = name.split(".")
     for group in SIBLINGS:
         if len(parts) > 2 and parts[-2] in group:

@@ -1,7 +1,7 @@
-"""Keys and values of rows, one stretch of memory per row, so that a dense batch of rows is a view.
+"""KV cache with one contiguous region per row, so that a dense batch of rows is a view.
 
-Layout `[layer, key|value, row, head, position, D]`: the rows `[0, N)` and positions `[0, W)` of one layer are N × heads
-matrices `[W, D]` at equal distances, which is what a batched GEMM takes without a copy.
+Layout `[layer, key|value, row, head, position, D]`. Rows `[0, N)` and positions `[0, W)` of one layer are N × heads
+matrices `[W, D]` at a constant stride. A batched GEMM reads them without a copy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 16
-"""Positions to which a row's room is rounded up."""
+"""Multiple to which the positions of a row are rounded up."""
 
 
 class KVCache:
-    """Room for `rows` sequences of `width` positions; grows when asked, and keeps what it holds."""
+    """Keys and values of up to `rows` sequences of up to `width` positions; `reserve` grows it, keeping its content."""
 
     def __init__(
         self, *, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -37,11 +37,11 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.rows * self.width * self.token_bytes
 
     def reserve(self, rows: int, width: int, used_rows: int, used_width: int) -> None:
-        """Make room; the first `used_rows` rows and `used_width` positions are kept."""
+        """Grow to at least `rows` × `width`; keeps the first `used_rows` rows and `used_width` positions."""
         width = -(-width // ALIGNMENT) * ALIGNMENT
         if rows <= self.rows and width <= self.width:
             return
@@ -52,7 +52,8 @@ class KVCache:
             self._kv[:, :, :used_rows, :, :used_width] = old[:, :, :used_rows, :, :used_width]
 
     def expose(self, rows: int, width: int) -> None:
-        """Make sure that rows and positions up to these hold finite numbers, as a dense batch reads past short rows."""
+        """Zero-fill unwritten memory up to `rows` and `width`: a dense batch reads past short rows, and needs finite
+        values there."""
         if rows > self._finite_rows:
             self._kv[:, :, self._finite_rows : rows, :, : self._finite_width] = 0
             self._finite_rows = rows
@@ -62,7 +63,7 @@ class KVCache:
             self._finite_width = width
 
     def matrices(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first rows and positions, `[rows * heads, width, D]`: views, for a batched GEMM."""
+        """Keys and values of the first rows and positions as views `[rows * heads, width, D]`, for a batched GEMM."""
         shape = (rows * self.num_heads, width, self.head_dim)
         stride = (self.width * self.head_dim, self.head_dim, 1)
         size = self.rows * self.num_heads * self.width * self.head_dim
@@ -70,24 +71,24 @@ class KVCache:
         return self._kv.as_strided(shape, stride, begin), self._kv.as_strided(shape, stride, begin + size)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row's first `length` positions over another's."""
+        """Copy the first `length` positions of row `source` to row `target`."""
         self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
 
     def take(self, other: KVCache, source: int, target: int, length: int) -> None:
-        """Copy a row of another cache."""
+        """Copy the first `length` positions of row `source` of another cache to row `target`."""
         self._kv[:, :, target, :, :length] = other._kv[:, :, source, :, :length]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """Zeros in these rows."""
+        """Zero these rows."""
         for row in rows:
             self._kv[:, :, int(row), :, : self._finite_width] = 0
 
     def forget(self) -> None:
-        """Nothing of what it holds is needed any more; the memory stays."""
+        """Discard the content; the memory stays allocated."""
         self._finite_rows = self._finite_width = 0
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._allocate(0, 0)
 
     def _allocate(self, rows: int, width: int) -> None:
@@ -96,5 +97,5 @@ class KVCache:
         shape = (self.num_layers, 2, rows, self.num_heads, width, self.head_dim)
         self._kv: Tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.keys: list[Tensor] = [layer[0] for layer in self._kv]
-        """By layer, `[row, head, position, D]`."""
+        """Keys by layer, each a view `[row, head, position, D]`; `values` has the same layout."""
         self.values: list[Tensor] = [layer[1] for layer in self._kv]

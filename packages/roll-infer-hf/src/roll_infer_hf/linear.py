@@ -1,4 +1,4 @@
-"""The engine's matrix products: for each weight the fastest kernel that this build of torch has."""
+"""Linear projections of the engine, each with the fastest kernel that this PyTorch build offers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PACKS = HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class Projection:
-    """`x @ weight.T + bias`.
+    """Linear layer `x @ weight.T + bias`.
 
-    For float32 on a CPU torch itself calls MKL, which oneDNN beats on processors that are not Intel's. oneDNN is faster
-    still on weights that it has laid out for itself: `benchmarks/rollout.py` measures the three as `linear`, `onednn`
-    and `packed`. That is a copy, which does not follow the weight: make a new `Projection` when the weight has changed.
+    For float32 on a CPU PyTorch calls MKL, but oneDNN is faster on non-Intel processors. oneDNN is faster still with
+    weights packed into its own layout. `benchmarks/rollout.py` measures the three as `linear`, `onednn` and `packed`.
+    A packed weight is a copy: create a new `Projection` after the weight has changed.
     """
 
     __slots__ = ("_bias", "_onednn", "_weight", "weight")
@@ -35,7 +35,7 @@ class Projection:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows) if packed else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """`[T, I]` to `[T, O]`."""
+        """Apply the layer: `[T, I]` to `[T, O]`."""
         if self._onednn:
             num_rows = len(x_TI)
             if more := padded_rows(num_rows) - num_rows:

@@ -1,4 +1,4 @@
-"""How much memory the embedded engine takes: the formulas of docs/plan.md. Light."""
+"""Memory estimate of the embedded engine, with the formulas of docs/plan.md. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ALIGNMENT = 16
-"""Positions to which a row of the cache is rounded up, as `kv_cache` has it."""
+"""Multiple to which the positions of a cache row are rounded up; the same as `kv_cache.ALIGNMENT`."""
 PACKED_ELEMENTS = 60_000
-"""Weights of at least so many elements are laid out anew for the processor, as `linear` does it."""
+"""Minimum number of elements of a weight that `linear.Projection` packs."""
 
 
 def engine(question: MemoryQuestion) -> MemoryAnswer:
-    """Of the embedded engine: weights, and what was made of them; keys and values up to `kv_cache_gib`."""
+    """Memory of the embedded engine: weights, packed copies, KV cache up to `kv_cache_gib`, activations and logits."""
     config = question.config
     if not isinstance(config, HFInferConfig):
         raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
@@ -76,7 +76,7 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
 
 
 def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
-    """Parameters that the fast path copies. Siblings lie in one matrix."""
+    """Number of parameters that the fast path packs. Sibling projections count as one matrix."""
     model = question.model
     if not (config.pack_weights and question.on_host) or any(layer.experts for layer in model.layers):
         return 0
@@ -86,7 +86,10 @@ def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
 
 
 def _smaller_caches(config: HFInferConfig, used: int) -> tuple[Lever, ...]:
-    """Caches of which less is used than the limit gain nothing by a lower one."""
+    """Suggestions that save memory: lower `kv_cache_gib`, no packed weights.
+
+    Starts at half of the used cache: a limit above the used size saves nothing.
+    """
     wanted = min(config.kv_cache_gib, used / GIB) / 2
     levers = [
         Lever(keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together")

@@ -1,8 +1,8 @@
-"""The general path: any causal language model that transformers loads, run through its own module and cache.
+"""General path of the engine: any causal language model that transformers loads, run through its own module and cache.
 
-Rows of equal length that were computed together form a cohort with one cache, so nothing is ever padded, and whatever
-an architecture does with positions, windows, experts or recurrent states is what it does in transformers. Cohorts step
-one after the other: exact and general, not fast. Architectures of the Llama family have `decoder.Decoder` instead.
+Rows of equal length that were prefilled together form a cohort and share one cache, so there is no padding. Positions,
+windows, experts and recurrent states behave exactly as in transformers. Cohorts decode one after the other: this path
+is exact and general, but slow. Architectures of the Llama family use `decoder.Decoder` instead.
 
 N rows    V vocabulary    M layers with experts    K top-k
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Cohort:
-    """Rows with one cache."""
+    """Rows that share one cache: `num` rows of `length` tokens each."""
 
     cache: Any
     num: int
@@ -39,15 +39,18 @@ class Cohort:
 
 
 class ModuleRunner(Runner):
-    """Drives a transformers module."""
+    """Runs prefill and decode through a transformers module."""
 
     can_split = False
 
     def __init__(
         self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, record_experts: bool = False
     ) -> None:
-        """`record_experts`: tell which experts tokens were sent to. Raises `UnsupportedError` where the model has none,
-        or its routers are not known, and for a model that keeps no cache or keeps it elsewhere."""
+        """With `record_experts`, record the experts that each token is routed to.
+
+        Raises `UnsupportedError` if the model has no cache or keeps its state outside of it. With `record_experts` also
+        raises it if the model has no experts or its routers are unknown.
+        """
         self._model: Any = model
         self._recorder = RoutingRecorder(model) if record_experts else None
         self.device = model.device
@@ -68,15 +71,15 @@ class ModuleRunner(Runner):
         self._prompts: dict[Prompt, tuple[Cohort, int]] = {}
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """By the cache of an architecture that keeps every position."""
+        """Estimate the cache size as that of an architecture that caches every position in every layer."""
         return num_rows <= self._max_rows and num_rows * num_tokens * self._token_bytes <= self._cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Caches of transformers grow by themselves."""
+        """Do nothing: transformers' caches grow on demand."""
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Prompts of equal length are one forward pass."""
+        """Run one forward pass per prompt length; prompts of equal length form a cohort."""
         by_length: dict[int, list[int]] = {}
         for i, piece in enumerate(pieces):
             by_length.setdefault(piece.end, []).append(i)
@@ -102,7 +105,7 @@ class ModuleRunner(Runner):
 
     @torch.inference_mode()
     def join(self, prompts: Sequence[Prompt]) -> None:
-        """Prompts that were computed together stay together."""
+        """Append rows; consecutive prompts of one cohort become rows of one new cohort with a copy of the cache."""
         start = 0
         while start < len(prompts):
             source, _ = self._prompts[prompts[start]]
@@ -116,12 +119,12 @@ class ModuleRunner(Runner):
             start = end
 
     def forget(self, prompt: Prompt) -> None:
-        """The cache goes with the last prompt of its cohort."""
+        """Drop the reference to the prompt's cohort; the cache is freed with the last prompt of the cohort."""
         self._prompts.pop(prompt, None)
 
     @torch.inference_mode()
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """Each cohort in turn."""
+        """Run one forward pass per cohort, one after the other."""
         logits, experts, start = [], [], 0
         for cohort in self._cohorts:
             tokens = torch.from_numpy(tokens_N[start : start + cohort.num]).to(self.device).unsqueeze(1)
@@ -135,7 +138,7 @@ class ModuleRunner(Runner):
 
     @torch.inference_mode()
     def drop(self, kept_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """The others keep their order."""
+        """Remove rows; the remaining rows keep their order."""
         start, left = 0, []
         for cohort in self._cohorts:
             kept = np.flatnonzero(kept_N[start : start + cohort.num])
@@ -150,10 +153,10 @@ class ModuleRunner(Runner):
         return np.flatnonzero(kept_N)
 
     def refresh(self) -> None:
-        """The module reads its parameters at every call."""
+        """Do nothing: the module reads its parameters at every call."""
 
     def release(self) -> None:
-        """Caches went with their rows and prompts."""
+        """Do nothing: caches were freed with their rows and prompts."""
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
@@ -162,8 +165,10 @@ class ModuleRunner(Runner):
 
     @torch.inference_mode()
     def _fills_states(self) -> bool:
-        """False for a model with recurrent layers of which one leaves the cache empty: it keeps the state of its last
-        call in the module, where cohorts would mix."""
+        """True if every recurrent layer stores its state in the cache, tested by a forward pass over two tokens.
+
+        A layer that leaves the cache empty keeps its state in the module, where the states of cohorts would mix.
+        """
         states = ("is_conv_states_initialized", "is_recurrent_states_initialized")
         cache = self._new_cache()
         recurrent = [each for each in getattr(cache, "layers", ()) if hasattr(each, states[0])]

@@ -1,4 +1,4 @@
-"""The plugin: `hf_infer`."""
+"""Plugin hooks of the package: registers the infer strategy `hf_infer`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HF_INFER = InferCapabilities(
 
 @hookimpl
 def roll_infer_strategies() -> Iterator[InferProvider]:
-    """The embedded engine."""
+    """Infer strategy `hf_infer`, the embedded engine."""
     yield InferProvider(
         name="hf_infer",
         target="roll_infer_hf.engine:HFInferStrategy",

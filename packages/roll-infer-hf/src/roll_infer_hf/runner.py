@@ -1,8 +1,10 @@
-"""What computes logits: prompts in pieces, then one token for each running row.
+"""Interface of model runners: chunked prefill of prompts, then decoding of one token per running row.
 
-A runner owns the keys and values. It knows prompts and rows, but neither requests nor sampling:
+A runner owns the KV cache. It handles prompts and rows, but neither requests nor sampling:
 
     prefill(pieces)* -> join(prompts) -> { decode(tokens) | drop(rows) }* ,  forget(prompt) when no more rows will join
+
+N rows    V vocabulary    P tokens of a prompt    M layers with experts    K top-k
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """Tokens whose keys and values are computed once, for every row that starts with them."""
+    """Prompt tokens whose keys and values are computed once and shared by every row that starts with them."""
 
     tokens: TokenIds
     logprobs_wanted: bool = False
     donor: Prompt | None = None
-    """A prompt, computed before or in the same prefill, that begins with the same `donated` tokens."""
+    """Prompt with the same first `donated` tokens, prefilled earlier or in the same call; None if nothing is shared."""
     donated: int = 0
     done: int = 0
-    """Tokens computed so far."""
+    """Number of tokens prefilled so far."""
     slot: int = -1
-    """Where its keys and values lie; the runner's business."""
+    """Slot of its keys and values in the runner's prompt cache; -1 if it has none. Set by the runner."""
     logprobs: Floats | None = None
-    """`[P]` once it is computed, if wanted."""
+    """`[P]` logprobs of the prompt tokens, 0 for the first; set by prefill if `logprobs_wanted`."""
     routed_experts: RoutedExperts | None = None
-    """`[P, M, K]` once it is computed, where the runner records them."""
+    """`[P, M, K]` experts of each token; set by prefill if the runner records them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `[begin, end)` of a prompt, to be computed now."""
+    """Chunk `[begin, end)` of a prompt's tokens, for one prefill call."""
 
     prompt: Prompt
     begin: int
@@ -53,59 +55,61 @@ class Piece:
 
     @property
     def last(self) -> bool:
-        """Whether it completes the prompt."""
+        """True if this chunk completes the prompt."""
         return self.end == len(self.prompt)
 
 
 class Runner(ABC):
-    """One model on one device, and the keys and values of what it is generating."""
+    """One model on one device, with the KV cache of the sequences that it generates."""
 
     max_positions: int
-    """Longest sequence that the model can place."""
+    """Maximum sequence length of the model, in tokens."""
     vocab_size: int
     can_split: bool
-    """Whether prompts may be computed in pieces, and from where a donor's tokens end."""
+    """True if prompts may be prefilled in chunks and may start after a prefix shared with a donor."""
     routed_experts_NMK: RoutedExperts | None = None
-    """Of the tokens that the last `decode` appended to the rows, where the runner records them."""
+    """Experts of the tokens that the last `decode` appended to the rows; None if the runner does not record them."""
 
     @abstractmethod
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether so many rows of so many tokens each have room at once."""
+        """True if `num_rows` rows of `num_tokens` tokens each fit the KV cache at once."""
 
     @abstractmethod
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room for them. Called only if `fits`."""
+        """Reserve cache for `num_rows` rows of `num_tokens` tokens. Called only if `fits` returns True for them."""
 
     @abstractmethod
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Compute the pieces; returns float32 logits after the last token of each prompt that is now complete,
-        `[completed, V]`, in their order."""
+        """Compute the pieces and store their keys and values.
+
+        Returns float32 logits `[completed, V]` after the last token of each prompt that is now complete, in the order
+        of `pieces`.
+        """
 
     @abstractmethod
     def join(self, prompts: Sequence[Prompt]) -> None:
-        """Append one row for each of `prompts`, which are complete; a prompt may stand there many times."""
+        """Append one row for each of `prompts`, which must be complete; a prompt may occur several times."""
 
     @abstractmethod
     def forget(self, prompt: Prompt) -> None:
-        """No further row will join for `prompt`."""
+        """Release the prompt's keys and values; no further row will join for it."""
 
     @abstractmethod
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """Append a token to every row; returns float32 logits after it, `[N, V]`, which the caller may overwrite."""
+        """Append a token to every row. Returns float32 logits `[N, V]` after it; the caller may overwrite them."""
 
     @abstractmethod
     def drop(self, kept_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Remove rows; returns which old row each row now is."""
+        """Keep the rows where `kept_N` is True. Returns the old row number of each remaining row."""
 
     def scrub(self, rows: npt.NDArray[np.int64]) -> None:
-        """Rows that will be dropped hold numbers that are not finite; see that they harm no other."""
+        """Clear the cache of `rows`, which have non-finite values and will be dropped, so they cannot affect others."""
         return
 
     @abstractmethod
     def refresh(self) -> None:
-        """The model's weights are others now: take them, and forget what the old ones filled except running rows."""
+        """Use the model's new weights after an update. Running rows keep their keys and values."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the memory of keys, values and copies of weights; there are neither rows nor prompts. `refresh`
-        comes before anything else."""
+        """Free the KV cache and copies of weights. Called without rows and prompts; the next call must be `refresh`."""

@@ -1,10 +1,10 @@
-"""Draws tokens from logits: vectorised over the rows of a batch, each row independent of the others.
+"""Token sampling from logits: vectorised over the rows of a batch; each row is sampled independently of the others.
 
-A row's draw is the inverse of its cumulative distribution at one uniform number. Rows without filters take two passes
-over the vocabulary: a softmax, and sums over blocks of it; the token is then found in one block. Nothing is sorted
-unless top-k or top-p ask for it.
+Sampling inverts the cumulative distribution function (CDF) of a row at one uniform number. Rows without filters need
+two passes over the vocabulary: a softmax, and sums over blocks. The token is then located within one block. Only rows
+with top-k or top-p are sorted.
 
-N rows    V vocabulary    K candidates    B tokens of a block
+N rows    S rows with more than a temperature    V vocabulary    K candidates    B tokens of a block
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 FIRST_CANDIDATES = 256
-"""Most likely tokens among which the smallest set of probability `top_p` is looked for before everything is sorted."""
+"""Number of most likely tokens that top-p considers first; the whole vocabulary is sorted only if their probability sum
+is below `top_p`."""
 TINY = 1e-30
-"""Probabilities below are too inexact in float32 for a logarithm."""
+"""Probability below which the float32 softmax is too inexact for a logarithm; `log_softmax` is used instead."""
 
 
 ROW = np.dtype(
@@ -41,12 +42,12 @@ ROW = np.dtype(
     ],
     align=True,
 )
-"""Sampling parameters of one row, as they are kept in arrays. `temperature` is 1 where `greedy`. Aligned, because torch
-takes no field whose stride is not a multiple of its size."""
+"""NumPy dtype of one row's sampling parameters. `temperature` is 1 for greedy rows. Aligned, because torch rejects
+fields whose stride is not a multiple of their size."""
 
 
 def sampling_row(params: SamplingParams) -> npt.NDArray[np.void]:
-    """One element of `ROW`."""
+    """Sampling parameters as one element of dtype `ROW`."""
     greedy = params.temperature == 0
     return np.array(
         (
@@ -64,7 +65,7 @@ def sampling_row(params: SamplingParams) -> npt.NDArray[np.void]:
 
 
 def shaped_rows(table_N: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Rows whose tokens are not drawn from the plain softmax."""
+    """Mask of rows whose tokens are not sampled from softmax(logits / temperature): greedy, filters, or penalty."""
     cut = (table_N["top_k"] > 0) | (table_N["top_p"] < 1) | (table_N["min_p"] > 0)
     shaped: npt.NDArray[np.bool_] = table_N["greedy"] | cut | (table_N["penalty"] != 1)
     return shaped
@@ -72,11 +73,11 @@ def shaped_rows(table_N: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What was drawn for each row."""
+    """Sampled token and its logprob for each row."""
 
     tokens_N: npt.NDArray[np.int64]
     logprobs_N: npt.NDArray[np.float32]
-    """Under softmax(logits / temperature); not finite where the logits are not."""
+    """Log probabilities under softmax(logits / temperature), before filters; not finite if the logits are not."""
 
 
 @torch.inference_mode()
@@ -89,10 +90,11 @@ def draw(
     seen_SV: Tensor | None = None,
     banned_SV: Tensor | None = None,
 ) -> Draw:
-    """One token for each row of `logits_NV` (float32, overwritten), which have the parameters `table_N` (`ROW`s).
+    """Sample one token for each row of `logits_NV` (float32, overwritten) with the parameters `table_N` (dtype `ROW`).
 
-    `shaped` are the rows to which anything but temperature applies; `seen_SV` and `banned_SV` (bool) have one row for
-    each of them: tokens that the repetition penalty hits, and tokens that must not be drawn.
+    `uniforms_N` are uniform numbers in [0, 1), one per row. `shaped` are the numbers of the rows that need more than a
+    temperature. `seen_SV` and `banned_SV` (bool) have one row for each of them: tokens subject to the repetition
+    penalty, and tokens that must not be sampled.
     """
     device = logits_NV.device
     temperature_N = table_N["temperature"]
@@ -119,7 +121,7 @@ def draw(
 
 
 def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
-    """For each row the first index whose cumulative weight exceeds `u * total`; `u` in [0, 1).
+    """Index `[N]` of each row: the first whose cumulative weight exceeds `u * total`, with `u` in [0, 1).
 
     Weights need not sum to 1; an index of weight 0 is never chosen.
     """
@@ -137,7 +139,7 @@ def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
     if body < size:
         inside.masked_fill_(columns >= size, 0.0)
     within = inside.cumsum(-1)
-    # Block sums are rounded to float32, so what is left of the target may pass the block's end by a rounding error.
+    # Block sums are rounded to float32, so the remaining target may exceed the block's sum by a rounding error.
     rest = torch.minimum(target - before, within[:, -1:] * (1 - 1e-12))
     place = torch.searchsorted(within, rest, right=True).clamp_(max=within.shape[1] - 1)
     return (block * BLOCK + place).clamp_(max=size - 1).squeeze(1)
@@ -151,9 +153,10 @@ def _draw_shaped(
     seen_SV: Tensor | None,
     banned_SV: Tensor | None,
 ) -> Tensor:
-    """Repetition penalty, bans, then greedy, cut or plain draws, on rows whose logits are already tempered.
+    """Apply repetition penalty and bans, then sample: greedy, with filters, or plainly. Returns tokens `[S]`.
 
-    Dividing by a positive temperature commutes with the penalty, which divides or multiplies by sign.
+    The logits are already divided by the temperature. This commutes with the penalty, which divides positive logits and
+    multiplies negative ones.
     """
     device = logits_SV.device
     penalty_S = table_N["penalty"][rows]
@@ -180,7 +183,7 @@ def _draw_shaped(
             floor = probs.amax(-1, keepdim=True) * torch.from_numpy(min_p.astype(np.float32)).to(device).unsqueeze(1)
             probs = torch.where(probs >= floor, probs, 0.0)
         tokens_S[which] = invert_cdf(probs, u_S[which])
-    # Rows of one top_k at a time: which of several equally likely tokens are kept must not depend on other rows.
+    # One call per value of top_k: ties between equally likely tokens must not be resolved depending on other rows.
     for top_k in np.unique(top_k_S[sorted_S]):
         chosen = np.flatnonzero(sorted_S & (top_k_S == top_k))
         which = torch.from_numpy(chosen).to(device)
@@ -195,7 +198,7 @@ def _draw_shaped(
 
 
 def _draw_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, min_p_S: Tensor) -> Tensor:
-    """Top-k (0 keeps all), then top-p of what is left, then min-p; drawn in order of falling probability."""
+    """Sample after top-k (0 keeps all), then top-p of the remaining mass, then min-p; in descending probability."""
     vocabulary = probs_SV.shape[1]
     num = top_k or min(FIRST_CANDIDATES, vocabulary)
     found = probs_SV.topk(num, dim=-1)

@@ -1,9 +1,10 @@
-"""Decides what is computed next: which waiting sequences enter, and how many prompt tokens go before the next step.
+"""Scheduler: selects the waiting sequences to admit, and the prompt chunks to prefill before the next decoding step.
 
-    waiting ──enter()──► entering (their prompts are being computed) ──ready()──► running rows
+    waiting ──enter()──► entering (prompts being prefilled) ──ready()──► running rows
 
-First come, first served within a priority: nothing overtakes the head of the queue, so nothing starves. A sequence
-enters when a row is free and its longest possible end fits the cache beside the others; it is never put back.
+First come, first served within a priority. No sequence overtakes the head of the queue, so none starves. A sequence is
+admitted if a row is free and its longest possible length fits the KV cache together with the others. Running sequences
+are never preempted for lack of memory.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Queues of one engine."""
+    """Queues of waiting and entering sequences of one engine."""
 
     def __init__(self, runner: Runner, *, token_budget: int, min_shared_prefix: int) -> None:
         self._runner = runner
         self._token_budget = token_budget
         self._min_shared = min_shared_prefix
         self.waiting: list[Sequence] = []
-        """In the order in which they are served."""
+        """Waiting sequences, in scheduling order."""
         self.entering: dict[bytes, tuple[Prompt, list[Sequence]]] = {}
-        """By the bytes of the tokens."""
+        """Prompts being prefilled and the sequences that need them, by the bytes of the token ids."""
         self._joined: list[Prompt] = []
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or is entering."""
+        """True if a sequence is waiting or its prompt is being prefilled."""
         return bool(self.waiting or self.entering)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Let them wait, behind those of the same order."""
+        """Insert sequences into the waiting queue, behind sequences of equal order."""
         for each in sequences:
             bisect.insort(self.waiting, each, key=lambda sequence: sequence.request.order)
 
     def remove(self, unwanted: Callable[[Sequence], bool]) -> None:
-        """Forget sequences that have not joined yet, and prompts that no one else wants."""
+        """Remove `unwanted` sequences that have not joined yet, and prompts that no other sequence needs."""
         self.waiting = [each for each in self.waiting if not unwanted(each)]
         for key, (prompt, sequences) in list(self.entering.items()):
             left = [each for each in sequences if not unwanted(each)]
@@ -57,13 +58,16 @@ class Scheduler:
                 self._give_up(key)
 
     def recall(self) -> None:
-        """Put back what is entering: its prompts were computed under other weights."""
+        """Return entering sequences to the queue: their prompts were prefilled with old weights."""
         for key, (_, sequences) in list(self.entering.items()):
             self._give_up(key)
             self.add(sequences)
 
     def enter(self, num_running: int, longest: int, tokens_of: Callable[[Sequence], TokenIds]) -> None:
-        """Let waiting sequences enter, as many as fit beside `num_running` rows of at most `longest` tokens."""
+        """Admit waiting sequences, as many as fit together with `num_running` rows of at most `longest` tokens.
+
+        `tokens_of` returns the tokens to prefill for a sequence: the prompt, and tokens generated before a recall.
+        """
         num = num_running + sum(len(sequences) for _, sequences in self.entering.values())
         longest = max([longest, *(_longest(each) for _, group in self.entering.values() for each in group)])
         room = self._token_budget - sum(len(prompt) - prompt.done for prompt, _ in self.entering.values())
@@ -76,7 +80,8 @@ class Scheduler:
             tokens = tokens_of(each)
             key = tokens.tobytes()
             if key not in self.entering and key not in new:
-                # Prompts beyond the budget would only lie in memory; one may always enter.
+                # Prompts beyond the token budget would occupy memory before they are computed. A prompt longer than the
+                # remaining budget is still admitted, so long prompts never block.
                 if room <= 0:
                     break
                 new[key] = Prompt(tokens)
@@ -94,7 +99,7 @@ class Scheduler:
             self._share_prefixes(list(new.values()))
 
     def pieces(self) -> list[Piece]:
-        """What to compute before the next decoding step, within the token budget; donors before their dependants."""
+        """Prompt chunks to prefill before the next decoding step, within the token budget; donors come first."""
         room = self._token_budget
         chosen: list[Piece] = []
         for prompt, _ in sorted(self.entering.values(), key=lambda each: _by_donor(each[0])):
@@ -109,7 +114,7 @@ class Scheduler:
         return chosen
 
     def ready(self, pieces: Iterable[Piece]) -> list[tuple[Prompt, list[Sequence]]]:
-        """Complete prompts among `pieces`, in that order, and the sequences that waited for them: they now run."""
+        """Remove and return the prompts that `pieces` complete, in that order, each with its sequences."""
         complete = []
         for piece in pieces:
             if piece.last:
@@ -117,8 +122,7 @@ class Scheduler:
         return complete
 
     def release(self, joined: Iterable[Prompt] = ()) -> None:
-        """The rows of these prompts have joined: forget them, once nothing that has yet to begin takes tokens from
-        them."""
+        """Release prompts whose rows have joined, as soon as no prompt that is yet to start has them as its donor."""
         donors = {id(prompt.donor) for prompt, _ in self.entering.values() if not prompt.done}
         self._joined += joined
         for prompt in self._joined:
@@ -134,7 +138,7 @@ class Scheduler:
         self._runner.forget(given_up)
 
     def _share_prefixes(self, new: list[Prompt]) -> None:
-        """Neighbours in lexical order share the longest prefixes: each takes what it shares with the one before."""
+        """Assign donors: in lexical order each prompt shares its longest prefix with a neighbour, here the previous."""
         if not self._runner.can_split or self._min_shared == 0:
             return
         before: Prompt | None = None

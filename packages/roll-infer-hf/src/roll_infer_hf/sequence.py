@@ -1,4 +1,4 @@
-"""What the engine knows of a request, and of each of its outputs, while it is served."""
+"""State of a request, and of each of its outputs, from arrival to completion."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ if TYPE_CHECKING:
     from roll_infer_hf.stopping import StopStrings
 
 UNIFORMS = 128
-"""Uniform numbers drawn at once for one sequence."""
+"""Number of uniform numbers generated at once for one sequence."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One output of a request."""
+    """One output of a request: output `index` of `n`."""
 
     request: RunningRequest
     index: int
     uniforms: np.random.Generator
-    """Counter-based (Philox, arXiv SC'11 10.1145/2063384.2063405) with key `(seed, index)`: token `t` uses its `t`-th
-    number whatever else is in the batch."""
+    """Counter-based generator (Philox, SC'11, doi:10.1145/2063384.2063405) with key `(seed, index)`. Token `t` uses the
+    `t`-th number, so sampling is independent of the rest of the batch."""
     slot: int = -1
-    """Where its tokens are recorded while it runs; -1 before and after."""
+    """Slot of its tokens in `Batch` while it runs; -1 before and after."""
     routed_experts: list[RoutedExperts] = field(default_factory=list)
-    """Of its tokens from the prompt's first on, in pieces `[tokens, M, K]`, where they are asked for."""
+    """Experts of its tokens from the first prompt token on, in chunks `[tokens, M, K]`; empty if not requested."""
     output: CompletionOutput | None = None
 
     @property
     def params(self) -> SamplingParams:
-        """Of its request."""
+        """Sampling parameters of its request."""
         return self.request.request.params
 
     def note_experts(self, computed: RoutedExperts | None) -> None:
-        """Of its tokens from the first on; those that were computed before under other weights keep theirs, under which
-        what follows them was drawn."""
+        """Append the experts of tokens that have none yet; `computed` begins at the first prompt token.
+
+        Tokens computed earlier under other weights keep the experts with which the following tokens were sampled.
+        """
         if computed is not None and self.request.request.routed_experts:
             self.routed_experts.append(computed[sum(map(len, self.routed_experts)) :])
 
     def computed_experts(self, num_drawn: int) -> RoutedExperts | None:
-        """Of all its tokens but the last of `num_drawn`; None where they are not asked for, or nothing was computed."""
+        """Experts of the prompt tokens and all but the last of `num_drawn` generated tokens.
+
+        None if they were not requested or no token was computed.
+        """
         if not self.routed_experts:
             return None
         return np.concatenate(self.routed_experts)[: len(self.request.request.prompt_ids) + num_drawn - 1]
@@ -52,13 +57,13 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class RunningRequest:
-    """A request from its arrival to its completion."""
+    """A request from arrival to completion, with one `Sequence` for each of its `n` outputs."""
 
     request: GenerateRequest
     order: tuple[int, int]
-    """Priority and arrival: lower is served first."""
+    """`(priority, arrival number)`: lower is scheduled first."""
     end_ids: tuple[int, ...]
-    """Ids that end an output."""
+    """Token ids that end an output."""
     stops: StopStrings | None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: Floats | None = None
@@ -73,7 +78,7 @@ class RunningRequest:
         stops: StopStrings | None,
         seed: int,
     ) -> RunningRequest:
-        """With its `n` outputs to come."""
+        """Create the request with its `n` sequences, each with a generator seeded by `(seed, index)`."""
         made = cls(request, order, end_ids, stops)
         key = seed % 2**64
         made.sequences = [
@@ -84,11 +89,11 @@ class RunningRequest:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to compute."""
+        """True if the request failed or all its sequences have outputs."""
         return self.error is not None or all(each.output is not None for each in self.sequences)
 
     def completion(self) -> Completion:
-        """The answer; every sequence has its output."""
+        """Completion of the request. Call only if every sequence has its output."""
         outputs = tuple(each.output for each in self.sequences if each.output is not None)
         return Completion(id=self.request.id, outputs=outputs, prompt_logprobs=self.prompt_logprobs)
 
@@ -101,7 +106,7 @@ def make_output(
     stop: str | int | None = None,
     routed_experts: RoutedExperts | None = None,
 ) -> CompletionOutput:
-    """An output that owns its arrays."""
+    """Completion output that owns copies of the arrays."""
     return CompletionOutput(
         token_ids=tokens.astype(np.int64),
         logprobs=logprobs.astype(np.float32),

@@ -1,4 +1,4 @@
-"""Finds stop strings in the text of a response while it grows, token by token."""
+"""Detection of stop strings in a response during token-by-token generation."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
-"""What tokenizers write for bytes that are no whole character yet."""
+"""Replacement character, which tokenizers return for bytes that do not form a complete character yet."""
 
 
 class StopStrings:
-    """The stop strings of one set, for one tokenizer. Shared by all requests with that set."""
+    """One set of stop strings for one tokenizer; shared by all requests with the same set."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.strings = tuple(strings)
         self._tokenizer = tokenizer
         self._last = frozenset(string[-1] for string in strings)
-        # A token holds at least one byte, so a match lies within as many tokens as it has bytes. Decoders treat the
-        # first tokens of a text specially (a leading blank, a cut character): some more keep the match clear of them.
+        # A token has at least one byte, so a match spans at most as many tokens as it has bytes. Tokenizers decode the
+        # first tokens of a text specially (a leading space, a truncated character): 8 more tokens cover that.
         self._window = max(len(string.encode()) for string in strings) + 8
         self._may_complete: dict[int, bool] = {}
 
     def found(self, tokens: Sequence[int]) -> str | None:
-        """The stop string that the last of `tokens` (a whole response so far) completed, the earliest in the text."""
+        """Stop string that the last of `tokens` completes; None if there is none.
+
+        `tokens` is the whole response so far. If several stop strings match, returns the earliest in the text.
+        """
         last = int(tokens[-1])
         possible = self._may_complete.get(last)
         if possible is None:
@@ -38,8 +41,10 @@ class StopStrings:
         return min(hits)[2] if hits else None
 
     def _can_complete(self, token: int) -> bool:
-        """Whether the text of `token` could end a stop string. Decoded twice over, as its first place in a text may
-        lose a blank."""
+        """True if the text of `token` may end a stop string.
+
+        Decodes the token twice in a row, because tokenizers may strip the leading space of the first token.
+        """
         text = self._decode([token, token])
         return not text or INCOMPLETE in text or any(character in text for character in self._last)
 

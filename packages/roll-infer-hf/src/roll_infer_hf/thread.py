@@ -1,4 +1,4 @@
-"""The thread on which the embedded engine computes."""
+"""Single-thread executor of the embedded engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class EngineThread(Executor):
-    """Runs functions one after the other, on one thread. Unlike that of a `ThreadPoolExecutor` it is a daemon: where it
-    hangs the process can still end."""
+    """Executor that runs functions one after the other on one daemon thread.
+
+    Unlike the threads of a `ThreadPoolExecutor`, a daemon thread that hangs does not prevent the process from exiting.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -41,6 +43,6 @@ class EngineThread(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # whatever it is, the caller learns it
+                except BaseException as error:  # every error is raised to the caller
                     future.set_exception(error)
             del asked, future, work

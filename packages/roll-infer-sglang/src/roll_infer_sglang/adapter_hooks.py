@@ -1,9 +1,9 @@
-"""What SGLang does otherwise while it serves a trained adapter, through SGLang's registry of hooks.
+"""Hooks in SGLang's hook registry that change how it serves a trained LoRA adapter.
 
-* It would put an adapter where it computes when a request first asks for it; here that is done as soon as it is loaded,
-  so that a receipt speaks of what computes.
-* OpenAI's routes would answer with the model beneath where a request names no adapter (`model:adapter`); here that is
-  the adapter, and the model beneath has a name of its own.
+* SGLang copies an adapter into its compute buffers when a request first uses it. The hook does so as soon as the
+  adapter is loaded. So the digests of a weight receipt describe the tensors that compute.
+* OpenAI-compatible routes use the base model if a request names no adapter (`model:adapter`). With the hook they use
+  the adapter, and the base model has its own name.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ import os
 from typing import Any
 
 ADAPTER = "ROLL_SGLANG_ADAPTER"
-"""Variable of our servers' processes: the name of the adapter that they serve."""
+"""Environment variable of our server processes: the name of the adapter that they serve."""
 AFTER_LOADING = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter"
-"""What `put_in_place` follows, in the processes that hold weights."""
+"""SGLang method after which the hook `put_in_place` runs, in the processes that hold weights."""
 AFTER_NAMING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path"
-"""What `name_adapter` follows, in the server's own process."""
+"""SGLang method after which the hook `name_adapter` runs, in the server process."""
 
 
 def put_in_place(result: Any, manager: Any, adapter: Any) -> Any:
-    """Nothing runs; so nobody's adapter is put out."""
+    """Copy a newly loaded adapter into the compute buffers and store its slot in the model.
+
+    No request is running, so no adapter in use is evicted. Returns a failed result if copying fails.
+    """
     from roll_infer_sglang.held_adapter import SLOT
 
     if not result.success:
         return result
     try:
         manager.fetch_new_loras({adapter.lora_id})
-    except Exception as error:  # the worker raises it; raised here it would end the engine
+    except Exception as error:  # the worker raises it; an exception here would end the engine
         manager.unload_lora_adapter(adapter)
         return manager.create_lora_update_result(success=False, error_message=f"{type(error).__name__}: {error}")
     setattr(manager.base_model, SLOT, manager.memory_pool.get_buffer_id(adapter.lora_id))
@@ -35,11 +38,11 @@ def put_in_place(result: Any, manager: Any, adapter: Any) -> Any:
 
 
 def name_adapter(result: Any, serving: Any, model: str, given: Any) -> Any:
-    """The adapter that answers a request for `model`; what the request itself has named stands."""
+    """Adapter for a request for `model`, unless the request names an adapter or the base model."""
     name = os.environ[ADAPTER]
     return name if result is None and model != beneath(name) else result
 
 
 def beneath(role: str) -> str:
-    """What the model beneath the adapter of a role is called."""
+    """Name of the base model of a role that serves an adapter."""
     return f"{role}-base"

@@ -1,8 +1,8 @@
-"""A trained adapter on its way into the engine: as peft stores it, in the place of the one before.
+"""Weight updates of LoRA adapters: written in PEFT's format; the new adapter replaces the previous one.
 
     publish:  A, B of each layer --> a folder in memory --> /unload_…, /load_lora_adapter --> read back, digested
 
-The model beneath stays as it was started. Requests name the adapter, so that nobody is answered without it.
+The base model keeps its initial weights. Every request names the adapter, so all responses use it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from roll_modeling.buckets import Incoming
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""For which there is room: what SGLang has, and can be read back from."""
+"""Layers that adapters may target: SGLang supports them and their buffers can be read back."""
 MEMORY = Path("/dev/shm")
 
 
 def adapter_arguments(lora: LoraSpec, device: str) -> Mapping[str, Any]:
-    """Of an engine for this adapter, beside requests to the model beneath. `enable_lora` is the user's."""
+    """Server arguments for serving this adapter and the base model. `enable_lora` comes from the user's config."""
     return {
         "max_lora_rank": lora.rank,
         "lora_target_modules": list(LAYERS),
@@ -46,17 +46,17 @@ def adapter_arguments(lora: LoraSpec, device: str) -> Mapping[str, Any]:
 
 
 class AdapterWeights(Published):
-    """One adapter, in its place."""
+    """Loader that replaces the single LoRA adapter."""
 
     def __init__(self, transfer: Transfer, server: Server, who: str, name: str, lora: LoraSpec) -> None:
-        """Requests get the adapter under `name`."""
+        """`name` is the adapter's name in requests."""
         self._transfer, self._server, self._who, self._name = transfer, server, who, name
         self._rank = lora.rank
         memory = MEMORY if MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="roll-sglang-adapter-", dir=memory))
         self._is_loaded = False
         self._partners: dict[str, list[int]] = {}
-        """Shapes of what SGLang wants beside what is announced."""
+        """Shapes, by name, of tensors that SGLang needs in addition to those of the manifest."""
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
@@ -90,7 +90,7 @@ class AdapterWeights(Published):
         self._transfer.close()
 
     def _write(self, incoming: Incoming) -> None:
-        """Where a layer of a fused module has no adapter, one that changes nothing."""
+        """Write the adapter; adds zero tensors for parts of fused modules that have no adapter."""
         tensors = collected(incoming)
         some = next(iter(tensors.values()))
         tensors |= {name: some.new_zeros(shape) for name, shape in self._partners.items()}

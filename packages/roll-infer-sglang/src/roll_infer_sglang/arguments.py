@@ -1,7 +1,7 @@
-"""The arguments of SGLang's engine (`ServerArgs`), as the supported versions have them.
+"""Engine arguments (`ServerArgs`) of the supported SGLang versions.
 
-Kept here so that `roll-core check` knows them without SGLang, which takes long to import and may be installed only
-where the role runs. A test compares them with the installed engine's own, and so does every start.
+Listed here so that `roll-core check` works without SGLang, which takes long to import and may be installed only where
+the role runs. A test and every server start compare them with the arguments of the installed SGLang.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _REASONS: dict[str, str] = {
     """,
 }
 DECIDED_ELSEWHERE: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Arguments that `strategy_config` does not take, each with what its error says behind the name."""
+"""Arguments that `strategy_config` rejects, each with the reason that follows its name in the error message."""
 
 _PASSED_ON = """
     allowed_media_domains asr_max_buffer_seconds asr_max_concurrent_sessions batch_notify_size bf16_gemm_backend
@@ -178,4 +178,4 @@ _PASSED_ON = """
     weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
 """
 PASSED_ON: tuple[str, ...] = tuple(_PASSED_ON.split())
-"""Arguments that go to SGLang as they are, and that SGLang judges."""
+"""Arguments passed to SGLang unchanged, which SGLang validates."""

@@ -1,4 +1,4 @@
-"""`strategy_config` of `sglang`: the engine's own arguments under their own names, but for those that others decide."""
+"""`strategy_config` of `sglang`: SGLang's engine arguments by their own names, except those that ROLL sets itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
 from roll_modeling.architectures import check_engine, has_experts, package_folder
 
 OUR_PLUGIN = "roll_infer_sglang."
-"""Beginning of the module of our entry point among SGLang's plugins."""
+"""Module prefix of our entry point among SGLang's plugins."""
 OURS = ("bucket_mib", "sleep_level")
-"""What SGLang is not told."""
+"""Keys that belong to ROLL and are not passed to SGLang."""
 NO_PUBLISHED_EXPERTS = (
     "mixtures of experts are not supported: what SGLang holds of its experts cannot be read back, so the first publish"
     " would be refused"
@@ -34,53 +34,56 @@ else:
         __base__=StrategyConfig,
         **dict.fromkeys((*PASSED_ON, *DECIDED_ELSEWHERE), (Any, None)),
     )
-    """Each argument that SGLang has, so that an unknown one is refused with the nearest name; SGLang judges the
-    values."""
+    """All engine arguments of SGLang, so that unknown ones are rejected with the nearest name. SGLang validates values.
+    """
 
 
 class SglangConfig(_EngineKeys):
-    """What is not given is left to SGLang, where nothing else is said."""
+    """`strategy_config` of `sglang`. Keys that are not set keep SGLang's defaults unless stated otherwise."""
 
     tp_size: PositiveInt | None = None
-    """Slots over which each layer is spread; as many as a worker has (`num_gpus_per_worker`) where not given."""
+    """Tensor parallel size: number of slots over which each layer is sharded. Default: the worker's slots
+    (`num_gpus_per_worker`)."""
     mem_fraction_static: float = Field(default=0.8, gt=0, lt=1)
-    """Share of the device's free memory for weights and cache. On a CPU: of the host's."""
+    """Fraction of the device's free memory for weights and KV cache. On a CPU: of host memory."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens whose keys and values the cache holds, where that is less than `mem_fraction_static` allows; on a CPU
-    65,536 where not given."""
+    """Maximum number of tokens in the KV cache; `mem_fraction_static` may limit it further. Default on a CPU: 65,536.
+    """
     context_length: PositiveInt | None = None
-    """Longest sequence, prompt and response; the model's own limit where not given."""
+    """Maximum sequence length, prompt plus response, in tokens. Default: the model's own limit."""
     max_running_requests: PositiveInt | None = None
-    """Sequences that are decoded together; further ones wait."""
+    """Maximum number of sequences that are decoded in one batch; further sequences wait."""
     chunked_prefill_size: int | None = None
-    """Tokens of prompts computed in one step, longer ones in pieces; -1 computes each at once."""
+    """Maximum number of prompt tokens prefilled in one step; longer prompts are prefilled in chunks. -1 disables
+    chunking."""
     page_size: PositiveInt | None = None
-    """Tokens of a page of the cache."""
+    """Number of tokens per page of the KV cache."""
     disable_radix_cache: bool = False
-    """Compute equal beginnings of prompts anew. The cache is dropped with every weight update."""
+    """Disable the radix cache, which shares the prefill of common prompt prefixes. Each weight update clears it."""
     attention_backend: str | None = None
-    """Kernels of attention."""
+    """Attention kernels."""
     disable_cuda_graph: bool | None = None
-    """Launch kernels one by one."""
+    """Disable CUDA graphs."""
     load_format: str = "auto"
-    """How the model's files are read at the start; `dummy` draws random weights instead, which the first publish
+    """How to load the model's files at the start. `dummy` initializes random weights, which the first weight update
     replaces."""
     schedule_policy: str = "fcfs"
-    """Who is served first where not all can be, among requests of equal priority."""
+    """Order in which waiting requests of equal priority are scheduled."""
     enable_priority_scheduling: bool = True
-    """Heed the requests' priorities; none is interrupted for a more urgent one."""
+    """Schedule waiting requests by priority. Running requests are not preempted by requests of higher priority."""
     host: str = "127.0.0.1"
-    """Address at which the server listens, OpenAI's routes (`/v1`) among others. Whoever reaches it can draw from the
-    model; weights and other requests are out of reach without the worker's key."""
+    """Address at which the server listens, including the OpenAI-compatible routes (`/v1`). All clients that can connect
+    can generate. Updating weights and aborting requests of others need the worker's key."""
     enable_lora: bool = False
-    """Serve the adapter that the role behind this one trains, as it is: a publish brings A and B alone, and the model
-    beneath is that of the start. Where false, weights come merged."""
+    """Serve the trained LoRA adapter on top of the initial base model; a weight update sends only A and B. If false, a
+    weight update sends merged weights."""
     sleep_level: Literal[0, 1, 2] = 1
-    """What is given back while others use the slots: 1, keys and values, and weights to the host; 2, weights
-    altogether, which the next publish brings anyway; 0, nothing. On a CPU keys and values go, and weights stay."""
+    """What the engine releases while other roles use the slots. 0: nothing. 1: the KV cache, and weights are offloaded
+    to the host. 2: the KV cache and the weights, which the next weight update sends anyway. On a CPU the engine
+    releases only the KV cache."""
     bucket_mib: PositiveInt = 64
-    """Of published weights that are on their way into the engine's processes at a time; a larger tensor travels
-    alone."""
+    """Size in MiB of the buckets in which a weight update is sent to the engine processes. A larger tensor gets its own
+    bucket."""
 
     @model_validator(mode="after")
     def _refuse_what_others_decide(self) -> SglangConfig:
@@ -102,20 +105,20 @@ class SglangConfig(_EngineKeys):
             raise ValueError(f"enable_lora: {problem}")
 
     def serves_adapters(self) -> bool:
-        """`enable_lora`."""
+        """True if `enable_lora` is set."""
         return self.enable_lora
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for a mixture of experts, unless only its adapters are published."""
+        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
         if not self.enable_lora and has_experts(keys):
             raise ValueError(NO_PUBLISHED_EXPERTS)
 
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        """SGLang implements it, or can run the module of transformers."""
+        """Raise `ValueError` unless SGLang implements the architecture or can run its transformers module."""
         check_engine(keys, _architectures(), "SGLang")
 
     def check_lengths(self, prompt: int, response: int) -> None:
-        """`context_length`."""
+        """Raise `ValueError` if prompt plus response exceeds `context_length`."""
         if self.context_length is not None and self.context_length < prompt + response:
             raise ValueError(
                 f"context_length {self.context_length} is less than a prompt of {prompt} and a response of {response}"
@@ -123,19 +126,21 @@ class SglangConfig(_EngineKeys):
             )
 
     def slots_per_worker(self) -> int | None:
-        """As many as the model is spread over; as the role says where this is not given."""
+        """Number of slots per worker: `tp_size`; None if it is not set and the role decides."""
         return self.tp_size
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What goes to SGLang as it is: what was given, and what has a value by default."""
+        """Engine arguments passed to SGLang: keys that are set or have a default other than None."""
         found = {name: getattr(self, name) for name in type(self).model_fields if name not in OURS}
         return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}
 
 
 @lru_cache
 def _architectures() -> frozenset[str]:
-    """What SGLang's models name as their `EntryClass`, at the end of each file; empty if it is not known, or if another
-    package adds to it."""
+    """Architectures of SGLang, read from `EntryClass` at the end of each model file.
+
+    Empty if SGLang is not installed or if another package may add architectures.
+    """
     folder = package_folder("sglang")
     others = [each for each in entry_points(group="sglang.srt.plugins") if not each.module.startswith(OUR_PLUGIN)]
     if folder is None or others or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):

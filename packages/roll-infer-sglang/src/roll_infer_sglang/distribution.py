@@ -1,4 +1,4 @@
-"""Which tokens are kept, and which of them a seed chooses: on tensors, wherever they are.
+"""Filters (top-k, top-p, min-p) and seeded sampling, on tensors of any device.
 
 B requests of a batch    V tokens of the vocabulary
 """
@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GAMMA, MIX_A, MIX_B = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""SplitMix64's constants (Steele, Lea, Flood, 2014), as signed numbers: torch multiplies these modulo 2**64."""
+"""Constants of SplitMix64 (Steele, Lea, Flood, 2014) as signed integers; torch multiplies int64 modulo 2**64."""
 
 
 def kept(probs_BV: Tensor, top_ks_B: Tensor, top_ps_B: Tensor, min_ps_B: Tensor) -> Tensor:
-    """The probabilities, with 0 for what top-k, then top-p of what is left, then min-p cut; their sum may be any."""
+    """Probabilities `[B, V]` after top-k, then top-p of the remaining mass, then min-p; removed tokens have 0.
+
+    The result is not renormalized.
+    """
     falling, order = probs_BV.sort(dim=-1, descending=True, stable=True)
     falling = falling.double()
     ranks = torch.arange(falling.shape[-1], device=falling.device)
@@ -29,14 +32,15 @@ def kept(probs_BV: Tensor, top_ks_B: Tensor, top_ps_B: Tensor, min_ps_B: Tensor)
 
 
 def seeded_choice(weights_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """`[B]` tokens, drawn with these weights, that depend on weights, seed and position alone."""
-    # Of exponential variables with these rates, each is the smallest with the probability of its share.
+    """Tokens `[B]` sampled in proportion to the weights; the result depends only on weights, seed and position."""
+    # Exponential race: of exponential variables with these rates, each is the minimum with probability proportional to
+    # its rate.
     chances = uniform(seeds_B, positions_B, weights_BV.shape[-1])
     return (weights_BV.double() / -chances.log()).argmax(dim=-1)
 
 
 def uniform(seeds_B: Tensor, positions_B: Tensor, num: int) -> Tensor:
-    """`[B, num]` numbers between 0 and 1, without their ends, that depend on seed, position and column alone."""
+    """Uniform numbers `[B, num]` in the open interval (0, 1); they depend only on seed, position and column."""
     columns = torch.arange(1, num + 1, device=seeds_B.device, dtype=torch.int64)
     keys_B = _mix(_mix(seeds_B) + positions_B.to(torch.int64) * GAMMA)
     bits = _shifted(_mix(keys_B[:, None] + columns * GAMMA), 12)
@@ -50,5 +54,5 @@ def _mix(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left as of an unsigned number."""
+    """Logical right shift: fills with zeros, as for an unsigned integer."""
     return (values >> by) & ((1 << (64 - by)) - 1)

@@ -1,4 +1,4 @@
-"""One output of a request on its way: what is drawn of it, over interruptions, and whether that is its end."""
+"""State of one running output: its tokens across interruptions, and detection of its end."""
 
 from __future__ import annotations
 
@@ -18,48 +18,51 @@ if TYPE_CHECKING:
     from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts
 
     End = tuple[int, FinishReason, str | int | None]
-    """Of an output: how many tokens it has, why it ended, and by which stop."""
+    """End of an output: number of tokens, finish reason, and the stop string or end token."""
 
 
 @dataclass(slots=True, eq=False)
 class Draw:
-    """Lives as long as the call of `generate`."""
+    """One output of a running request; exists during the call of `generate`."""
 
     request: GenerateRequest
     index: int
     answer: asyncio.Future[dict[str, Any] | None]
-    """SGLang's last word on what was asked last; None where it was hung up on before it had one."""
+    """SGLang's final response to the last submission; None if the connection was closed before."""
     turn: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it may enter, and once it is aborted."""
+    """Set while the output may be submitted, and once it is aborted."""
     name: str = ""
-    """Under which SGLang knows what was asked last; no other begins so."""
+    """Request id of the last submission in SGLang; not a prefix of any other id."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: Floats | None = None
     routed_experts: RoutedExperts | None = None
-    """Of the prompt's tokens and of those drawn, but the last."""
+    """`[tokens, M, K]` experts of the prompt tokens and all but the last generated token; None if not returned."""
     entered: int = 0
-    """How many of them were there when it entered last."""
+    """Number of generated tokens at the last submission."""
     outcome: CompletionOutput | None = None
-    """Once it has ended."""
+    """Final output; None while it is running."""
     asked: bool = False
-    """Whether `answer` is on its way, or was."""
+    """True once the output was submitted to SGLang."""
     aborted: bool = False
-    """By who asked for it; an update interrupts too."""
+    """True if the caller aborted it. Interruptions by weight updates do not set this."""
 
     @property
     def prompt(self) -> list[int]:
-        """All that is there."""
+        """Token ids of the prompt followed by the generated tokens."""
         return [*self.request.prompt_ids.tolist(), *self.tokens]
 
     def take(self, said: Mapping[str, Any]) -> None:
-        """Add what SGLang has drawn since it spoke last. Tokens and logprobs are of that alone, counts and versions of
-        all that it has drawn since the draw entered."""
+        """Append the tokens of a partial output `said`.
+
+        Its tokens and logprobs are deltas since the previous one. Its counts and weight versions cover all tokens since
+        the last submission.
+        """
         meta = said["meta_info"]
         if self.request.prompt_logprobs and self.index == 0 and meta.get("input_token_logprobs"):
             self.prompt_logprobs = logprobs_of(meta["input_token_logprobs"])
-        # The abort of one that waits, drawn in part, says its last tokens once more.
+        # The abort of a waiting, partly generated request repeats its last tokens.
         num = meta.get("completion_tokens", 0) - (len(self.tokens) - self.entered)
         if num > 0:
             self.tokens += said["output_ids"][:num]
@@ -70,17 +73,17 @@ class Draw:
             self.versions[start:end] = [int(span["version"])] * (end - start)
 
     def note_experts(self, told: RoutedExperts | None) -> None:
-        """Of all tokens that are there. Those that were computed before an interruption keep theirs."""
+        """Store the routed experts of all tokens; tokens computed before an interruption keep their experts."""
         if told is None:
             return
         known = self.routed_experts
         self.routed_experts = told if known is None else np.concatenate([known, told[len(known) :]])
 
     def end(self, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> End | None:
-        """Where what is drawn ends; None if it does not. `decode` is needed for stop strings.
+        """End of the output in its tokens so far; None if it has not ended. `decode` is needed for stop strings.
 
-        SGLang looks for stop strings among as many tokens as it would write them with, and not at all at a token that
-        was drawn while the request was interrupted.
+        Needed because SGLang can miss stop strings. It searches only as many last tokens as its own encoding of the
+        stop string has. It does not search at a token that is sampled while the request is interrupted.
         """
         params = self.request.params
         found: list[End] = []
@@ -96,7 +99,7 @@ class Draw:
         return min(found, key=lambda each: each[0], default=None)
 
     def output(self, num: int, reason: FinishReason, stop: str | int | None) -> CompletionOutput:
-        """The first `num` tokens, as the contract has them."""
+        """Completion output with the first `num` tokens."""
         experts = self.routed_experts
         return CompletionOutput(
             token_ids=np.asarray(self.tokens[:num], np.int64),
@@ -109,7 +112,7 @@ class Draw:
 
 
 def _stop_strings(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> list[End]:
-    """The end by the first stop string to be complete."""
+    """End by the stop string that is completed first, as a list of at most one element."""
     text = decode(tokens)
     if not any(stop in text for stop in stops):
         return []

@@ -1,4 +1,4 @@
-"""Environment variables of the server's processes, by platform, each with its reason. What the user set wins."""
+"""Environment variables of the server processes, by platform, each with its reason. The user's values have priority."""
 
 from __future__ import annotations
 
@@ -13,42 +13,47 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Of each of the engine's processes."""
+"""Variable with the CPU cores of each engine process."""
 SYSTEM = Path("/sys/devices/system")
 
 
 def engine_environment(
     device: str, present: Mapping[str, str], *, num_threads: int, num_slots: int, rank: int = 0
 ) -> dict[str, str]:
-    """What to set beside `present` for an engine on `num_slots` slots of the kind of `device`, with `num_threads` for
-    them all; `rank` is its worker's."""
+    """Variables to set in addition to `present`, for an engine on `num_slots` slots of the type of `device`.
+
+    `num_threads` is the number of CPU threads for all slots together (0: not set). `rank` is the rank of the worker.
+    """
     wanted = {
-        # SGLang keeps some tokens of each sequence back, so it is told a longer limit than the model's; ours is the
-        # model's.
+        # SGLang reserves some tokens of its context length, so we pass a longer one than the model's. We enforce the
+        # model's limit ourselves.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if device == "cpu":
-        wanted["SGLANG_USE_CPU_ENGINE"] = "1"  # it would look for another device
-        wanted[INSISTED_ON] = "pytorch"  # SGLang 0.5.20 overrules `sampling_backend` there
+        wanted["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise SGLang looks for an accelerator
+        wanted[INSISTED_ON] = "pytorch"  # SGLang 0.5.20 ignores `sampling_backend` on a CPU
         wanted[HOST_CACHE] = "1"
         if num_slots > num_numa_nodes():
-            # SGLang gives each process a NUMA node, and does not start where there are fewer.
+            # SGLang assigns a NUMA node to each process, and does not start if there are too few.
             wanted[CORES] = cores_of_slots(usable_cores(), num_slots, num_threads, rank)
     found = {name: value for name, value in wanted.items() if name not in present}
     if device == "cpu" and num_threads:
-        # Whatever the worker's own number is: that one is for all its slots.
+        # Overrides the worker's own value, which counts the threads of all its slots.
         found["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
     options = [each for each in present.get(ALLOCATOR, "").split(",") if each]
     kept = [each for each in options if not each.startswith("expandable_segments")]
     if device.startswith("cuda") and kept != options:
-        # SGLang's own memory pools and segments that grow exclude each other.
+        # SGLang's memory pools are incompatible with expandable segments.
         found[ALLOCATOR] = ",".join(kept)
     return found
 
 
 def cores_of_slots(cores: Sequence[int], num_slots: int, num_threads: int, rank: int) -> str:
-    """As SGLang reads it: to each slot as many cores as it has threads, after those of the workers before; from the
-    first one again where there are too few. `num_threads` are for all slots, 0 for one on each core."""
+    """Cores of each slot in SGLang's format, such as `0,1|2,3`: as many cores per slot as it has threads.
+
+    Workers get consecutive cores by `rank`, starting again at the first core if there are too few. `num_threads` is the
+    number of threads for all slots; 0 means one per core.
+    """
     each = max(1, (num_threads or len(cores)) // num_slots)
     first = rank * num_slots
     slots = (range((first + slot) * each, (first + slot + 1) * each) for slot in range(num_slots))
@@ -56,18 +61,18 @@ def cores_of_slots(cores: Sequence[int], num_slots: int, num_threads: int, rank:
 
 
 def num_numa_nodes(system: Path = SYSTEM) -> int:
-    """Of this host; 1 where the system does not tell."""
+    """Number of NUMA nodes of this host; 1 if the system does not report it."""
     return len(list(system.glob("node/node[0-9]*"))) or 1
 
 
 def usable_cores(system: Path = SYSTEM) -> list[int]:
-    """By the number of the first of each core's hardware threads, of those that this process may use."""
+    """CPU cores that this process may use, each as the number of its first usable hardware thread."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return [each for each in allowed if each == min(_siblings(each, system) & set(allowed))]
 
 
 def _siblings(cpu: int, system: Path) -> set[int]:
-    """Hardware threads of the same core, as `0,64` or `0-1`."""
+    """Numbers of all hardware threads of the core of `cpu`; the system file lists them as `0,64` or `0-1`."""
     file = system / f"cpu/cpu{cpu}/topology/thread_siblings_list"
     if not file.exists():
         return {cpu}

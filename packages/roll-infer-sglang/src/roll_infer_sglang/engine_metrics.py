@@ -1,4 +1,4 @@
-"""What SGLang says of its requests and its load, summed up between two looks."""
+"""Engine metrics accumulated from SGLang's responses and its load endpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from roll_infer_sglang.server import Server
 
 LOOK_S = 0.5
-"""Between two looks at the load."""
+"""Seconds between two queries of the load."""
 COUNTED = {
     "prompt_tokens": "prompt_tokens",
     "generated_tokens": "completion_tokens",
@@ -23,46 +23,46 @@ COUNTED = {
     "prefix_cache_hits": "cached_tokens",
     "preemptions": "num_retractions",
 }
-"""Our names, and SGLang's, of what each answer counts."""
+"""Counters in each response's `meta_info`: our name to SGLang's name."""
 LEVELS = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "kv_cache_usage": "token_usage"}
-"""Of how things stood when they were looked at."""
+"""Gauges of the load endpoint: our name to SGLang's name."""
 _JOINED: tuple[MetricKind, ...] = ("mean", "max")
 KINDS: Mapping[str, MetricKind] = MappingProxyType({f"{name}/{kind}": kind for name in LEVELS for kind in _JOINED})
 
 
 class EngineMetrics:
-    """Counters of answered requests, and the load as it was seen now and then."""
+    """Counters of finished requests, and mean and maximum of the sampled load."""
 
     def __init__(self) -> None:
         self._clear()
 
     def note(self, meta: Mapping[str, Any]) -> None:
-        """What SGLang says of a request that is done, or was interrupted."""
+        """Add the counters of a request that finished or was interrupted; `meta` is its `meta_info`."""
         for ours, theirs in COUNTED.items():
             self._counted[ours] += meta.get(theirs) or 0
-        self._counted["prompt_tokens"] -= meta.get("cached_tokens") or 0  # those were not computed
+        self._counted["prompt_tokens"] -= meta.get("cached_tokens") or 0  # cached tokens were not computed
 
     async def watch(self, server: Server, busy: Callable[[], bool]) -> None:
-        """Look at the load while requests run, until the server is gone."""
+        """Sample the load every `LOOK_S` seconds while requests run (`busy`); returns when the server is gone."""
         while True:
             await asyncio.sleep(LOOK_S)
             if not busy():
                 continue
             try:
                 found = await server.ask("/v1/loads?include=core")
-            except ServerError:  # the requests themselves say it
+            except ServerError:  # the requests raise it too
                 return
             self.look({name: sum(each[theirs] for each in found["loads"]) for name, theirs in LEVELS.items()})
 
     def look(self, levels: Mapping[str, float]) -> None:
-        """How things stand."""
+        """Add one sample of the load, by our names."""
         self._num_looks += 1
         for name, value in levels.items():
             self._sums[name] += value
             self._most[name] = max(self._most[name], value)
 
     def take(self) -> Mapping[str, float]:
-        """What happened since the last call; zeros where nothing did."""
+        """Metrics by name since the last call, 0 if nothing happened; resets them."""
         found = dict(self._counted)
         for name in LEVELS:
             found[f"{name}/mean"] = self._sums[name] / max(self._num_looks, 1)

@@ -1,8 +1,8 @@
-"""The weights that an engine's process holds, read back under their Hugging Face names.
+"""Read-back of the weights loaded in an engine process, by Hugging Face names.
 
-SGLang holds some of them otherwise than they were sent: queries, keys and values in one matrix, gates and ups in
-another; with tensor parallelism a share of the rows or columns; embeddings with rows added at their end. Slicing and
-gathering undo all of it.
+SGLang stores some weights in another form than they were sent: query, key and value projections fused in one matrix,
+gate and up projections in another; with tensor parallelism sharded by rows or columns; embeddings padded with rows at
+the end. Slicing and an all-gather undo all of this.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ FUSED = {
     "qkv_proj": (QKVParallelLinear, ("q_proj", "k_proj", "v_proj")),
     "gate_up_proj": (MergedColumnParallelLinear, ("gate_proj", "up_proj")),
 }
-"""Modules of SGLang's, their class, and the Hugging Face modules whose tensors they hold one after the other."""
+"""Fused modules of SGLang: name, class, and the Hugging Face modules whose tensors they concatenate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Where a tensor of the Hugging Face model is."""
+    """Location of a tensor of the Hugging Face model in SGLang's model."""
 
     module: Any
     parameter: str
     """`weight` or `bias`."""
     index: int | None = None
-    """Which of the fused tensors; None where it stands alone."""
+    """Position among the fused tensors; None if the tensor is not fused."""
 
     @property
     def key(self) -> tuple[int, int | None]:
-        """The same for two names of one tensor (tied embeddings)."""
+        """Identity of the tensor: equal for two names of one tensor (tied embeddings)."""
         return id(getattr(self.module, self.parameter)), self.index
 
     @property
     def local(self) -> Tensor:
-        """This process's share."""
+        """This process's shard of the tensor."""
         held: Tensor = getattr(self.module, self.parameter).detach()
         if self.index is not None:
             return torch.split(held, local_sizes(self.module), dim=0)[self.index]
@@ -52,7 +52,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, over all ranks."""
+        """Shape of the full tensor, over all ranks."""
         module, local = self.module, tuple(self.local.shape)
         if isinstance(module, VocabParallelEmbedding):
             return module.org_vocab_size, *local[1:]
@@ -65,11 +65,11 @@ class Part:
 
     @property
     def _replicas(self) -> int:
-        """Ranks that hold the same keys and values."""
+        """Number of ranks that hold the same key and value heads; 1 for other tensors."""
         return int(self.module.num_kv_head_replicas) if isinstance(self.module, QKVParallelLinear) and self.index else 1
 
     def whole(self) -> Tensor:
-        """The whole tensor. With tensor parallelism all ranks ask for the same ones in the same order."""
+        """Full tensor, gathered over ranks. All ranks must call this for the same tensors in the same order."""
         module, local = self.module, self.local.contiguous()
         size = getattr(module, "tp_size", 1)
         if isinstance(module, VocabParallelEmbedding):
@@ -83,7 +83,7 @@ class Part:
 
 
 def locate(model: nn.Module, name: str) -> Part:
-    """The part of this Hugging Face name. Raises `KeyError` where the model has none."""
+    """Location of the tensor of this Hugging Face name. Raises `KeyError` if the model has none."""
     path, _, parameter = name.rpartition(".")
     parent, _, last = path.rpartition(".")
     index = None
@@ -99,7 +99,7 @@ def locate(model: nn.Module, name: str) -> Part:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Everything that an update has to bring, by the name of the parameter, fused tensors one by one."""
+    """All tensors that an update must send, by parameter name; fused tensors one by one."""
     modules = dict(model.named_modules())
     for name, _ in model.named_parameters():
         path, _, parameter = name.rpartition(".")
@@ -112,7 +112,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 
 def find(model: nn.Module, path: str) -> Any:
-    """The module of this path; None where there is none."""
+    """Module at this path; None if there is none."""
     module: Any = model
     for step in path.split(".") if path else ():
         module = getattr(module, step, None)
@@ -122,7 +122,7 @@ def find(model: nn.Module, path: str) -> Any:
 
 
 def local_sizes(module: Any) -> list[int]:
-    """Rows of this process's share of each part of a fused module."""
+    """Number of rows of each part of a fused module in this process's shard."""
     if isinstance(module, QKVParallelLinear):
         return [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
     return [size // module.tp_size for size in module.output_sizes]

@@ -1,7 +1,7 @@
-"""The adapter that an engine's process holds, read back under its Hugging Face names.
+"""Read-back of the adapter loaded in an engine process, by Hugging Face names.
 
-SGLang has one pool for A and one for B of each kind of module, with a slot for each adapter that computes; in a fused
-module's slot its parts stand one after the other, A by rows `[parts · R, I]`, B by outputs `[O of all parts, R]`.
+SGLang has one pool for A and one for B per module type, with a slot for each active adapter. In a slot of a fused
+module the parts are concatenated: A by rows `[parts · R, I]`, B by outputs `[O of all parts, R]`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SLOT = "_roll_adapter_slot"
-"""Attribute of the model: the slot of the adapter that was loaded last."""
+"""Attribute of the model with the slot of the adapter that was loaded last."""
 POOLS = ("A_buffer", "B_buffer"), ("A_buffer_qkv", "B_buffer_qkv")
-"""What SGLang's modules call A's and B's."""
+"""Attribute names of the pools of A and B in SGLang's modules."""
 
 
 def buffer(model: nn.Module, name: str) -> Tensor:
-    """The room of this A `[R, I]` or B `[O, R]`. Raises `KeyError` where there is none."""
+    """Buffer of this A `[R, I]` or B `[O, R]`. Raises `KeyError` if there is none."""
     layer, _, side = name.rpartition(".lora_")
     if f"lora_{side}" not in SIDES:
         raise KeyError(name)
@@ -44,13 +44,16 @@ def buffer(model: nn.Module, name: str) -> Tensor:
 
 
 def held(model: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
-    """What the engine computes with."""
+    """Adapter tensor `name` of this shape, as the engine computes with it."""
     rows, columns = shape
     return buffer(model, name)[:rows, :columns].contiguous()
 
 
 def partners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of what `names` lack of a fused module of which they have some: SGLang takes all or nothing."""
+    """Names and shapes of tensors missing in `names` for fused modules that `names` cover only in part.
+
+    SGLang requires adapters for all parts of a fused module or for none.
+    """
     given = set(names)
     for layer in sorted({name.rpartition(".lora_")[0] for name in given}):
         parent = layer.rpartition(".")[0]
@@ -62,8 +65,10 @@ def partners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, list
 
 
 def _module(model: nn.Module, layer: str) -> tuple[Any, Sequence[str]]:
-    """The module with room for adapters that computes this layer, and all layers that it computes, by the ends of their
-    names; None where there is no such module."""
+    """LoRA module that computes this layer, and the last name components of all layers that it computes.
+
+    The module is None if there is no such module.
+    """
     parent, _, last = layer.rpartition(".")
     for fused, (_, members) in FUSED.items():
         if last in members:

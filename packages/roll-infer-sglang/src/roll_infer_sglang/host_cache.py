@@ -1,7 +1,7 @@
-"""On a CPU: memory of keys and values that SGLang gives back when it is asked to.
+"""Release of the KV cache's memory on a CPU.
 
-SGLang's own means for that (torch_memory_saver) is for CUDA; on a CPU its `release_memory_occupation` drops the cache
-and keeps the memory. Through SGLang's registry of hooks this follows it, in the processes that hold a cache.
+SGLang's own mechanism (torch_memory_saver) supports only CUDA. On a CPU its `release_memory_occupation` clears the
+cache but keeps the memory. A hook in SGLang's hook registry runs after it, in the processes that have a KV cache.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from roll_modeling.host_memory import release_pages
 AFTER = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
 )
-"""What it follows."""
+"""SGLang method after which the hook `release` runs."""
 
 
 def release(result: Any, manager: Any, request: Any) -> None:
-    """Nothing runs, and nobody will read what the cache has."""
+    """Return the KV cache's memory pages to the operating system. No request is running; the content is lost."""
     pool = manager.scheduler.token_to_kv_pool_allocator.get_kvcache()
     for name in ("k_buffer", "v_buffer", "kv_buffer"):
         for each in getattr(pool, name, None) or ():

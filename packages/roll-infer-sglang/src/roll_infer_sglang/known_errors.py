@@ -1,4 +1,4 @@
-"""What ends SGLang's server, and what to do in a run's config."""
+"""Known fatal errors of SGLang's server, with their causes and remedies in a run's config."""
 
 from __future__ import annotations
 

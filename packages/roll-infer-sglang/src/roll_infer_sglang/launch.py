@@ -1,4 +1,4 @@
-"""Starting SGLang's server: its arguments, ours and the user's, its environment, and its model's files."""
+"""Launch of SGLang's server: server arguments, environment variables and model files."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_CACHE_TOKENS = 1 << 16
-"""Of keys and values on a CPU, where nothing else is said: SGLang would take most of the host's memory."""
+"""Default size of the KV cache on a CPU, in tokens; SGLang's own default takes most of the host's memory."""
 SPARE_TOKENS = 8
-"""SGLang keeps so many of its context length back, or fewer."""
+"""Maximum number of tokens of its context length that SGLang reserves."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 UNITS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 UNITS_OF_A_SLOT = 32
-"""On a CPU SGLang fills each slot's share of hidden units up to a multiple of it."""
+"""On a CPU SGLang pads each slot's shard of intermediate units to a multiple of this number."""
 PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A server that runs."""
+    """A running server and its model files."""
 
     server: Server
     files: EngineFiles
     limit: int
-    """Tokens of the longest sequence that it takes."""
+    """Maximum sequence length, in tokens."""
     routing: Routing | None
-    """Where it returns the experts that it chose."""
+    """Expert layout of the model, if the server returns routed experts."""
 
 
 async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> Launched:
-    """Raises `ModelError`, `ConfigError`, and `UnsupportedError` for a dense model that is to tell of its experts."""
+    """Start the server; returns when it is ready.
+
+    Raises `ModelError`, `ConfigError`, and `UnsupportedError` for router replay with a dense model.
+    """
     who = f"{mesh.role} rank {mesh.rank}"
     device = mesh.device.partition(":")[0]
     variables = engine_environment(
@@ -78,8 +81,10 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
 
 
 def check_sizes(text_config: Any, num_slots: int, who: str) -> None:
-    """Raises `ModelError` for a model whose matrices SGLang fills up with zeros on a CPU, so that slots have equal
-    shares: published weights have none."""
+    """Raise `ModelError` for a model whose matrices SGLang would pad with zeros on a CPU to get equal shards.
+
+    Weight updates contain no padding, so they would not fit such a model.
+    """
     divisors = dict.fromkeys(HEADS, num_slots) | dict.fromkeys(UNITS, num_slots * UNITS_OF_A_SLOT)
     for name, divisor in divisors.items():
         size = getattr(text_config, name, None)
@@ -95,7 +100,7 @@ def check_sizes(text_config: Any, num_slots: int, who: str) -> None:
 def server_arguments(
     settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, files: EngineFiles, num_slots: int
 ) -> dict[str, Any]:
-    """The user's, and those that are not the user's. Raises `ModelError`."""
+    """Server arguments: the user's `strategy_config` and those that ROLL sets. Raises `ModelError`."""
     device, _, index = mesh.device.partition(":")
     limit = settings.context_length or files.max_positions
     if limit > files.max_positions:
@@ -115,14 +120,14 @@ def server_arguments(
         "tp_size": num_slots,
         "context_length": limit + SPARE_TOKENS,
         "dtype": DTYPES[model.dtype],
-        "random_seed": mesh.sampling_seed % 2**31,  # of requests without one: a start draws nothing that others share
+        "random_seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
         "device": device,
         "base_gpu_id": int(index or 0),
         "sampling_backend": SAMPLING_BACKEND,
         "sampling_defaults": "openai",  # the role's generating_args decide, not the model's files
         "enable_custom_logit_processor": True,
-        "incremental_streaming_output": True,  # else every piece would hold all before it
+        "incremental_streaming_output": True,  # otherwise each partial output repeats all previous tokens
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
         **({"enable_return_routed_experts": True} if model.router_replay else {}),
@@ -134,7 +139,7 @@ def server_arguments(
 
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
-    """Where model and tokenizer are."""
+    """Server arguments with the paths of model and tokenizer."""
     found: dict[str, Any] = {"model_path": files.model}
     if files.overrides:
         found["json_model_override_args"] = json.dumps(files.overrides)

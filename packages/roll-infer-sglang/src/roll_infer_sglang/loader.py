@@ -1,15 +1,15 @@
-"""SGLang's end of a weight update, in each of the engine's processes.
+"""Receiver of weight updates in each engine process.
 
-SGLang calls `act` (its argument `custom_weight_loader`) with the model and "tensors", of which the only one is empty
-and named by a message of ours. The answer goes into a file, as SGLang's own says only whether something was raised, and
-what is raised here would end the engine.
+SGLang calls `act` (its argument `custom_weight_loader`) with the model and a list of named tensors. The list has one
+empty tensor, whose name is a JSON message of the worker. The result is written to a file, for two reasons: SGLang's own
+response contains no result, and an exception raised here would end the engine.
 
-    compare           names and shapes of a manifest against the model, before anything is touched
-    open              a bucket on the engine's devices, to see whether that works
-    load              one bucket, by the model's own loader: each process takes its part of each tensor
-    digest            of what is held, read back
-    compare adapter   the same for a manifest of an adapter, which SGLang loads by itself,
-    digest adapter    and for what it then holds
+    compare           compare names and shapes of a manifest with the model, before anything changes
+    open              test opening a bucket on the engine's devices
+    load              load one bucket with the model's own loader; each process takes its shard of each tensor
+    digest            digests of the loaded weights, read back
+    compare adapter   compare an adapter's manifest with the model; SGLang loads adapters by itself
+    digest adapter    digests of the loaded adapter, read back
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def act(model: nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """Do what the message says, and answer."""
+    """Run the action of the message and write its result, or the error, to the file of this rank."""
     import torch
 
     message = json.loads(named_tensors[0][0])
@@ -50,17 +50,17 @@ def act(model: nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
 
 
 def compare_announced(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What of the manifest's names and shapes this process has otherwise, does not have, and misses."""
+    """Compare the manifest's names and shapes with this process's model: different, unknown and missing tensors."""
     return compare(message["tensors"], lambda name: locate(model, name), parts(model))
 
 
 def load(model: Any, message: dict[str, Any], rank: int) -> None:
-    """Take in one bucket. When this is answered the bucket may be filled again."""
+    """Load one bucket. The sender may reuse the bucket after this returns."""
     model.load_weights(list(read_bucket(BucketInfo(**message["bucket"]), _device_of(model))))
 
 
 def open_bucket(model: nn.Module, message: dict[str, Any], rank: int) -> str:
-    """Why this process cannot read a bucket on its device, if it cannot."""
+    """Reason why this process cannot open a bucket on its device; empty if it can."""
     return opening_failure(BucketInfo(**message["bucket"]), _device_of(model))
 
 
@@ -69,7 +69,7 @@ def _device_of(model: nn.Module) -> str:
 
 
 def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, str]:
-    """Of these tensors, as the engine computes with them; the first rank answers for all."""
+    """Digests of these tensors, as the engine computes with them. Only rank 0 returns them, of the gathered tensors."""
     found = {}
     for name in message["tensors"]:
         whole = locate(model, name).whole()
@@ -79,7 +79,7 @@ def digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, s
 
 
 def compare_announced_adapter(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What of the manifest's names and shapes this process has no room for, and what SGLang wants beside them."""
+    """Compare an adapter's names and shapes with this process's buffers; lists the `partners` that SGLang needs too."""
     from roll_infer_sglang.held_adapter import buffer, partners
 
     found = compare_adapter(message["tensors"], lambda name: tuple(buffer(model, name).shape))
@@ -89,7 +89,7 @@ def compare_announced_adapter(model: nn.Module, message: dict[str, Any], rank: i
 
 
 def adapter_digests(model: nn.Module, message: dict[str, Any], rank: int) -> dict[str, str]:
-    """Of an adapter's tensors, as the engine computes with them."""
+    """Digests of an adapter's tensors, as the engine computes with them."""
     from roll_infer_sglang.held_adapter import held
 
     return {name: digest(held(model, name, shape)) for name, shape in message["tensors"]}

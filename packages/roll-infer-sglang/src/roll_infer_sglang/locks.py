@@ -1,8 +1,9 @@
-"""What strangers may ask of the server: whoever reaches it and does not have the worker's key.
+"""Access control of the server for clients without the worker's key.
 
-Tokens and text from the model, and how it is. SGLang guards the routes that change weights and no others: it tells its
-arguments, the key among them, to whoever asks, and takes adapters and logit processors from them, which are pickles, so
-code. So here the open routes are counted, and of logit processors only ours is taken.
+Such clients may generate, tokenize, and query health and metrics. By default SGLang protects only the routes that
+change weights. It returns its arguments, including the key, to any client. It also accepts adapters and logit
+processors from any client; logit processors are pickles and thus arbitrary code. Therefore this module opens a fixed
+list of routes without the key, and accepts no logit processor but our own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 OPEN = ("/v1/", "/generate", "/tokenize", "/detokenize", "/model_info", "/ping")
-"""How the paths of open routes begin; besides those about health and metrics, which SGLang always leaves open."""
+"""Path prefixes of routes that need no key; SGLang always leaves its health and metrics routes open too."""
 BEFORE_TAKING = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-"""What `refuse_foreign_code` precedes, in the server's own process."""
+"""SGLang method before which the hook `refuse_foreign_code` runs, in the server process."""
 
 
 def guard_routes(app: FastAPI) -> None:
-    """All others want the worker's key. Called before the server is launched."""
+    """Require the worker's key for all routes that are not in `OPEN`. Call before the server is launched."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     for route in app.routes:
@@ -29,7 +30,7 @@ def guard_routes(app: FastAPI) -> None:
 
 
 def refuse_foreign_code(manager: Any, request: Any, *arguments: Any, **named: Any) -> None:
-    """Raises `ValueError`, which SGLang answers as a mistake in the request."""
+    """Raise `ValueError` for logit processors other than our own; SGLang returns it as a client error."""
     from roll_infer_sglang.sampler import Carrier
 
     given = getattr(request, "custom_logit_processor", None)

@@ -1,4 +1,4 @@
-"""How much memory a slot of the engine SGLang takes: the formulas of docs/plan.md. Light."""
+"""Memory estimate per slot of SGLang, with the formulas of docs/plan.md. Light: imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion
 
 HOST_TOKENS = 65_536
-"""Of the cache on a host where the config says nothing."""
+"""Default size of the KV cache on a CPU, in tokens; the same as `launch.CPU_CACHE_TOKENS`."""
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
-    """Weights, and the cache, all of it from the start. Asleep it gives the cache back, and weights where they are not
-    the host's anyway."""
+    """Memory per slot: weights and the whole KV cache, both allocated at the start.
+
+    During sleep the engine releases the KV cache and, except on a CPU, the weights.
+    """
     config = question.config
     if not isinstance(config, SglangConfig):
         raise TypeError(f"the engine SGLang takes a SglangConfig, not a {type(config).__name__}")
@@ -40,7 +42,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
 
 
 def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: int) -> tuple[int, str]:
-    """What `mem_fraction_static` leaves beside the weights, or less where the tokens are limited."""
+    """Bytes of the KV cache, and the formula: `mem_fraction_static` less the weights, limited by `max_total_tokens`."""
     size, model = DTYPE_BYTES[question.dtype], question.model
     tokens = config.max_total_tokens or (HOST_TOKENS if question.on_host else None)
     of_tokens = None

@@ -1,4 +1,4 @@
-"""A whole model on its way into the engine, bucket by bucket, in place."""
+"""Weight updates of whole models, sent bucket by bucket and loaded in place."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class ModelWeights(Published):
-    """Every tensor of the model."""
+    """Loader that replaces every tensor of the model."""
 
     def __init__(self, transfer: Transfer, who: str, bucket_bytes: int, devices: Sequence[str]) -> None:
-        """`devices` are those of the engine's processes."""
+        """`bucket_bytes` is the bucket size; `devices` are the devices of the engine processes."""
         self._transfer, self._who = transfer, who
         self._writer = BucketWriter(bucket_bytes, devices)
 

@@ -1,4 +1,4 @@
-"""What this package offers. Imports neither torch nor SGLang."""
+"""Plugin hooks of the package: registers the infer strategy `sglang`. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ROLL_HOOK_API = 1
 
 VERSIONS = ">=0.5.20,<0.5.21"
-"""Of SGLang: each release has other arguments and other insides."""
+"""Supported SGLang versions; every release has other arguments and internals."""
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     sleeps=True,
@@ -30,7 +30,7 @@ CAPABILITIES = InferCapabilities(
 
 @hookimpl
 def roll_infer_strategies() -> Iterator[InferProvider]:
-    """The engine, for roles that generate."""
+    """Infer strategy `sglang`."""
     yield InferProvider(
         name="sglang",
         target="roll_infer_sglang.strategy:SglangStrategy",
@@ -45,7 +45,7 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
 
 @hookimpl
 def roll_known_errors() -> Iterator[KnownErrorsProvider]:
-    """What the engine says when it cannot go on."""
+    """Known fatal errors of SGLang, with causes and remedies."""
     yield KnownErrorsProvider(
         name="sglang", target="roll_infer_sglang.known_errors:KNOWN_ERRORS", summary="Errors of SGLang"
     )

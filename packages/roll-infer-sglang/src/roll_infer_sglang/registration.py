@@ -1,4 +1,7 @@
-"""What SGLang calls in each of its processes (entry point `sglang.srt.plugins`), so that it knows our part by name."""
+"""SGLang plugin (entry point `sglang.srt.plugins`): SGLang calls `register` in each process to add our sampler.
+
+`register` also adds our hooks to SGLang's hook registry.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import os
 from roll_infer_sglang.adapter_hooks import ADAPTER, AFTER_LOADING, AFTER_NAMING, name_adapter, put_in_place
 
 SAMPLING_BACKEND = "roll"
-"""Name of the sampler in SGLang's registry; used where an engine asks for it."""
+"""Name of our sampler in SGLang's registry, for the argument `sampling_backend`."""
 INSISTED_ON = "ROLL_SGLANG_SAMPLING_BACKEND"
-"""Variable of our servers' processes: another name of the sampler, for a device on which SGLang asks for that one
-whatever it is told. Servers of others keep their own."""
+"""Environment variable of our server processes: a second name under which our sampler is registered. Needed for devices
+on which SGLang ignores `sampling_backend` and uses a fixed one. Other SGLang servers are not affected."""
 HOST_CACHE = "ROLL_SGLANG_HOST_CACHE"
-"""Variable of our servers' processes: keys and values lie in the host's memory, see `host_cache`."""
+"""Environment variable of our server processes: set if the KV cache is in host memory, see `host_cache`."""
 
 
 def register() -> None:
-    """Name the sampler, whose module is imported where an engine asks for it, and our hooks. May be called again."""
+    """Register the sampler, whose module is imported on first use, and our hooks. May be called repeatedly."""
     from sglang.srt.layers.sampler import register_sampler_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

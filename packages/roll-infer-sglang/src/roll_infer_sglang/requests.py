@@ -1,9 +1,9 @@
-"""Requests on their way through SGLang: what enters together, is interrupted, and enters again with what it has.
+"""Running requests of an SGLang server: batched submission, interruption and resubmission of partial outputs.
 
-generate()  -> one `Draw` per output -> all of a turn of the event loop enter with one call of /generate
-            <- pieces, which is what `progress` tells, and the end
-halt()      -> SGLang ends what runs, where it is, and has nothing of ours; nothing enters
-go_on()     -> what was interrupted enters again, its tokens so far behind its prompt
+generate()  -> one `Draw` per output -> all outputs of one event loop iteration are submitted in one call of /generate
+            <- partial outputs, which `progress` returns, and the end
+halt()      -> SGLang aborts all running outputs; nothing is submitted until `go_on`
+go_on()     -> interrupted outputs are submitted again, with their tokens so far appended to the prompt
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from roll_modeling.engine_files import EngineFiles
 
 ABORT_AGAIN_S = 0.05
-"""SGLang ignores the abort of a request that it has not yet."""
+"""Seconds between repeated aborts: SGLang ignores the abort of a request that it has not received yet."""
 DRAIN_S = 0.9
-"""For aborted requests to end, before SGLang is asked to wait for them itself, which it does second by second."""
+"""Seconds for aborted requests to end before `/pause_generation` waits for them, which it polls once per second."""
 
 
 class Requests:
-    """Of one engine. All methods are called on one event loop; `abort`, `halt` and `go_on` one after the other."""
+    """Running requests of one engine. All methods are called on one event loop.
+
+    Calls of `abort`, `halt` and `go_on` must not overlap.
+    """
 
     def __init__(
         self,
@@ -52,30 +55,33 @@ class Requests:
         priorities: bool,
         routing: Routing | None = None,
     ) -> None:
-        """`priorities`: whether the engine heeds those of the requests. `routing`: of an engine that returns it."""
+        """`priorities`: True if the engine schedules by request priority.
+
+        `routing`: expert layout of the model, if the engine returns routed experts.
+        """
         self._server, self._who, self._model, self._files = server, who, model, files
         self._metrics, self._priorities = metrics, priorities
         self._routing = routing
         self.version = 0
-        """Of the weights that draw."""
+        """Version of the weights that generate."""
         self.adapter: str | None = None
-        """That answers, by its name; None where the model itself does."""
+        """Name of the LoRA adapter that requests use; None if they use the model itself."""
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._streams: set[asyncio.Task[None]] = set()
-        """Calls of /generate."""
+        """Open calls of /generate."""
         self._entering: list[Draw] = []
-        """Draws of this turn of the event loop."""
+        """Outputs to submit at the end of this event loop iteration."""
         self._names = (f"{mark}.{number}." for mark in [secrets.token_hex(8)] for number in itertools.count())
-        """Whoever else reaches the server does not know them."""
+        """Request ids in SGLang; the random prefix keeps other clients of the server from guessing them."""
         self._is_open = True
-        """Not while nothing may enter."""
+        """False between `halt` and `go_on`, when nothing may be submitted."""
         self._texts: Texts | None = None
-        """From the first request with stop strings on."""
+        """Tokenizer for stop strings; loaded with the first request that has some."""
         self._keep(metrics.watch(server, lambda: bool(self._running)))
 
     async def close(self) -> None:
-        """Cancel whatever runs."""
+        """Cancel all running tasks."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -83,11 +89,11 @@ class Requests:
 
     @property
     def ids(self) -> list[str]:
-        """Of the requests that run."""
+        """Ids of the running requests."""
         return [*self._running]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `InferStrategy.generate`; the request is one that the engine can serve."""
+        """Generate a completion, see `InferStrategy.generate`. The caller has checked that the engine can serve it."""
         if request.params.stop and not request.params.ignore_eos:
             await self._prepare_stops(request)
         if request.id in self._running:
@@ -101,12 +107,12 @@ class Requests:
             del self._running[request.id]
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
-        """See `InferStrategy.abort`."""
+        """Abort requests and return their partial outputs, see `InferStrategy.abort`."""
         chosen = [self._running[each] for each in ids if each in self._running]
         draws = [draw for each in chosen for draw in each.draws]
         for draw in draws:
             draw.aborted = True
-            draw.turn.set()  # of those that wait to enter: they end with what they have
+            draw.turn.set()  # outputs that wait for submission end with their tokens so far
         await asyncio.gather(*[self._end(draw) for draw in draws if draw.asked])
         tasks = [each.task for each in chosen if each.task is not None]
         if tasks:
@@ -114,17 +120,17 @@ class Requests:
         return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
 
     def progress(self) -> list[Completion]:
-        """See `InferStrategy.progress`."""
+        """Partial outputs of all running requests, see `InferStrategy.progress`."""
         return [
             Completion(id=id, outputs=tuple(self._as_far_as_drawn(each) for each in running.draws))
             for id, running in self._running.items()
         ]
 
     async def halt(self) -> None:
-        """Interrupt what runs, and let nothing enter; returns when SGLang has nothing of ours.
+        """Interrupt all running outputs and stop submission. Returns when SGLang has no request of this worker.
 
-        What reaches it behind the pause would wait there for the pause's end, and forget all aborts. So it is hung up
-        on, and enters again.
+        A request that reaches SGLang after the pause would wait there until the pause ends and ignore aborts. Therefore
+        its connection is closed, and `go_on` submits it again.
         """
         self._is_open = False
         for draw in self._draws:
@@ -139,13 +145,13 @@ class Requests:
         await asyncio.gather(*behind, return_exceptions=True)
 
     async def _drained(self) -> set[asyncio.Task[None]]:
-        """The calls of /generate that do not end within `DRAIN_S`."""
+        """Wait up to `DRAIN_S` for the open calls of /generate. Returns those that are still open."""
         streams = [*self._streams]
         return (await asyncio.wait(streams, timeout=DRAIN_S))[1] if streams else set()
 
     async def go_on(self) -> None:
-        """With what was interrupted, and with what has come since."""
-        with contextlib.suppress(RollError):  # a dead server is complained of by those who wait for it
+        """Resume generation: submit interrupted outputs and requests that arrived since `halt`."""
+        with contextlib.suppress(RollError):  # if the server is dead, the requests themselves raise
             await self._server.ask("/continue_generation", {})
         self._is_open = True
         for draw in self._draws:
@@ -162,19 +168,19 @@ class Requests:
                 task.cancel()
             await asyncio.gather(*drawing, return_exceptions=True)
             for draw in running.draws:
-                if draw.asked and not draw.answer.done():  # its call was cancelled, or another output has failed
+                if draw.asked and not draw.answer.done():  # the call was cancelled, or another output failed
                     self._keep(self._end(draw))
         first = running.draws[0]
         return Completion(id=first.request.id, outputs=tuple(outputs), prompt_logprobs=first.prompt_logprobs)
 
     async def _draw(self, draw: Draw) -> CompletionOutput:
-        """One output. An update interrupts it; it enters again with what it has."""
+        """Generate one output. After an interruption by a weight update, submit it again with its tokens so far."""
         while draw.outcome is None:
             await draw.turn.wait()
             if draw.aborted:
                 return draw.output(len(draw.tokens), "abort", None)
             self._enter(draw)
-            said = await asyncio.shield(draw.answer)  # whoever is cancelled has to know whether SGLang is done with it
+            said = await asyncio.shield(draw.answer)  # `_complete` needs its state to abort after a cancellation
             if said is None:
                 continue
             meta = said["meta_info"]
@@ -185,10 +191,13 @@ class Requests:
         return draw.outcome
 
     def _outcome(self, draw: Draw, reason: Mapping[str, Any]) -> CompletionOutput | None:
-        """Of what SGLang has ended; None if it is to go on."""
+        """Final output after SGLang has ended its request; None if it was interrupted and must continue.
+
+        Raises `RollError` for an abort that SGLang made by itself.
+        """
         if (end := self._end_of(draw)) is not None:
             return draw.output(*end)
-        if reason["type"] == "stop":  # by an end token that only the tokenizer knows
+        if reason["type"] == "stop":  # an end token that only the tokenizer defines
             return draw.output(len(draw.tokens), "stop", reason.get("matched"))
         if reason["type"] != "abort" or reason.get("status_code"):
             raise RollError(f"{self._who}: SGLang ended request {draw.request.id!r}: {reason}")
@@ -203,15 +212,15 @@ class Requests:
         return draw.end(self._files.end_ids, self._texts.decode if self._texts else None)
 
     async def _end(self, draw: Draw) -> None:
-        """Abort what was asked last of it, until that has ended."""
+        """Abort the output's current SGLang request; repeats the abort until the request has ended."""
         name, answer = draw.name, draw.answer
         while not answer.done():
-            with contextlib.suppress(ServerError):  # a dead server has nothing to end
+            with contextlib.suppress(ServerError):  # a dead server has nothing to abort
                 await self._server.ask("/abort_request", {"rid": name})
             await asyncio.wait([answer], timeout=ABORT_AGAIN_S)
 
     async def _prepare_stops(self, request: GenerateRequest) -> None:
-        """Stop strings are looked for here too, which takes a tokenizer."""
+        """Load the tokenizer, because stop strings are also matched here. Raises `DataError`, `UnsupportedError`."""
         if not all(request.params.stop):
             raise DataError("stop strings: an empty string would end every response at once")
         if not self._files.tokenizer:
@@ -228,9 +237,9 @@ class Requests:
     # -- many at once --------------------------------------------------------------------------------------------------
 
     def _enter(self, draw: Draw) -> None:
-        """Ask for the rest of it, together with all that enters in this turn of the event loop."""
+        """Submit the rest of the output, batched with all others submitted in this event loop iteration."""
         draw.answer = asyncio.get_running_loop().create_future()
-        draw.name = next(self._names)  # SGLang aborts a name once more, two seconds after its stream has ended
+        draw.name = next(self._names)  # not reused: SGLang aborts an id again two seconds after its stream has ended
         draw.asked, draw.entered = True, len(draw.tokens)
         if not self._entering:
             asyncio.get_running_loop().call_soon(self._send_entering)
@@ -247,8 +256,8 @@ class Requests:
             stream.add_done_callback(self._streams.discard)
 
     async def _stream(self, draws: list[Draw]) -> None:
-        """Add to each draw what is drawn of it, and hand it its answer, or what went wrong."""
-        answers = [draw.answer for draw in draws]  # one that was interrupted may have entered again before this ends
+        """Stream one call of /generate: append tokens to each output and resolve its `answer`, also with errors."""
+        answers = [draw.answer for draw in draws]  # an interrupted output may be submitted again before this ends
         error: Exception | None = None
         try:
             async for said in self._server.stream("/generate", self._body(draws)):
@@ -261,13 +270,13 @@ class Requests:
                 if said["meta_info"]["finish_reason"] is not None:
                     answer.set_result(said)
             error = RollError(f"{self._who}: SGLang ended a request without an answer")
-        except Exception as found:  # each of them raises it
+        except Exception as found:  # set on every open answer
             error = found
         finally:
             for answer in answers:
                 if answer.done():
                     continue
-                if error is None:  # hung up
+                if error is None:  # cancelled: the connection was closed
                     answer.set_result(None)
                 else:
                     answer.set_exception(error)
@@ -296,7 +305,7 @@ class Requests:
         return found
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task that ends with the engine."""
+        """Start a task that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -304,7 +313,7 @@ class Requests:
 
 
 class _Running:
-    """A call of `generate`."""
+    """State of one call of `generate`: its outputs and its task."""
 
     def __init__(self, request: GenerateRequest, *, may_enter: bool) -> None:
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""The experts that tokens went through, from SGLang's answers.
+"""Routed experts of each token, read from SGLang's responses.
 
-SGLang counts all layers, those without experts too, and tells of a sequence's tokens but the last one, also of what its
-cache had already.
+SGLang returns rows for all layers, including those without experts. It covers all tokens of a sequence but the last,
+including tokens that were in its prefix cache.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Of one mixture of experts."""
+    """Expert layout of one mixture-of-experts model."""
 
     num_layers: int
     layers: tuple[int, ...]
-    """That have experts."""
+    """Indices of the layers that have experts."""
     top_k: int
     num_experts: int
 
     @classmethod
     def of(cls, config: Any) -> Routing:
-        """From a transformers config. Raises `UnsupportedError` where the model has no experts."""
+        """Expert layout from a transformers config. Raises `UnsupportedError` if the model has no experts."""
         experts = next((found for name in NUMBER_OF_EXPERTS if (found := getattr(config, name, None))), 0)
         dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", None) or 1
         first = getattr(config, "first_k_dense_replace", None) or 0
@@ -45,7 +45,7 @@ class Routing:
         return cls(num_layers=len(every), layers=layers, top_k=config.num_experts_per_tok, num_experts=experts)
 
     def read(self, meta: Mapping[str, Any]) -> RoutedExperts | None:
-        """`[tokens, M, K]` of an answer; None where it does not tell."""
+        """Routed experts `[tokens, M, K]` from a response's `meta_info`, M layers with experts; None if missing."""
         if not (text := meta.get("routed_experts")):
             return None
         every = np.frombuffer(base64.b64decode(text), dtype=np.int32).reshape(-1, self.num_layers, self.top_k)

@@ -1,9 +1,13 @@
-"""SGLang's sampler with the contract's meaning of its parameters; runs in the engine's processes.
+"""Sampler for SGLang with the parameter semantics of ROLL's infer contract; runs in the engine processes.
 
-Its own differs in three things (0.5.20): top-p counts mass that top-k has already cut, a seed has an effect only with
-its deterministic kernels, and masked end tokens (`min_new_tokens`) change the logprobs. SGLang offers a place for other
-samplers (`register_sampler_backend`), and for parameters that only they know (`custom_params`, which reach a sampler
-with requests that bring a logit processor: `Carrier`).
+SGLang's own sampler (0.5.20) differs in three ways:
+
+* top-p counts probability mass that top-k has already removed;
+* a seed has an effect only with SGLang's deterministic kernels;
+* masked end tokens (`min_new_tokens`) change the logprobs.
+
+SGLang supports custom samplers (`register_sampler_backend`) and custom parameters for them (`custom_params`). These
+parameters reach the sampler only if the request has a logit processor, here `Carrier`.
 """
 
 from __future__ import annotations
@@ -22,18 +26,21 @@ if TYPE_CHECKING:
 
 
 class Carrier(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is untyped to mypy
-    """Changes nothing; a request that brings one has its `custom_params` handed to the sampler."""
+    """Logit processor that changes nothing; makes SGLang pass a request's `custom_params` to the sampler."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
-        """Called by SGLang."""
+        """Return the logits unchanged; called by SGLang."""
         return logits
 
 
 class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to mypy
-    """B requests of a batch, V tokens of the vocabulary."""
+    """Sampler with ROLL's semantics of top-p, seeds and `min_new_tokens`.
+
+    B requests of a batch, V tokens of the vocabulary.
+    """
 
     _seeded: tuple[Tensor, Tensor] | None = None
-    """Rows of the batch whose requests have a seed, and the seeds, while tokens are drawn."""
+    """Batch rows of requests with a seed, and their seeds; set during `forward`."""
 
     def forward(
         self,
@@ -44,7 +51,7 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
         token_ids_logprobs: Any,
         positions: Any,
     ) -> Any:
-        """Draw; `positions[b]` is the place in its sequence of the token before the one that is drawn."""
+        """Sample one token `[B]` per request; `positions[b]` is the sequence position of the last existing token."""
         logits_BV = logits_output.next_token_logits
         params = _params(sampling_info, len(logits_BV))
         masked = self._mask_ends(logits_BV, params, positions)
@@ -68,7 +75,10 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
         return tokens
 
     def _mask_ends(self, logits_BV: Tensor, params: list[dict[str, Any]], positions: Tensor) -> Tensor | None:
-        """The logits without end tokens where a response is still too short for one; None where there is no such."""
+        """Logits `[B, V]` with end tokens masked for responses shorter than `min_new_tokens`.
+
+        None if no request has `min_new_tokens`.
+        """
         rows = [row for row, each in enumerate(params) if MIN_NEW in each]
         if not rows:
             return None
@@ -83,7 +93,7 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
     def _sample_from_probs(
         self, probs: Tensor, sampling_info: Any, positions: Tensor, simple_sampling_case: bool
     ) -> tuple[Tensor, None]:
-        """Top-k, top-p of what is left, min-p, draw."""
+        """Apply top-k, then top-p of the remaining mass, then min-p, and sample."""
         weights_BV = (
             probs
             if simple_sampling_case

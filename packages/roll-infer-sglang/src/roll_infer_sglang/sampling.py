@@ -1,4 +1,4 @@
-"""Between the contract's requests and SGLang's: parameters one way, outputs the other."""
+"""Conversion between ROLL's requests and SGLang's: sampling parameters in, logprobs out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from roll_core.types import Floats, GenerateRequest
 
 MAX_STOP_STRINGS = 32
-"""SGLang takes no more."""
+"""Maximum number of stop strings per request in SGLang."""
 SEED, MIN_NEW, ENDS = "roll_seed", "roll_min_new", "roll_ends"
-"""Parameters of `sampler.ContractSampler`."""
+"""Keys of `custom_params` that `sampler.ContractSampler` reads."""
 PROGRESS_TOKENS = 64
-"""Between two times that SGLang says what it has drawn of an output; it says the first token and the end at once."""
+"""Number of tokens between two partial outputs from SGLang. SGLang returns the first token and the end of an output at
+once."""
 
 
 def check_served(request: GenerateRequest) -> None:
-    """Raise `UnsupportedError` for what SGLang does not do, or does in another way than other engines."""
+    """Raise `UnsupportedError` for parameters that SGLang lacks or interprets differently from other engines."""
     params = request.params
     if params.repetition_penalty != 1:
         raise UnsupportedError(
@@ -36,8 +37,10 @@ def check_served(request: GenerateRequest) -> None:
 
 
 def sampling_params(request: GenerateRequest, index: int, drawn: int, end_ids: Sequence[int]) -> dict[str, Any]:
-    """SGLang's parameters for the rest of output `index`, of which `drawn` tokens are there. `end_ids` end a response
-    as `stop_token_ids` do."""
+    """SGLang's sampling parameters for the rest of output `index`, which already has `drawn` tokens.
+
+    `end_ids` end a response like `stop_token_ids`.
+    """
     params = request.params
     ends = [] if params.ignore_eos else sorted({*end_ids, *params.stop_token_ids})
     ours: dict[str, Any] = {}
@@ -65,10 +68,10 @@ def sampling_params(request: GenerateRequest, index: int, drawn: int, end_ids: S
 
 
 def output_seed(seed: int, index: int) -> int:
-    """A seed for `(seed, index)`: neighbouring requests with neighbouring seeds share no stream."""
+    """63-bit seed derived from `(seed, index)`, so that requests with adjacent seeds use different random streams."""
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:
-    """SGLang's `[logprob, token, text]`, of which the first token of a prompt has no logprob."""
+    """Logprobs `[T]` from SGLang's entries `[logprob, token, text]`; 0 for the first prompt token, which has none."""
     return np.asarray([each[0] or 0.0 for each in entries or ()], np.float32)

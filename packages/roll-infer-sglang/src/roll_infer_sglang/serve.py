@@ -1,7 +1,7 @@
-"""The server's process: `python -m roll_infer_sglang.serve`, with SGLang's arguments as JSON on standard input.
+"""Server process: `python -m roll_infer_sglang.serve`, with SGLang's arguments as JSON on standard input.
 
-Standard input stays open as long as the worker lives; when it ends, so do this process and all that it started. What it
-has to say (that it is ready) it writes to the descriptor that it was given; its output is SGLang's.
+The worker keeps standard input open while it is alive. When standard input closes, this process kills its whole process
+group. It writes its ready message as JSON to the file descriptor given in the input; its standard output is SGLang's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from roll_infer_sglang.locks import BEFORE_TAKING, guard_routes, refuse_foreign_code
 
 LOOK_S = 0.05
-"""Between two looks whether the server is open."""
+"""Seconds between two checks whether the server accepts connections."""
 
 
 def main() -> None:
-    """Serve until killed."""
+    """Run the server until it is killed; returns at once if SGLang does not know some of the arguments."""
     message: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_worker, daemon=True).start()
     from sglang.srt.plugins import load_plugins
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _wait_until_open(server_args: Any) -> bool:
-    """In the place of SGLang's warm-up, which asks for a text that small vocabularies and contexts do not hold."""
+    """Replacement for SGLang's warm-up, whose prompt does not fit small vocabularies and contexts. Returns True."""
     import requests
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus

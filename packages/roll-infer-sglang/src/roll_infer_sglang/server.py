@@ -1,11 +1,11 @@
-"""The worker's end of the server: a process of its own, asked over HTTP.
+"""Client of the SGLang server, which runs in a separate process and is accessed over HTTP.
 
     worker                          server (`serve`)            SGLang's other processes
-    standard input, held open  ->   arguments; ends with it
+    standard input, kept open  ->   arguments; exits when it closes
     HTTP                      <->   SGLang's routes       <->   schedulers, detokenizer
 
-SGLang's engine in the worker's own process would set its event loop, signals and start method, and end all of the
-process's children with itself.
+SGLang's engine does not run in the worker's own process: there it would replace the event loop, signal handlers and
+start method, and kill all of the worker's child processes when it ends.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 STOP_S = 30.0
-"""For the processes to be gone, once they are killed."""
+"""Seconds for processes to exit after they are killed."""
 LONGEST_LINE = 1 << 30
-"""Bytes of one streamed answer: it has all tokens and logprobs of a response."""
+"""Maximum bytes of one line of a streamed response, which may contain all tokens and logprobs of a response."""
 
 
 class ServerError(RollError):
-    """The server is dead, or refused what it was asked."""
+    """The server is dead or rejected a request."""
 
 
 class ServerDiedError(ServerError, EngineDiedError):
-    """It is dead, or as good as that."""
+    """The server process exited or does not respond."""
 
 
 class Server:
-    """One at a time. All methods are called on one event loop."""
+    """Server process and HTTP client. All methods are called on one event loop."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -52,10 +52,14 @@ class Server:
         self._session: aiohttp.ClientSession | None = None
         self.url = ""
         self.carrier = ""
-        """A logit processor as SGLang wants it, see `sampler.Carrier`."""
+        """Serialized logit processor in SGLang's format, see `sampler.Carrier`."""
 
     async def start(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
-        """Returns when it can be asked. Raises `ServerError` if it ends before."""
+        """Start the server process; returns when it accepts requests.
+
+        Raises `ServerError` if the process exits before, and `ConfigError` for arguments that the installed SGLang
+        lacks.
+        """
         key = secrets.token_hex(16)
         host = str(arguments["host"])
         with _reserved_port(host) as port:
@@ -66,15 +70,15 @@ class Server:
         self._session = aiohttp.ClientSession(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"},
-            # A connection for each request: of a kept one the server may have just given up its end, and what
-            # is asked over it then is lost, without a word on whether SGLang has read it.
+            # One connection per request: the server may close a keep-alive connection at any moment. A request sent
+            # on it is then lost, and the client cannot know whether SGLang has read it.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=LONGEST_LINE,
         )
 
     async def _launch(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-        """What the server says once it is ready."""
+        """Start the process and wait until it is ready. Returns the message of `serve`."""
         reading, writing = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -92,7 +96,10 @@ class Server:
         return found
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """What a route answers to a POST (GET without a body). Raises `ServerError`."""
+        """Send a POST request (GET without a body) and return the response, parsed if it is a JSON object or list.
+
+        Raises `ServerError`.
+        """
         session = self._alive
         try:
             method = "GET" if body is None else "POST"
@@ -105,7 +112,7 @@ class Server:
             raise self._died(path) from error
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """The answers of a route that streams, one after the other. Raises `ServerError`."""
+        """Send a POST request and yield the JSON messages of its streamed response. Raises `ServerError`."""
         session = self._alive
         try:
             async with session.post(path, json=body) as answer:
@@ -123,7 +130,7 @@ class Server:
         raise self._died(path)
 
     def processes(self) -> list[int]:
-        """Ids of the server's processes, itself first; none where it does not run."""
+        """Process ids of the server and its descendants, the server first; empty if it is not running."""
         if self._process is None:
             return []
         try:
@@ -133,7 +140,7 @@ class Server:
             return []
 
     async def stop(self) -> None:
-        """End all its processes. May be called several times, also after an error."""
+        """Kill all processes of the server. Idempotent; may be called after an error."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -155,12 +162,12 @@ class Server:
 
 
 def _begin(who: str, process: subprocess.Popen[bytes], line: bytes, pipe: BinaryIO) -> bytes:
-    """Hand the arguments over and wait for the word that the server is ready."""
+    """Send the arguments and wait for the server's ready message. Raises `ServerError` if the process exits before."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line)
             process.stdin.flush()
-    # The pipe ends with the word, or with the process: no other has its writing end.
+    # Reads until the pipe closes: after the ready message, or when the process exits. No other process can write to it.
     said = pipe.read()
     if not said:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -173,7 +180,7 @@ def _begin(who: str, process: subprocess.Popen[bytes], line: bytes, pipe: Binary
 
 
 def _refuse_unknown(unknown: Mapping[str, Sequence[str]]) -> None:
-    """The installed engine may be another release than the one whose arguments `check` knows."""
+    """Raise `ConfigError` for arguments that the installed SGLang lacks; `check` may know those of another release."""
     problems = [
         ConfigProblem(
             where="strategy_config",
@@ -190,9 +197,10 @@ def _refuse_unknown(unknown: Mapping[str, Sequence[str]]) -> None:
 
 @contextlib.contextmanager
 def _reserved_port(host: str) -> Iterator[int]:
-    """A port that the host gives to nobody else meanwhile: the server binds it minutes later, once a model is loaded.
+    """Context manager that reserves a free port: the server binds it only minutes later, after loading the model.
 
-    It is bound and not listened at. So whoever says SO_REUSEADDR, as SGLang and its server do, can bind it beside.
+    The socket is bound but does not listen. So sockets with SO_REUSEADDR, such as those of SGLang and its HTTP server,
+    can bind the same port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as held:
@@ -202,7 +210,7 @@ def _reserved_port(host: str) -> Iterator[int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the server and whatever it has started; SGLang's processes leave nothing but memory."""
+    """Kill the server and all its descendants. SGLang's processes hold only memory, so no cleanup is needed."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,17 +1,17 @@
-"""`sglang`: one replica of SGLang, as a server of the worker's own, driven from the worker's event loop.
+"""Infer strategy `sglang`: one replica of SGLang as a server process, driven from the worker's event loop.
 
 worker (this module)                       SGLang's processes (with `sampler` and `loader` of this package)
 --------------------                       ----------------------------------------------------------------
 generate()        -- /generate --------->  one request per output (`requests`)
-update_weights()  -- /abort_request ---->  what runs ends where it is, and waits in the worker; others' ends for good
-                  -- compare, load ----->  `loader` takes buckets in, by the model's own loader
-                  <- digests ------------  `held` reads back what is there
-                  -- /flush_cache ------>  then interrupted requests enter again, with what they have drawn
-sleep(), wake()   -- /release_…, ------->  keys and values go; on an accelerator weights too
+update_weights()  -- /abort_request ---->  running requests end; ours wait in the worker, HTTP clients' end for good
+                  -- compare, load ----->  `loader` loads buckets with the model's own loader
+                  <- digests ------------  `held` reads the loaded weights back
+                  -- /flush_cache ------>  then interrupted requests are submitted again, with their tokens so far
+sleep(), wake()   -- /release_…, ------->  releases the KV cache; on an accelerator weights too
                      /resume_memory_occupation
 
-SGLang cannot go on with a request and yet drop what its cache has of it: it drops the cache only when nothing runs.
-A trained adapter it loads by itself (`adapter_weights`), between the same steps.
+Requests are aborted and submitted again because SGLang can clear its KV cache only when no request is running. LoRA
+adapters follow the same steps, but SGLang loads them by itself (`adapter_weights`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from roll_infer_sglang.server import Server
 
 IDLE_S = 30
-"""For SGLang to see that nothing runs, after everything has been answered."""
+"""Seconds for SGLang to become idle after all requests have been answered."""
 
 
 class SglangStrategy(InferStrategy):
-    """See the module. All methods are called on one event loop."""
+    """Infer strategy `sglang`, see the module docstring. All methods are called on one event loop."""
 
     capabilities = CAPABILITIES
     metric_kinds = KINDS
@@ -65,11 +65,11 @@ class SglangStrategy(InferStrategy):
         self._server: Server | None = None
         self._metrics = EngineMetrics()
         self._alone = asyncio.Lock()
-        """Held by whoever ends requests of others."""
+        """Lock for operations that end requests: abort, sleep and weight updates."""
         self._asleep = self._stale = False
-        """Stale from when it sleeps until weights are published to it."""
+        """`_stale`: True from sleep until the next weight update."""
         self._torn = False
-        """From when an update begins to load until one is complete: there may be a part of each version."""
+        """True from the start of loading an update until an update completes: weights may be of two versions."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class SglangStrategy(InferStrategy):
         if not self._asleep:
             return
         await server.ask("/resume_memory_occupation", {"tags": self._leaving})
-        # It stays halted until the update that follows: weights that slept are not to answer anybody.
+        # The engine stays halted until the next weight update, because its weights are stale.
         self._asleep = False
 
     @override
@@ -134,7 +134,7 @@ class SglangStrategy(InferStrategy):
 
     @property
     def _leaving(self) -> list[str]:
-        """What a sleeping engine gives back, as SGLang calls it. On a CPU weights have nowhere to go."""
+        """SGLang's tags of the memory that sleep releases. On a CPU weights cannot be offloaded."""
         return ["kv_cache"] if self._mesh.device.partition(":")[0] == "cpu" else ["kv_cache", "weights"]
 
     @property

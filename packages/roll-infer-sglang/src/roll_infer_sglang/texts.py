@@ -1,4 +1,4 @@
-"""What stop strings take: the text of tokens, and which strings SGLang can be told of."""
+"""Tokenizer functions for stop strings: decoding, and a check which stop strings SGLang accepts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """Of one tokenizer."""
+    """Decoding and encoding checks with one model's tokenizer."""
 
     def __init__(self, model: ModelSpec) -> None:
         self._tokenizer = load_tokenizer(model)
         self._writable: dict[str, bool] = {}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Nothing left out, nothing cleaned up."""
+        """Decode tokens with special tokens and without cleanup of spaces."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def writable(self, text: str) -> bool:
-        """Whether the tokenizer has tokens for it. SGLang counts those of every stop string that it is told of, and
-        fails where there are none; such a string is looked for only when the response is done."""
+        """True if the tokenizer can encode `text`.
+
+        SGLang encodes every stop string and fails if it cannot. Such strings are not passed to SGLang; they are matched
+        only in this process.
+        """
         found = self._writable.get(text)
         if found is None:
             try:

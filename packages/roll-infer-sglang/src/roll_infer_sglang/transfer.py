@@ -1,4 +1,4 @@
-"""What the worker asks of the engine's processes about weights: messages to `loader`, and what it answers."""
+"""Weight-update messages from the worker to `loader` in the engine processes, and their results."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ if TYPE_CHECKING:
     from roll_modeling.buckets import Incoming
 
 LOADER = "roll_infer_sglang.loader.act"
-"""What SGLang calls in its processes."""
+"""Function that SGLang calls in its processes."""
 
 
 class Transfer:
-    """The engine has `num_ranks` processes that hold weights; nothing runs in them while this is used."""
+    """Message channel to the engine's `num_ranks` processes that hold weights; requires that no request is running."""
 
     def __init__(self, who: str, server: Server, num_ranks: int) -> None:
         self._who, self._server, self._num_ranks = who, server, num_ranks
         self._answers = Path(tempfile.mkdtemp(prefix="roll-sglang-answers-"))
 
     def close(self) -> None:
-        """Give files back. May be called several times."""
+        """Delete the temporary files. Idempotent."""
         shutil.rmtree(self._answers, ignore_errors=True)
 
     async def act(self, act: str, *, version: int | None = None, **message: Any) -> list[Any]:
-        """What each of the engine's processes answers. Tokens are of `version` from here on, if one is given."""
+        """Run the action `act` of `loader` in each engine process. Returns the results by rank.
+
+        With `version`, SGLang labels all further tokens with this weight version. Raises `WeightSyncError` if a process
+        failed, and `ServerError`.
+        """
         payload = _payload(json.dumps({"act": act, "answers": str(self._answers), **message}))
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
@@ -61,35 +65,35 @@ class Transfer:
 
 
 class Published(ABC):
-    """What is published: a whole model, or an adapter. Nothing runs while this is used."""
+    """Loads what a weight update sends: a whole model, or a LoRA adapter. No request may be running during a call."""
 
     adapter: str | None = None
-    """What requests have to name, once something is published; None where they are answered by the model itself."""
+    """Name of the adapter that requests must use, after the first update; None if they use the model itself."""
 
     @abstractmethod
     async def compare(self, manifest: WeightManifest) -> None:
-        """Refuse a manifest that is not this engine's, before anything is touched. Raises `WeightSyncError`."""
+        """Raise `WeightSyncError` if the manifest does not match the engine. Changes nothing."""
 
     @abstractmethod
     async def load(self, incoming: Incoming) -> None:
-        """All tensors. Also after an error the engine is left ready for the next update. Raises `WeightSyncError`."""
+        """Load all tensors. Raises `WeightSyncError`; the engine can take the next update also after an error."""
 
     @abstractmethod
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
-        """Of what the engine holds. Its tokens are of the manifest's version from here on."""
+        """Digests of the loaded tensors by name. SGLang labels all further tokens with the manifest's version."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what loading took. May be called several times."""
+        """Release the resources of loading. Idempotent."""
 
 
 def joined(answers: Iterable[Mapping[str, str]]) -> Mapping[str, str]:
-    """Of all processes."""
+    """Digests of all processes in one mapping."""
     return {name: digest for answer in answers for name, digest in answer.items()}
 
 
 def _payload(message: str) -> str:
-    """An empty tensor of that name, as SGLang unpickles it."""
+    """Serialized empty tensor whose name is the message, in the format that SGLang unpickles."""
     import torch
 
     return base64.b64encode(pickle.dumps([(message, torch.empty(0))])).decode()

@@ -1,1 +1,1 @@
-"""ROLL's infer strategy on vLLM."""
+"""Infer strategy on vLLM, for ROLL."""

@@ -1,8 +1,8 @@
-"""Adapters on their way into the engine: as peft stores them, loaded anew in the place of those before.
+"""Weight updates of LoRA adapters: written in PEFT's format and reloaded in place.
 
     publish:  A, B of each layer --> a folder in memory --> AsyncLLM.add_lora(load_inplace) --> read back, digested
 
-The model beneath stays as it was started. Requests name the adapter, so that nobody is answered without it.
+The base model keeps its initial weights. Every request names the adapter, so all responses use it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from roll_modeling.buckets import Incoming
 
 NUMBER = 1
-"""vLLM's id of the one adapter that there is."""
+"""vLLM's integer id of the single adapter."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""For which vLLM has room; a smaller adapter takes the next one's."""
+"""Values of `max_lora_rank` that vLLM accepts; an adapter of another rank uses the next larger one."""
 MEMORY = Path("/dev/shm")
 
 
 def engine_arguments(lora: LoraSpec) -> Mapping[str, Any]:
-    """Of an engine for this adapter alone."""
+    """Engine arguments for serving this single adapter. Raises `WeightSyncError` if its rank exceeds vLLM's maximum."""
     room = next((rank for rank in RANKS if rank >= lora.rank), None)
     if room is None:
         raise WeightSyncError(f"lora_rank is {lora.rank}; vLLM serves adapters of at most {RANKS[-1]}")
@@ -45,15 +45,15 @@ def engine_arguments(lora: LoraSpec) -> Mapping[str, Any]:
 
 
 class AdapterWeights(Loader):
-    """One adapter, in its place."""
+    """Loader that replaces the single LoRA adapter."""
 
     def __init__(self, engine: AsyncLLM, who: str, name: str, lora: LoraSpec) -> None:
-        """Requests get the adapter under `name`."""
+        """`name` is the adapter's name in requests."""
         self._engine, self._who, self._name, self._rank = engine, who, name, lora.rank
         memory = MEMORY if MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="roll-vllm-adapter-", dir=memory))
         self.request: Any = None
-        """`LoRARequest` of what was published last; None before, when an adapter would change nothing."""
+        """`LoRARequest` of the loaded adapter; None before the first update, when an adapter would change nothing."""
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
@@ -68,7 +68,7 @@ class AdapterWeights(Loader):
         fields = {"lora_name": self._name, "lora_int_id": NUMBER, "lora_path": str(self._folder)}
         try:
             await self._engine.add_lora(LoRARequest(**fields, load_inplace=True))
-        except Exception as error:  # whatever it is that vLLM says in its own process
+        except Exception as error:  # vLLM raises no specific type for errors in its processes
             raise WeightSyncError(f"{self._who}: vLLM does not take the adapter: {error}") from error
         self.request = LoRARequest(**fields)
 

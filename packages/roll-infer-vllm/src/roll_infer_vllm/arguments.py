@@ -1,13 +1,13 @@
-"""The arguments of vLLM's engine, as the supported versions have them.
+"""Engine arguments of the supported vLLM versions.
 
-Kept here so that `roll-core check` knows them without vLLM, which takes seconds to import and may be installed only
-where the role runs. A test compares them with the installed engine's own, and so does every start.
+Listed here so that `roll-core check` works without vLLM, which takes seconds to import and may be installed only where
+the role runs. A test and every engine start compare them with the arguments of the installed vLLM.
 """
 
 from __future__ import annotations
 
 EIGHT_BITS = "roll_fp8"
-"""Name of our quantisation method in vLLM's registry."""
+"""Name of our fp8 quantization method in vLLM's registry."""
 _REASONS: dict[str, tuple[str, ...]] = {
     "is the role's model_args": (
         "model",
@@ -106,7 +106,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "is not needed: weights are published to an engine that has slept": ("sleep_preserve_parameter_names",),
 }
 DECIDED_ELSEWHERE: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
-"""Arguments that a config may not give, and why."""
+"""Arguments that `strategy_config` rejects, each with the reason that follows its name in the error message."""
 
 PASSED_ON: tuple[str, ...] = (
     "additional_config",
@@ -282,4 +282,4 @@ PASSED_ON: tuple[str, ...] = (
     "watermark",
     "watermark_config",
 )
-"""Arguments that go to the engine as they are, besides those that `VllmConfig` describes."""
+"""Arguments passed to the engine unchanged, in addition to the fields of `VllmConfig`."""

@@ -1,4 +1,4 @@
-"""`strategy_config` of `vllm`: the engine's own arguments under their own names, but for those that others decide."""
+"""`strategy_config` of `vllm`: vLLM's engine arguments by their own names, except those that ROLL sets itself."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_PUBLISHED_EXPERTS = (
     " would be refused"
 )
 KNOWN_PLUGINS = ("vllm.", "roll_infer_vllm.")
-"""Modules of vLLM's plugins that register no architecture."""
+"""Module prefixes of vLLM plugins that register no architecture."""
 LISTS = r"_(TEXT_GENERATION|MULTIMODAL|TRANSFORMERS_SUPPORTED|TRANSFORMERS_BACKEND)_MODELS"
-"""Names in vLLM's registry; the architectures of the other lists do not generate."""
+"""Names of the lists in vLLM's registry with generative architectures."""
 OURS = ("bucket_mib", "sleep_level", "endpoint_host")
-"""What vLLM is not told."""
+"""Keys that belong to ROLL and are not passed to vLLM."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,53 +38,55 @@ else:
         __base__=StrategyConfig,
         **dict.fromkeys((*PASSED_ON, *DECIDED_ELSEWHERE), (Any, None)),
     )
-    """Each argument that vLLM has, so that an unknown one is refused with the nearest name; vLLM judges the values."""
+    """All engine arguments of vLLM, so that unknown ones are rejected with the nearest name. vLLM validates values."""
 
 
 class VllmConfig(_EngineKeys):
-    """What is not given is left to vLLM, where nothing else is said."""
+    """`strategy_config` of `vllm`. Keys that are not set keep vLLM's defaults unless stated otherwise."""
 
     tensor_parallel_size: PositiveInt = 1
-    """Slots over which each layer is spread."""
+    """Tensor parallel size: number of slots over which each layer is sharded."""
     pipeline_parallel_size: PositiveInt = 1
-    """Slots over which the layers are spread. A worker takes tensor × pipeline parallel slots."""
+    """Pipeline parallel size: number of stages. A worker takes tensor × pipeline parallel slots."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence, prompt and response; the model's own limit where not given. Its keys and values have to fit
-    into the cache."""
+    """Maximum sequence length, prompt plus response, in tokens. Default: the model's own limit. The KV cache must hold
+    one sequence of this length."""
     max_num_seqs: PositiveInt | None = None
-    """Sequences that are decoded together; further ones wait."""
+    """Maximum number of sequences that are decoded in one batch; further sequences wait."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Tokens computed in one step; longer prompts are computed in pieces."""
+    """Maximum number of tokens computed in one step; longer prompts are prefilled in chunks."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of the device's memory for weights, activations and cache. On a CPU: of the host's, if it is given."""
+    """Fraction of device memory for weights, activations and KV cache. On a CPU: fraction of host memory, if set."""
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Memory of the cache, instead of `gpu_memory_utilization`; on a CPU 4 GiB where neither is given."""
+    """Size of the KV cache in bytes, instead of `gpu_memory_utilization`. On a CPU 4 GiB if neither is set."""
     block_size: PositiveInt | None = None
-    """Tokens of a block of the cache."""
+    """Number of tokens per block of the KV cache."""
     enable_prefix_caching: bool = True
-    """Compute equal beginnings of prompts once. The cache is dropped with every weight update."""
+    """Share the prefill of common prompt prefixes. Each weight update clears the prefix cache."""
     enforce_eager: bool | None = None
-    """No compilation and no CUDA graphs; where not given, true on a CPU, where compiling takes a minute."""
+    """Disable compilation and CUDA graphs. Default on a CPU: true, because compilation takes a minute there."""
     load_format: str = "auto"
-    """How the model's files are read at the start; `dummy` draws random weights instead, which the first publish
+    """How to load the model's files at the start. `dummy` initializes random weights, which the first weight update
     replaces."""
     scheduling_policy: Literal["fcfs", "priority"] = "priority"
-    """Who is served first where not all can be: `priority` heeds the requests', and then the order of arrival."""
+    """Order in which waiting requests are scheduled: `priority` by request priority, then by arrival; `fcfs` by
+    arrival."""
     bucket_mib: PositiveInt = 64
-    """Of published weights that are on their way into the engine's processes at a time; a larger tensor travels
-    alone."""
+    """Size in MiB of the buckets in which a weight update is sent to the engine processes. A larger tensor gets its own
+    bucket."""
     sleep_level: Literal[0, 1, 2] = 1
-    """What is given back while others use the slots: 1, keys and values, and weights to the host; 2, weights
-    altogether, which the next publish brings anyway; 0, nothing. On a CPU keys and values go, and weights stay."""
+    """What the engine releases while other roles use the slots. 0: nothing. 1: the KV cache, and weights are offloaded
+    to the host. 2: the KV cache and the weights, which the next weight update sends anyway. On a CPU the engine
+    releases only the KV cache."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: the trainer sends the matrices of layers in 8 bits (E4M3, a scale per row), and the engine multiplies them
-    with activations that it rounds to 8 bits token by token. It starts without weights (`load_format: dummy`)."""
+    """`fp8`: the trainer sends linear layers' weights in fp8 (E4M3, one scale per row). The engine quantizes
+    activations to fp8 per token. It starts without weights (`load_format: dummy`)."""
     enable_lora: bool = False
-    """Serve the adapter that the role behind this one trains, as it is: a publish brings A and B alone, and the model
-    beneath is that of the start. Where false, weights come merged."""
+    """Serve the trained LoRA adapter on top of the initial base model; a weight update sends only A and B. If false, a
+    weight update sends merged weights."""
     endpoint_host: str = "127.0.0.1"
-    """Address at which the OpenAI-compatible endpoint listens; it asks nobody who they are. An address of the worker's
-    host lets other hosts in."""
+    """Address at which the OpenAI-compatible endpoint listens, without authentication. Other hosts can connect if it is
+    an external address of the worker's host."""
 
     @model_validator(mode="after")
     def _refuse_what_others_decide(self) -> VllmConfig:
@@ -113,24 +115,24 @@ class VllmConfig(_EngineKeys):
             raise ValueError(f"enable_lora: {problem}")
 
     def serves_adapters(self) -> bool:
-        """`enable_lora`."""
+        """True if `enable_lora` is set."""
         return self.enable_lora
 
     def weight_format(self) -> WeightFormat:
-        """`quantization`."""
+        """Format in which the trainer sends weights: `fp8` if `quantization` is set, otherwise the model's dtype."""
         return self.quantization or "dtype"
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for a mixture of experts, unless only its adapters are published."""
+        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
         if not self.enable_lora and has_experts(keys):
             raise ValueError(NO_EXPERTS if self.quantization else NO_PUBLISHED_EXPERTS)
 
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        """vLLM implements it, or can run the module of transformers."""
+        """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""
         check_engine(keys, _architectures(), "vLLM")
 
     def check_lengths(self, prompt: int, response: int) -> None:
-        """`max_model_len`."""
+        """Raise `ValueError` if prompt plus response exceeds `max_model_len`."""
         if self.max_model_len is not None and self.max_model_len < prompt + response:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is less than a prompt of {prompt} and a response of {response}"
@@ -138,11 +140,11 @@ class VllmConfig(_EngineKeys):
             )
 
     def slots_per_worker(self) -> int:
-        """Tensor × pipeline parallel."""
+        """Number of slots per worker: tensor × pipeline parallel size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What goes to vLLM as it is: what was given, and what has a value by default."""
+        """Engine arguments passed to vLLM: keys that are set or have a default other than None."""
         found = {name: getattr(self, name) for name in type(self).model_fields if name not in OURS}
         if self.quantization:
             found |= {"quantization": EIGHT_BITS, "load_format": "dummy"}
@@ -150,7 +152,7 @@ class VllmConfig(_EngineKeys):
 
 
 def _architectures() -> frozenset[str]:
-    """Of vLLM's registry; empty if it is not known, or if plugins of vLLM may add to it."""
+    """Architectures in vLLM's registry; empty if vLLM is not installed or if other vLLM plugins may register more."""
     folder = package_folder("vllm")
     others = [each for each in entry_points(group="vllm.general_plugins") if not each.module.startswith(KNOWN_PLUGINS)]
     if folder is None or others:

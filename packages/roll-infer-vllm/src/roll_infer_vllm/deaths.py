@@ -1,4 +1,4 @@
-"""What a run is told once vLLM's engine is gone."""
+"""Conversion of a dead vLLM engine into `EngineDiedError`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOK_S = 1.0
-"""Between two looks whether the engine lives."""
+"""Seconds between two checks whether the engine is alive."""
 
 
 @contextmanager
 def engine_deaths() -> Iterator[None]:
-    """Raises `EngineDiedError` where vLLM raises its own."""
+    """Context manager that raises `EngineDiedError` in place of vLLM's `EngineDeadError`."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -31,8 +31,10 @@ def engine_deaths() -> Iterator[None]:
 
 
 async def while_it_lives(engine: AsyncLLM, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Raises `EngineDiedError` if the engine dies meanwhile: vLLM tells requests of that, but
-    leaves whoever waits for one of its other calls waiting."""
+    """Await `work` and return its result. Raises `EngineDiedError` if the engine exits or fails meanwhile.
+
+    In that case vLLM fails running requests, but its other calls block forever.
+    """
     task = asyncio.create_task(work)
     try:
         while not (await asyncio.wait([task], timeout=LOOK_S))[0]:

@@ -1,4 +1,4 @@
-"""One output of a request on its way: what vLLM has said of it so far, and which weights drew which of its tokens."""
+"""State of one running output: tokens received from vLLM so far, and the weight version of each token."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Drawing:
-    """Lives as long as the call of `generate`."""
+    """One output of a running request; exists during the call of `generate`."""
 
     def __init__(self, request: GenerateRequest, index: int, version: int) -> None:
-        """It enters under weights of `version`."""
+        """Output `index` of the request, submitted with weights of `version`."""
         self.request, self.index = request, index
         self.name = f"{request.id}/{index}"
-        """Under which vLLM knows it."""
+        """Request id in vLLM."""
         self.prompt_logprobs: Floats | None = None
         self.is_over = False
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._starts = [_Start(0, version)]
         self._said: Any = None
-        """vLLM's last `RequestOutput`: of what was drawn since the one before."""
+        """Last `RequestOutput` from vLLM; a delta with the tokens since the previous one."""
 
     def take(self, said: Any) -> None:
-        """Add what vLLM says."""
+        """Append the tokens and logprobs of a `RequestOutput` from vLLM."""
         output = said.outputs[0]
         if self._said is None and self.request.prompt_logprobs and self.index == 0:
             self.prompt_logprobs = flat_logprobs(said.prompt_logprobs)
@@ -40,16 +40,17 @@ class Drawing:
         self._logprobs += flat_logprobs(output.logprobs).tolist()
 
     def weights_changed(self, version: int) -> None:
-        """What comes is of `version`. Called while the engine is paused and has told of all that it had drawn.
+        """Label all further tokens with `version`. Called while the engine is paused and has returned all its results.
 
-        vLLM names weights only once an output has ended, and until then says some tokens later than it draws them. But
-        it goes on counting in the metrics that it has handed out (a test asks whether it still does).
+        vLLM reports weight versions only at the end of an output, and returns tokens later than it generates them. But
+        it keeps updating the metrics object of the last `RequestOutput`, which counts all generated tokens. A test
+        checks that vLLM still does so.
         """
         drawn = 0 if self._said is None else self._said.metrics.num_generation_tokens
         self._starts.append(_Start(drawn, version))
 
     def output(self) -> CompletionOutput:
-        """As far as it is drawn; cut short unless it has ended."""
+        """Completion output with the tokens so far; finish reason `abort` unless the output has ended."""
         num = min(len(self._tokens), self.request.params.max_new_tokens)
         ended = self._said.outputs[0] if self.is_over else None
         versions = np.zeros(num, np.int32)
@@ -69,7 +70,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """From this token on, in the order of tokens, weights of this version draw."""
+    """Index of the first token that is generated with weights of `version`."""
 
     token: int
     version: int

@@ -1,12 +1,12 @@
-"""Linear layers that compute in 8 bits with the very weights that a trainer sent: a quantisation method of vLLM's.
+"""fp8 quantization method for vLLM: linear layers that compute with exactly the fp8 weights that the trainer sent.
 
-vLLM's own methods for fp8 quantise what they load, or lay it out for one of a dozen kernels; either way a receipt could
-not say what the engine holds. Here the parameters are those of `roll_core.weights.eight_bits`, as they came, and the
-same product on every device:
+vLLM's own fp8 methods quantize the loaded weights or change their layout for one of a dozen kernels. Then the digests
+in a weight receipt could not be computed. Here the parameters stay as sent (`roll_core.weights.eight_bits`), and every
+device computes the same product:
 
-    y = (x8 · W8ᵀ) · s_x · s_W + b      x8, s_x = x rounded to E4M3 by token, as it comes
+    y = (x8 · W8ᵀ) · s_x · s_W + b      x8, s_x = x quantized to E4M3 dynamically, per token
 
-Fusing and sharing over ranks is vLLM's, by its classes of parameters. Imported where vLLM is.
+vLLM's parameter classes handle fused layers and tensor parallelism. This module imports vLLM.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from roll_infer_vllm.arguments import EIGHT_BITS
 from roll_infer_vllm.config import NO_EXPERTS
 
 MULTIPLE = 16
-"""Of rows and columns, which the product on CUDA wants."""
+"""Required multiple of a weight's rows and columns for the fp8 matrix product on CUDA."""
 
 
 @register_quantization_config(EIGHT_BITS)
 class RowwiseFp8(QuantizationConfig):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Every linear layer of the transformer's layers; embeddings and the output layer stay."""
+    """Row-wise fp8 for every linear layer of the transformer layers, not for embeddings and the output layer."""
 
     def get_name(self) -> str:
-        """In vLLM's registry."""
+        """Name of the method in vLLM's registry."""
         return EIGHT_BITS
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What activations are between the products."""
+        """Supported dtypes of activations."""
         return [torch.bfloat16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """8.9, Ada."""
+        """Minimum CUDA compute capability: 8.9 (Ada)."""
         return 89
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """There is nothing to read."""
+        """Empty: the method reads no config files."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> RowwiseFp8:
-        """There is nothing to choose."""
+        """Create the method; it has no options."""
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """`prefix` is the module's name."""
+        """Quantization method for the module named `prefix`. Raises `ValueError` for a mixture of experts."""
         if isinstance(layer, RoutedExperts):
             raise ValueError(NO_EXPERTS)
         if not isinstance(layer, LinearBase):
@@ -75,7 +75,7 @@ class RowwiseFp8(QuantizationConfig):  # type: ignore[misc]  # vLLM is untyped t
 
 @register_weight_loader_v2_supported_method
 class RowwiseLinear(LinearMethodBase):  # type: ignore[misc]
-    """Of one layer."""
+    """Linear method of one layer: fp8 weights with one scale per row, activations quantized per token."""
 
     def __init__(self) -> None:
         self._quantise = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN, use_ue8m0=False)
@@ -90,7 +90,10 @@ class RowwiseLinear(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """`weight` [O, I] and `weight_scale` [O, 1] of this rank."""
+        """Register this rank's `weight` `[O, I]` (E4M3) and `weight_scale` `[O, 1]` (float32).
+
+        Raises `ValueError` if a side is not a multiple of 16, except on a CPU.
+        """
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         if not current_platform.is_cpu() and (rows % MULTIPLE or columns % MULTIPLE):
             raise ValueError(
@@ -108,7 +111,7 @@ class RowwiseLinear(LinearMethodBase):  # type: ignore[misc]
         )
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., I]` to `[..., O]`, in the dtype of `x`."""
+        """Apply the layer: `[..., I]` to `[..., O]`, in the dtype of `x`."""
         x8_TI, scale_T1 = self._quantise(x.reshape(-1, x.shape[-1]))
         product_TO = scaled_mm(
             x8_TI,

@@ -1,4 +1,4 @@
-"""Environment variables of the engine's processes, by platform, each with its reason. What the user set wins."""
+"""Environment variables of the engine processes, by platform, each with its reason. The user's values have priority."""
 
 from __future__ import annotations
 
@@ -10,46 +10,49 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Options of torch's allocator: the old name, and the one that wins over it."""
+"""Variables with options of PyTorch's allocator: the old name, and the new one, which takes precedence."""
 
 
 def engine_environment(
     device: str, present: Mapping[str, str], *, num_threads: int, num_slots: int, compiles: bool
 ) -> dict[str, str]:
-    """What to set beside `present` for an engine on `num_slots` slots of the kind of `device`, with `num_threads` for
-    them all; `compiles` is false where the engine was told not to."""
+    """Variables to set in addition to `present`, for an engine on `num_slots` slots of the type of `device`.
+
+    `num_threads` is the number of CPU threads for all slots together (0: leave it unset). `compiles` is False if
+    compilation is disabled.
+    """
     wanted = {
-        # Forked from a process with threads and open devices, the engine's processes would hang or crash.
+        # Processes forked from a process with threads and open devices hang or crash.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Usage reports leave the machine; that is the user's to decide.
+        # Usage reports leave the machine; the user must opt in.
         "VLLM_NO_USAGE_STATS": "1",
-        # A hundred lines at each start otherwise.
+        # The default level prints about a hundred lines at each start.
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # Our sampler fits the first model runner's, see `workarounds`.
+        # Our sampler fits only the first model runner, see `workarounds`.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if device == "cpu":
-        # vLLM would bind its threads to cores that it takes for its own, and two replicas to the same ones.
+        # Otherwise vLLM binds its threads to fixed cores, and two replicas to the same ones.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if device == "cpu" and not compiles:
-        # Eager or not, vLLM compiles what ranks logprobs when the first are asked for: 10 s and more.
+        # Even with enforce_eager vLLM compiles the ranking of logprobs at its first use, which takes 10 s or more.
         wanted["TORCH_COMPILE_DISABLE"] = "1"
     found = {name: value for name, value in wanted.items() if name not in present}
     if device == "cpu" and num_threads:
-        # Whatever the worker's own number is: that one is for all its slots.
+        # Overrides the worker's own value, which counts the threads of all its slots.
         found["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
     for name in ALLOCATORS if device.startswith("cuda") else ():
         options = present.get(name, "").split(",")
         kept = [each for each in options if each.replace(" ", "").lower() != "expandable_segments:true"]
         if kept != options:
-            # vLLM's own memory pools, from which an engine sleeps, and segments that grow exclude each other.
+            # vLLM's memory pools for sleep mode are incompatible with expandable segments.
             found[name] = ",".join(kept)
     return found
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set them for processes that are started meanwhile; afterwards this process's are as they were."""
+    """Context manager that sets environment variables for child processes, and restores the old values at exit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

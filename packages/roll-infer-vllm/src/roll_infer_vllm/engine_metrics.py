@@ -1,4 +1,4 @@
-"""What vLLM says of each of its steps, summed up between two looks."""
+"""Engine metrics accumulated from vLLM's per-step statistics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ COUNTED = (
     "prefix_cache_hits",
 )
 LEVELS = ("running", "waiting", "kv_cache_usage")
-"""How things stood in a step."""
+"""Gauges sampled in each step; reported as mean and maximum."""
 _JOINED: tuple[MetricKind, ...] = ("mean", "max")
 KINDS: Mapping[str, MetricKind] = MappingProxyType({f"{name}/{kind}": kind for name in LEVELS for kind in _JOINED})
 
 
 class EngineMetrics:
-    """Written by vLLM after each step, read by the run."""
+    """Metrics since the last `take`; vLLM's stat logger writes them after each step."""
 
     def __init__(self) -> None:
         self._clear()
 
     def note(self, scheduler: Any, iteration: Any) -> None:
-        """What one step was."""
+        """Add the statistics of one step; either argument may be None."""
         if scheduler is not None:
             waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             now = {
@@ -52,7 +52,7 @@ class EngineMetrics:
             self._counted["preemptions"] += iteration.num_preempted_reqs
 
     def take(self) -> Mapping[str, float]:
-        """What happened since the last call; zeros where nothing did."""
+        """Metrics by name since the last call, 0 if nothing happened; resets them."""
         found = dict(self._counted)
         for name in LEVELS:
             found[f"{name}/mean"] = self._sums[name] / max(self._num_levels, 1)
@@ -67,11 +67,11 @@ class EngineMetrics:
 
 
 def stat_logger(metrics: EngineMetrics) -> Any:
-    """What makes vLLM's loggers, for `AsyncLLM.from_engine_args(stat_loggers=...)`."""
+    """Stat logger class that records into `metrics`, for `AsyncLLM.from_engine_args(stat_loggers=...)`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Recorder(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to mypy
-        """Hands each step on."""
+        """Stat logger that forwards each step's statistics."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
@@ -79,10 +79,10 @@ def stat_logger(metrics: EngineMetrics) -> Any:
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
-            """Called by vLLM."""
+            """Forward the statistics of one step; called by vLLM."""
             metrics.note(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
-            """Nothing to say."""
+            """Do nothing."""
 
     return Recorder

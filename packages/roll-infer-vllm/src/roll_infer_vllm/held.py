@@ -1,12 +1,15 @@
-"""The weights that an engine's process holds, read back under their Hugging Face names.
+"""Read-back of the weights loaded in an engine process, by Hugging Face names.
 
-vLLM holds some of them otherwise than they were sent: queries, keys and values in one matrix, gates and ups in another;
-with tensor parallelism a share of the rows or columns; on a CPU linear layers packed for the processor, where the
-original is gone. The first two are undone by slicing and gathering; so are those of weights in 8 bits and their scales,
-which are never packed. A packed matrix is read by letting the very kernel that computes with it multiply the identity:
-each element of the product is one weight times one plus zeros, which is exact. Only the sign of a zero and subnormal
-numbers do not survive a multiplication; these few are remembered when they arrive. An output layer is packed too,
-beside the original that it may share with the embeddings: both are read.
+vLLM stores some weights in another form than they were sent:
+
+* Fused: query, key and value projections in one matrix, gate and up projections in another. Undone by slicing.
+* Sharded over ranks by rows or columns (tensor parallelism). Undone by an all-gather.
+* Packed on a CPU: linear layers are packed for the processor and the original is freed. Read back by multiplying the
+  identity with the same kernel that computes with the weight. Each element of the product is one weight times one plus
+  zeros, which is exact. Only the sign of zeros and subnormal numbers are lost; these few are stored when they arrive.
+
+fp8 weights and their scales are fused and sharded, but never packed. An output layer is packed too, in addition to the
+original, which it may share with the embeddings: both are read.
 """
 
 from __future__ import annotations
@@ -31,29 +34,29 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ROWS = 256
-"""Rows of the identity that are multiplied at a time."""
+"""Number of rows of the identity per multiplication."""
 UNREADABLE = "_roll_unreadable"
-"""Attribute of the model: by name, places and values of what a multiplication does not give back."""
+"""Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Where a tensor of the Hugging Face model is."""
+    """Location of a tensor of the Hugging Face model in vLLM's model."""
 
     module: Any
     parameter: str
     """`weight`, `bias` or `weight_scale`."""
     index: int | None = None
-    """Which of the fused tensors; None where it stands alone."""
+    """Position among the fused tensors; None if the tensor is not fused."""
 
     @property
     def key(self) -> tuple[int, int | None]:
-        """The same for two names of one tensor (tied embeddings)."""
+        """Identity of the tensor: equal for two names of one tensor (tied embeddings)."""
         return id(getattr(self.module, self.parameter)), self.index
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, over all ranks."""
+        """Shape of the full tensor, over all ranks."""
         module = self.module
         if isinstance(module, LinearBase):
             rows = module.output_size
@@ -69,7 +72,10 @@ class Part:
 
 
 def locate(model: nn.Module, name: str) -> Part | None:
-    """The part of this name; None where another pipeline stage has it. Raises `KeyError` where none can have it."""
+    """Location of the tensor of this Hugging Face name; None if another pipeline stage has it.
+
+    Raises `KeyError` if no stage can have it.
+    """
     module, index = find(model, name)
     if isinstance(module, PPMissingLayer):
         return None
@@ -80,8 +86,10 @@ def locate(model: nn.Module, name: str) -> Part | None:
 
 
 def find(model: nn.Module, name: str) -> tuple[Any, int | None]:
-    """The module that has the parameter of this name, and its place where it is fused with others. Raises `KeyError`
-    where there is none."""
+    """Module that has the parameter of this name, and the parameter's position if it is fused with others.
+
+    Raises `KeyError` if there is no such module.
+    """
     path = _rename(model, name).rpartition(".")[0]
     fused, index = _fused(model, name)
     if index is not None:
@@ -97,7 +105,7 @@ def find(model: nn.Module, name: str) -> tuple[Any, int | None]:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Everything that an update has to bring, by vLLM's name for it, fused tensors one by one."""
+    """All tensors that an update must send, by vLLM's names; fused tensors one by one."""
     packed = getattr(model, "packed_modules_mapping", {})
     modules = dict(model.named_modules())
     for name, _ in model.named_parameters():
@@ -112,18 +120,18 @@ def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 
 class Reader:
-    """Reads one tensor after the other. With tensor parallelism all ranks read the same ones in the same order."""
+    """Reads tensors back. With tensor parallelism all ranks must read the same tensors in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
         heads = [each for each in model.modules() if isinstance(each, ParallelLMHead) and hasattr(each, "cpu_linear")]
         self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
-        """Packed output layers, by the weight that they were packed from."""
+        """Packed output layers, by the id of the weight that they were packed from."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
         self._last: tuple[Any, Tensor] | None = None
-        """The matrix that was unpacked last: fused tensors mostly follow one another."""
+        """Module and matrix that were unpacked last; a cache, because fused tensors mostly follow one another."""
 
     def read(self, name: str, part: Part) -> Tensor:
-        """The whole tensor, as this engine computes with it."""
+        """Full tensor at `part`, gathered over ranks, as this engine computes with it."""
         module = part.module
         packed = part.parameter == "weight" and _is_packed(module)
         local = self._unpacked(module) if packed else getattr(module, part.parameter).detach()
@@ -134,7 +142,7 @@ class Reader:
             local = self._as_multiplied(module, local)
         whole = _gathered(module, part, local)
         if isinstance(module, LinearBase) and part.parameter == "bias":
-            whole = whole.to(module.params_dtype)  # vLLM widens those of some packed layers
+            whole = whole.to(module.params_dtype)  # vLLM converts the biases of some packed layers to a wider dtype
         if packed and name in self._unreadable:
             places, values = self._unreadable[name]
             whole = whole.clone()
@@ -142,7 +150,7 @@ class Reader:
         return whole
 
     def _as_multiplied(self, module: Any, weight: Tensor) -> Tensor:
-        """The weight, unless the output layer that was packed from it computes with another."""
+        """The weight, or the packed output layer's weight if it differs from the weight that it was packed from."""
         head = self._heads.get(id(module.weight))
         if head is None:
             return weight
@@ -157,7 +165,10 @@ class Reader:
 
 
 def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Keep what a packed matrix would not give back of a tensor that is about to be loaded."""
+    """Store the elements of a tensor that a packed matrix cannot reproduce: negative zeros and subnormal numbers.
+
+    Called before the tensor is loaded.
+    """
     kept: dict[str, tuple[Tensor, Tensor]] = model.__dict__.setdefault(UNREADABLE, {})
     kept.pop(name, None)
     if tensor.ndim != 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
@@ -171,7 +182,7 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _rename(model: nn.Module, name: str) -> str:
-    """By the model's own table, where it has one."""
+    """vLLM's name for a Hugging Face name, by the model's own mapping if it has one. Raises `KeyError` if dropped."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if mapper is not None else name
     if renamed is None:
@@ -180,7 +191,7 @@ def _rename(model: nn.Module, name: str) -> str:
 
 
 def _fused(model: nn.Module, name: str) -> tuple[str, int | None]:
-    """The module that a tensor is fused into, and its place there."""
+    """Name of the module that the tensor is fused into, and its position there; `("", None)` if it is not fused."""
     path = name.rpartition(".")[0]
     last = path.rpartition(".")[2]
     for fused, members in getattr(model, "packed_modules_mapping", {}).items():
@@ -224,6 +235,6 @@ def _gathered(module: Any, part: Part, local: Tensor) -> Tensor:
 
 
 def _all_gathered(local: Tensor, dim: int) -> Tensor:
-    """Numbers of 8 bits travel as bf16, which has them all: on a CPU vLLM gathers no smaller ones."""
+    """All-gather; sends fp8 as bf16, which represents all its values, because vLLM cannot gather fp8 on a CPU."""
     whole: Tensor = tensor_model_parallel_all_gather(local.bfloat16() if local.itemsize == 1 else local, dim)
     return whole.to(local.dtype)

@@ -1,6 +1,6 @@
-"""The adapter that an engine's process holds, read back under its Hugging Face names.
+"""Read-back of the adapter loaded in an engine process, by Hugging Face names.
 
-vLLM has one buffer for each layer and side, with room for its largest rank; a fused layer has one for each part.
+vLLM has one buffer per layer for A and one for B, sized for its maximum rank. A fused layer has one pair per part.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SLOT = 0
-"""Of the one adapter for which there is room."""
+"""Slot of the adapter in vLLM's stacked buffers; the engine has only one (`max_loras` is 1)."""
 
 
 def buffer(model: nn.Module, name: str) -> Tensor:
-    """The room of this A `[R, I]` or B `[O, R]`, R being the largest rank. Raises `KeyError` where there is none."""
+    """Buffer of this A `[R, I]` or B `[O, R]`, where R is vLLM's maximum rank. Raises `KeyError` if there is none."""
     layer, _, side = name.rpartition(".lora_")
     if f"lora_{side}" not in SIDES:
         raise KeyError(name)
@@ -33,6 +33,6 @@ def buffer(model: nn.Module, name: str) -> Tensor:
 
 
 def held(model: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
-    """What the engine computes with."""
+    """Adapter tensor `name` of this shape, as the engine computes with it."""
     rows, columns = shape
     return buffer(model, name)[:rows, :columns].contiguous()

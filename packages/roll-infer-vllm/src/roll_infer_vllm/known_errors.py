@@ -1,4 +1,4 @@
-"""What vLLM says when it cannot go on, and what to do in a run's config."""
+"""Known fatal errors of vLLM, with their causes and remedies in a run's config."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ KNOWN_ERRORS = (
         " not have",
     ),
 )
-"""Each by the words of vLLM 0.32."""
+"""Known errors; the patterns match the messages of vLLM 0.32."""

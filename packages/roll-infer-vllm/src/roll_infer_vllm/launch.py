@@ -1,4 +1,4 @@
-"""Starting vLLM's engine: its arguments, ours and the user's, its environment, and its model's files."""
+"""Launch of vLLM's engine: engine arguments, environment variables and model files."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_CACHE_BYTES = 4 << 30
-"""Of keys and values on a CPU, where nothing else is said: vLLM would take nearly all of the host's memory."""
+"""Default size of the KV cache on a CPU in bytes; vLLM's own default takes nearly all of the host's memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """An engine that runs."""
+    """A running engine, its arguments and its model files."""
 
     engine: AsyncLLM
     arguments: AsyncEngineArgs
     files: EngineFiles
     release_files: Callable[[], None]
-    """Removes the temporary folder of `files`. To be called once the engine has answered a call: its process reads the
-    model's folder again after it has reported that it is ready (`EngineCoreProc._perform_handshakes`)."""
+    """Removes the temporary folder of `files`. Call it only after the engine has answered a call: its process reads the
+    model folder again after it has reported that it is ready (`EngineCoreProc._perform_handshakes`)."""
 
 
 def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: EngineMetrics) -> Launched:
-    """Blocks for as long as the engine takes to start. Raises `ModelError`, `ConfigError`."""
+    """Start the engine; blocks until it is ready. Raises `ModelError`, `ConfigError`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     slots = settings.slots_per_worker()
@@ -58,7 +58,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
         if "gpu_memory_utilization" not in given:
             given.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
     elif settings.sleep_level:
-        given["enable_sleep_mode"] = True  # refused on a CPU, where we give back ourselves what can be
+        given["enable_sleep_mode"] = True  # vLLM rejects it on a CPU; there we release the KV cache ourselves
     variables = engine_environment(
         device,
         os.environ,
@@ -81,7 +81,10 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
 
 
 def _check_heads(size: int, who: str) -> None:
-    """vLLM starts with heads that it cannot compute, and dies of the first request."""
+    """Raise `ModelError` for a head size that vLLM does not support on a CPU.
+
+    vLLM itself starts with such a model, but crashes at the first request.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -114,13 +117,13 @@ def _arguments(
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
         "dtype": DTYPES[model.dtype],
-        "seed": mesh.sampling_seed % 2**31,  # of requests without one: a start draws nothing that others share
+        "seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
         "distributed_executor_backend": "mp" if slots > 1 else "uni",
         "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
-        "disable_log_stats": True,  # vLLM's own loggers; ours counts
+        "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
     }
     _check_known(given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})
     try:
@@ -130,7 +133,7 @@ def _arguments(
 
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
-    """Where model, config and tokenizer are."""
+    """Engine arguments with the paths of model, config and tokenizer."""
     found: dict[str, Any] = {"model": files.model}
     if files.overrides:
         found["hf_config_path"] = str(files.scratch / "config")
@@ -139,7 +142,7 @@ def _file_arguments(files: EngineFiles) -> dict[str, Any]:
         return {**found, "skip_tokenizer_init": True}
     if files.tokenizer == files.model or not Path(files.tokenizer).is_dir():
         return {**found, "tokenizer": files.tokenizer}
-    # vLLM looks for a config beside a tokenizer, and complains for two seconds where there is none.
+    # vLLM looks for a config next to the tokenizer, and retries with warnings for two seconds if there is none.
     beside = files.scratch / "tokenizer"
     shutil.copytree(files.tokenizer, beside)
     files.config.save_pretrained(beside)
@@ -147,7 +150,7 @@ def _file_arguments(files: EngineFiles) -> dict[str, Any]:
 
 
 def _check_known(given: Mapping[str, Any], known: set[str]) -> None:
-    """The installed engine may be another release than the one whose arguments `check` knows."""
+    """Raise `ConfigError` for arguments that the installed vLLM lacks; `check` may know those of another release."""
     problems = []
     for name in given:
         if name not in known:

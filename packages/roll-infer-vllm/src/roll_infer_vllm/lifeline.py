@@ -1,11 +1,11 @@
-"""No engine outlives the worker that started it, however the worker ended.
+"""Parent watchdog: engine processes exit when the worker that started them exits, for any reason.
 
-vLLM ends its processes when the one that started them shuts down. Where that one is killed outright, an engine that is
-idle waits for requests for ever, with its memory. So each of the engine's processes watches the worker: the kernel
-tells when it is gone, which needs nobody to do anything at the end.
+vLLM ends its processes when the worker shuts down properly. But if the worker is killed, an idle engine waits for
+requests forever and keeps its memory. Therefore each engine process watches the worker through a pidfd, which the
+kernel signals when the worker exits.
 
-(`PR_SET_PDEATHSIG` would not do: it speaks of the *thread* that started a process, and the threads of an event loop's
-executor end before the worker does.)
+`PR_SET_PDEATHSIG` does not work here: it fires when the *thread* that started the process ends, and the threads of an
+event loop's executor end before the worker does.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OWNER = "ROLL_VLLM_OWNER"
-"""Environment variable of the engine's processes: the worker's process id."""
+"""Environment variable of the engine processes with the worker's process id."""
 
 
 def owned() -> Mapping[str, str]:
-    """What to set for processes that shall end with this one."""
+    """Environment variables for processes that must exit with this process."""
     return {OWNER: str(os.getpid())}
 
 
 def end_with_owner() -> None:
-    """Called in each of the engine's processes before it loads anything; does nothing in others. May be called again:
-    further watchers wait for the same end."""
+    """Start a thread that kills this process when the worker exits; does nothing outside of engine processes.
+
+    Called in each engine process before it loads anything. Repeated calls are harmless.
+    """
     owner = int(os.environ.get(OWNER, "0"))
     if owner in (0, os.getpid()):
         return
     try:
         descriptor = os.pidfd_open(owner)
-    except ProcessLookupError:  # gone while this process was being started
+    except ProcessLookupError:  # the worker exited while this process was starting
         _end()
         return
     threading.Thread(target=_wait, args=(descriptor,), name="roll-lifeline", daemon=True).start()
@@ -51,5 +53,5 @@ def _wait(descriptor: int) -> None:
 
 
 def _end() -> None:
-    """At once: whoever would have waited for something in order is gone, and its device memory is wanted."""
+    """Kill this process with SIGKILL: no caller is left for an orderly shutdown, and others need its device memory."""
     os.kill(os.getpid(), signal.SIGKILL)

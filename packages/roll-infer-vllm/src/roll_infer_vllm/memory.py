@@ -1,4 +1,4 @@
-"""How much memory a slot of the engine vLLM takes: the formulas of docs/plan.md. Light."""
+"""Memory estimate per slot of vLLM, with the formulas of docs/plan.md. Light: imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion
 
 UTILIZATION = 0.9
-"""vLLM's `gpu_memory_utilization` where it is not given."""
+"""Assumed `gpu_memory_utilization` if it is not set."""
 HOST_CACHE_BYTES = 4 << 30
-"""Of the cache on a host where the config says nothing."""
+"""Default size of the KV cache on a CPU, in bytes; the same as `launch.CPU_CACHE_BYTES`."""
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
-    """Weights, and the cache that takes what is left of the engine's share, all of it from the start. Asleep it gives
-    the cache back, and weights where they are not the host's anyway."""
+    """Memory per slot: weights, and a KV cache that fills the rest of the engine's share from the start.
+
+    During sleep the engine releases the KV cache and, except on a CPU, the weights.
+    """
     config = question.config
     if not isinstance(config, VllmConfig):
         raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")

@@ -1,4 +1,4 @@
-"""Whole models on their way into the engine: bucket by bucket, by vLLM's own weight transfer interface."""
+"""Weight updates of whole models, sent bucket by bucket through vLLM's weight transfer interface."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ModelWeights(Loader):
-    """Every tensor of the model, in place."""
+    """Loader that replaces every tensor of the model in place."""
 
     def __init__(self, engine: AsyncLLM, who: str, bucket_bytes: int, devices: Sequence[str]) -> None:
-        """`devices` are those of the engine's processes."""
+        """`bucket_bytes` is the bucket size; `devices` are the devices of the engine processes."""
         self._engine, self._who = engine, who
         self._writer = BucketWriter(bucket_bytes, devices)
 

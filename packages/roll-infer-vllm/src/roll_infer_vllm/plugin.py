@@ -1,4 +1,4 @@
-"""What this package offers. Imports neither torch nor vLLM."""
+"""Plugin hooks of the package: registers the infer strategy `vllm`. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ROLL_HOOK_API = 1
 
 VERSIONS = ">=0.32,<0.33"
-"""Of vLLM: tested at the newest; another minor version has other arguments and other insides."""
+"""Supported vLLM versions, tested with the newest; other minor versions have other arguments and internals."""
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     sleeps=True,
@@ -29,7 +29,7 @@ CAPABILITIES = InferCapabilities(
 
 @hookimpl
 def roll_infer_strategies() -> Iterator[InferProvider]:
-    """The engine, for roles that generate."""
+    """Infer strategy `vllm`."""
     yield InferProvider(
         name="vllm",
         target="roll_infer_vllm.strategy:VllmStrategy",
@@ -44,5 +44,5 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
 
 @hookimpl
 def roll_known_errors() -> Iterator[KnownErrorsProvider]:
-    """What the engine says when it cannot go on."""
+    """Known fatal errors of vLLM, with causes and remedies."""
     yield KnownErrorsProvider(name="vllm", target="roll_infer_vllm.known_errors:KNOWN_ERRORS", summary="Errors of vLLM")

@@ -1,16 +1,18 @@
-"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`), before it loads a model there."""
+"""vLLM plugin (entry point `vllm.general_plugins`); vLLM calls `register` in each process before it loads a model."""
 
 from __future__ import annotations
 
 from roll_infer_vllm.lifeline import end_with_owner
 
 TRANSFER = "roll"
-"""Name of the weight transfer engine in vLLM's registry."""
+"""Name of our weight transfer engine in vLLM's registry."""
 
 
 def register() -> None:
-    """Tie the process to the worker, and name the weight transfer engine, whose module is imported where an engine asks
-    for it, and the quantisation method. May be called again."""
+    """Register the weight transfer engine and the quantization method, and end the process when the worker exits.
+
+    The weight transfer module is imported only when an engine uses it. Idempotent.
+    """
     end_with_owner()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,4 +1,4 @@
-"""Between the contract's requests and vLLM's: parameters one way, logprobs the other."""
+"""Conversion between ROLL's requests and vLLM's: sampling parameters in, logprobs out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from roll_core.types import Floats, GenerateRequest
 
 MAX_TEMPERATURE = 2.0
-"""vLLM takes no higher one."""
+"""Maximum temperature that vLLM accepts."""
 PROGRESS_TOKENS = 64
-"""Between two times that vLLM says what it has drawn of an output; it says the first token and the end at once."""
+"""Number of tokens between two partial outputs from vLLM. vLLM returns the first token and the end of an output at
+once."""
 
 
 def check_served(request: GenerateRequest) -> None:
-    """Raise `UnsupportedError` for what vLLM does not do, or does in another way than other engines."""
+    """Raise `UnsupportedError` for parameters that vLLM lacks or interprets differently from other engines."""
     params = request.params
     if params.temperature > MAX_TEMPERATURE:
         raise UnsupportedError(
@@ -34,7 +35,7 @@ def check_served(request: GenerateRequest) -> None:
 
 
 def sampling_params(request: GenerateRequest, index: int, end_ids: Sequence[int]) -> Any:
-    """vLLM's parameters for output `index` of a request. `end_ids` end a response as `stop_token_ids` do."""
+    """vLLM `SamplingParams` for output `index` of a request. `end_ids` end a response like `stop_token_ids`."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
@@ -51,24 +52,27 @@ def sampling_params(request: GenerateRequest, index: int, end_ids: Sequence[int]
         stop=stops,
         include_stop_str_in_output=True,
         stop_token_ids=ends,
-        ignore_eos=True,  # `ends` has the model's own, from where every engine takes them
+        ignore_eos=True,  # `ends` has the model's end tokens, the same for every engine
         seed=None if params.seed is None else output_seed(params.seed, index),
         logprobs=0,
         prompt_logprobs=0 if request.prompt_logprobs and index == 0 else None,
         flat_logprobs=True,
         detokenize=bool(stops),
-        output_kind=RequestOutputKind.DELTA,  # the interval holds for deltas alone
+        output_kind=RequestOutputKind.DELTA,  # stream_interval applies only to deltas
         stream_interval=PROGRESS_TOKENS,
     )
 
 
 def output_seed(seed: int, index: int) -> int:
-    """A seed for `(seed, index)`: neighbouring requests with neighbouring seeds share no stream."""
+    """32-bit seed derived from `(seed, index)`, so that requests with adjacent seeds use different random streams."""
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint32)[0])
 
 
 def flat_logprobs(found: Any) -> Floats:
-    """Of the tokens themselves; each position begins with its own. 0 where a position has none."""
+    """Logprobs `[T]` of the tokens themselves from vLLM's `FlatLogprobs`, where each position begins with its token.
+
+    0 for positions without logprobs; empty if `found` is None.
+    """
     if found is None:
         return np.zeros(0, np.float32)
     values = np.asarray([*found.logprobs, 0.0], np.float32)

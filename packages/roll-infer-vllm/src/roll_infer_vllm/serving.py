@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI-compatible server beside the strategy's requests: one engine, the same weights.
+"""OpenAI-compatible endpoint: vLLM's own server on the strategy's engine, with the same weights.
 
-It lives on the worker's event loop, so that requests over HTTP reach the engine as the run's own do. While the engine
-is paused, for an update or asleep, they wait.
+It runs on the worker's event loop, so HTTP requests reach the engine in the same way as the run's own requests. While
+the engine is paused, for a weight update or for sleep, HTTP requests wait.
 """
 
 from __future__ import annotations
@@ -26,40 +26,46 @@ POLL_S = 0.01
 
 
 class Server:
-    """Serves one engine. Made on the event loop on which the engine lives."""
+    """HTTP server of one engine; create it on the event loop of the engine."""
 
     def __init__(self, name: str, host: str) -> None:
-        """The model is called `name`; `host` is the address that is listened at."""
+        """Serve the model under `name`, on address `host`."""
         self._name, self._host = name, host
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
-        """Of the API, once it is served; empty before and after."""
+        """Base URL of the API, ending in `/v1`; empty while the server is not running."""
 
     def listen(self) -> None:
-        """On a port that the host chooses; whoever connects waits. Raises `RollError` where the address is not the
-        host's."""
+        """Bind a free port and listen; connections wait until `start`.
+
+        Raises `RollError` if the address does not belong to this host.
+        """
         try:
             self._socket = socket.create_server((self._host, 0))
         except OSError as error:
             raise RollError(f"{self._name}: nothing can listen at endpoint_host {self._host}: {error}") from error
 
     async def start(self, engine: AsyncLLM, arguments: AsyncEngineArgs) -> None:
-        """Answer. Called after `listen`."""
+        """Start answering requests. Call after `listen`.
+
+        Raises `RollError` if the server ends at once, and `TimeoutError` if it does not start within 60 s.
+        """
         import uvicorn
 
         if self._socket is None:
             raise AssertionError("a server listens before it starts")
 
         class Uvicorn(uvicorn.Server):  # type: ignore[misc]  # comes with vLLM, untyped to mypy
-            """Signals are the run's."""
+            """Uvicorn server that installs no signal handlers; the run handles signals."""
 
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
                 yield
 
         app = self._app = await _application(engine, arguments, self._name)
-        # vLLM's own lifespan would hide all objects of this process, the trainer's too, from the garbage collector.
+        # vLLM's own lifespan would freeze all objects of this process, including the trainer's, in the garbage
+        # collector.
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
         self._server = Uvicorn(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="vllm-endpoint")
@@ -72,11 +78,11 @@ class Server:
         self.url = f"http://{self._host}:{self._socket.getsockname()[1]}/v1"
 
     def serve_adapter(self, request: Any) -> None:
-        """From now on the adapter of this `LoRARequest` can be asked for by its own name."""
+        """Serve the adapter of this `LoRARequest` under its own name."""
         self._app.state.openai_serving_models.lora_requests[request.lora_name] = request
 
     async def stop(self) -> None:
-        """Hang up, also on requests that are under way. May be called several times."""
+        """Stop the server and close all connections, including those with running requests. Idempotent."""
         serving, self._serving, self.url = self._serving, None, ""
         if serving is not None:
             self._server.should_exit = self._server.force_exit = True
@@ -87,7 +93,7 @@ class Server:
 
 
 async def _application(engine: AsyncLLM, arguments: AsyncEngineArgs, name: str) -> FastAPI:
-    """As `vllm serve` makes it."""
+    """FastAPI application, built in the same way as by `vllm serve`."""
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.openai.api_server import init_app_state
 
@@ -99,7 +105,7 @@ async def _application(engine: AsyncLLM, arguments: AsyncEngineArgs, name: str) 
 
 
 def _settings(arguments: AsyncEngineArgs, name: str) -> Any:
-    """The server's command line as it would be for this engine."""
+    """Parsed command-line arguments of `vllm serve` that correspond to this engine."""
     import dataclasses
 
     from vllm.entrypoints.launchers.cli_args import make_arg_parser

@@ -1,14 +1,14 @@
-"""`vllm`: one replica of vLLM's engine, in processes of its own, driven from the worker's event loop.
+"""Infer strategy `vllm`: one replica of vLLM's engine in its own processes, driven from the worker's event loop.
 
 worker (this module)                         engine's processes (vLLM's, with `worker.WorkerExtension`)
 --------------------                         ----------------------------------------------------------
 generate()         -- AsyncLLM.generate -->  one request per output
 HTTP (`serving`)   -- AsyncLLM.generate -->  the same engine, through vLLM's own server
-update_weights()   -- pause, keep -------->  nothing is computed; running requests will recompute keys and values
-                   -- buckets ------------>  `transfer.BucketTransfer` loads them, layer after layer
-                   <- digests -------------  `held.Reader` reads back what is there
-                   -- resume ------------->  on with the new weights
-sleep()            -- pause -------------->  keys and values go; on an accelerator weights too
+update_weights()   -- pause, keep -------->  generation pauses; running requests will recompute their KV cache
+                   -- buckets ------------>  `transfer.BucketTransfer` loads them, layer by layer
+                   <- digests -------------  `held.Reader` reads the loaded weights back
+                   -- resume ------------->  generation continues with the new weights
+sleep()            -- pause -------------->  releases the KV cache; on an accelerator weights too
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from roll_core.types import GenerateRequest, WeightManifest, WeightReceipt
 
 ABORT_AGAIN_S = 0.05
-"""vLLM ignores the abort of a request that it is still taking in."""
+"""Seconds between repeated aborts: vLLM ignores the abort of a request that it is still receiving."""
 SHUTDOWN_S = 30.0
-"""For vLLM's processes to end by themselves, and give back what the host would otherwise be told of as lost."""
+"""Seconds for vLLM's processes to exit and release resources that would otherwise be reported as leaked."""
 
 
 class VllmStrategy(InferStrategy):
-    """See the module. All methods are called on one event loop."""
+    """Infer strategy `vllm`, see the module docstring. All methods are called on one event loop."""
 
     capabilities = CAPABILITIES
     metric_kinds = KINDS
@@ -70,10 +70,10 @@ class VllmStrategy(InferStrategy):
         self._server: Server | None = None
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._drawings: dict[str, list[Drawing]] = {}
-        """Of running requests, by output."""
+        """Outputs of each running request, by request id."""
         self._metrics = EngineMetrics()
         self._asleep, self._stale = False, config.quantization is not None
-        """Stale from when it sleeps, or starts without weights, until weights are published to it."""
+        """`_stale`: True from sleep, or from a start without weights, until the next weight update."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -82,12 +82,12 @@ class VllmStrategy(InferStrategy):
         if self._engine is not None:
             raise RuntimeError("the engine was started twice")
         self._mesh = mesh
-        # An adapter gets the role's name: nobody is to be answered by the model beneath it unawares.
+        # The adapter gets the role's name, so HTTP clients do not get the base model by mistake.
         name = mesh.role if model.lora is None else f"{mesh.role}-base"
         self._server = Server(name, self._settings.endpoint_host)
         self._server.listen()
-        # Apart from the start: of what cannot be imported vLLM keeps the errors, and these every call that led to them
-        # with all that it holds, which is not to be the engine.
+        # Import before `launch`: vLLM stores import errors, whose tracebacks keep all frames alive. The engine must not
+        # be in one of these frames.
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         launched = await asyncio.to_thread(launch, self._settings, model, mesh, self._metrics)
         engine = self._engine = launched.engine
@@ -104,9 +104,9 @@ class VllmStrategy(InferStrategy):
         finally:
             launched.release_files()
         await engine.update_weight_version("0")
-        await engine.get_supported_tasks()  # asked once here, so that requests enter in the order in which they come
+        await engine.get_supported_tasks()  # fetched once here, so that requests enter in the order of arrival
         if self._stale:
-            await engine.pause_generation(mode="keep", clear_cache=False)  # those who ask the endpoint wait
+            await engine.pause_generation(mode="keep", clear_cache=False)  # HTTP requests wait for the first update
         await self._server.start(engine, launched.arguments)
 
     @override
@@ -122,8 +122,8 @@ class VllmStrategy(InferStrategy):
         await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
         if self._updates is not None:
             self._updates.close()
-        # An engine that somebody holds until Python ends shuts down once more when it is collected, among modules that
-        # are gone.
+        # Drop all references: an engine that lives until interpreter exit shuts down again when it is collected, after
+        # its modules are gone.
         self._server = self._updates = self._adapter = None
 
     @override
@@ -141,7 +141,7 @@ class VllmStrategy(InferStrategy):
             return
         if not self._on_host:
             await while_it_lives(engine, self._take_again(engine))
-        # It stays paused until the update that follows: weights that slept are not to answer anybody.
+        # The engine stays paused until the next weight update, because its weights are stale.
         self._asleep = False
 
     async def _give_back(self, engine: AsyncLLM) -> None:
@@ -251,13 +251,13 @@ class VllmStrategy(InferStrategy):
         return Completion(id=request.id, outputs=outputs, prompt_logprobs=drawings[0].prompt_logprobs)
 
     async def _forget(self, names: Sequence[str]) -> None:
-        """vLLM itself forgets nothing of a request whose call is cancelled while it takes that in."""
+        """Abort requests in vLLM: it keeps a request whose call is cancelled while vLLM is still receiving it."""
         if names and self._engine is not None:
             with contextlib.suppress(EngineDiedError), engine_deaths():
                 await self._engine.abort(names)
 
     async def _draw(self, drawing: Drawing) -> None:
-        """One output, to vLLM's last word on it."""
+        """Generate one output until vLLM finishes it. Raises `DataError`, `EngineDiedError`, `RollError`."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
 

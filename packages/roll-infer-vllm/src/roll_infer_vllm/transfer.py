@@ -1,4 +1,4 @@
-"""vLLM's end of a weight update, in each of the engine's processes: buckets in, layer after layer replaced in place."""
+"""Receiver of weight updates in each engine process: reads buckets and replaces weights in place, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Nothing(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """There is nothing to agree on beforehand."""
+    """Empty initialization info: the transfer needs no setup."""
 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """See `BucketInfo`."""
+    """Update info with the fields of `BucketInfo`."""
 
     num_bytes: int
     tensors: list[Any] = field(default_factory=list)
@@ -38,47 +38,47 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Loads Hugging Face tensors by the model's own loader: each process takes its part of each."""
+    """Weight transfer engine that loads Hugging Face tensors with the model's loader; each process loads its shard."""
 
     init_info_cls = Nothing
     update_info_cls = Bucket
 
     failure = ""
-    """Why a bucket of this update could not be loaded, if one could not."""
+    """Error message of the first bucket of this update that could not be loaded; empty if there is none."""
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        """Nothing to set up."""
+        """Do nothing: the transfer needs no setup."""
 
     def start_weight_update(self) -> None:
-        """From here on tensors are kept until their layer is complete, and then replace it."""
+        """Start an update: tensors are buffered until their layer is complete, and then replace it."""
         self.failure = ""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take in one bucket. When this returns the bucket may be filled again.
+        """Load one bucket. The sender may reuse the bucket after this returns.
 
-        Raises nothing, but says so in `failure`: of a call that raises in one of several processes vLLM takes the
-        answers of the others for those to its next call.
+        Stores errors in `failure` instead of raising them. If a call raises in one of several processes, vLLM mistakes
+        the results of the other processes for those of its next call.
         """
         if self.failure:
             return
         try:
             self.receive_weights(self.parse_update_info(update_info))
-        except Exception as error:  # whatever it is that the model's loader says; the worker raises it
+        except Exception as error:  # any error of the model's loader; the worker raises it
             self.failure = f"{type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """See `update_weights`."""
+        """Load the tensors of one bucket; see `update_weights`."""
         self.model.load_weights(self._tensors(BucketInfo(**asdict(update_info))))
 
     def finish_weight_update(self) -> None:
-        """Process layers that came incomplete (padded ones) and put everything back in its place."""
+        """Finish an update: process layers that stayed incomplete (padded ones) and restore the model's structure."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def _tensors(self, bucket: BucketInfo) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read_bucket(bucket, str(self.device)):

@@ -1,4 +1,4 @@
-"""A publish, from the worker's side: compare, pause, load, ask what is held, resume."""
+"""Weight updates on the worker's side: compare the manifest, pause, load, read digests back, resume."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 
 class Loader(ABC):
-    """What is published: a whole model, or adapters."""
+    """Loads what a weight update sends: a whole model, or a LoRA adapter."""
 
     @abstractmethod
     async def compare(self, manifest: WeightManifest) -> None:
-        """Refuse a manifest that is not this engine's, before anything is touched. Raises `WeightSyncError`."""
+        """Raise `WeightSyncError` if the manifest does not match the engine. Changes nothing."""
 
     @abstractmethod
     async def load(self, incoming: Incoming) -> None:
-        """All tensors. Also after an error the engine is left ready for the next update. Raises `WeightSyncError`."""
+        """Load all tensors. Raises `WeightSyncError`; the engine can take the next update also after an error."""
 
     @abstractmethod
     async def digests(self, manifest: WeightManifest) -> list[Mapping[str, str]]:
-        """Of what the engine's processes hold under these names, by process."""
+        """Digests of the loaded tensors by name, one mapping for each engine process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what loading took. May be called several times."""
+        """Release the resources of loading. Idempotent."""
 
 
 class WeightUpdates:
-    """The updates of one engine, one after the other."""
+    """Applies weight updates to one engine, one after the other."""
 
     def __init__(self, engine: AsyncLLM, mesh: MeshInfo, loader: Loader) -> None:
         self._engine, self._mesh, self._loader = engine, mesh, loader
         self._alone = asyncio.Lock()
         self.version = 0
-        """That the engine holds."""
+        """Version of the loaded weights."""
 
     async def apply(
         self,
@@ -56,11 +56,11 @@ class WeightUpdates:
         tensors: Iterable[tuple[str, Tensor]],
         changed: Callable[[int], None],
     ) -> WeightReceipt:
-        """See `InferStrategy.update_weights`. The engine runs afterwards, whether it was paused before or not.
+        """Update the weights, see `InferStrategy.update_weights`. Afterwards the engine runs, even if it was paused.
 
-        Where it has begun to load and fails the engine stays paused, as it may hold a part of each version.
+        If loading fails, the engine stays paused, because it may hold weights of two versions.
 
-        `changed` is called with the version once its weights are in, before they draw.
+        Calls `changed(version)` after the weights are loaded and before the engine generates with them.
         """
         who = f"{self._mesh.role} rank {self._mesh.rank}"
         async with self._alone:
@@ -78,5 +78,5 @@ class WeightUpdates:
         return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)
 
     def close(self) -> None:
-        """Give back what loading took."""
+        """Release the resources of loading."""
         self._loader.close()

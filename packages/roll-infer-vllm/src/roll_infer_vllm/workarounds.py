@@ -1,4 +1,4 @@
-"""Around what vLLM does at 0.32; each says what it is for, and a test says when it is no longer needed."""
+"""Workarounds for vLLM 0.32. Each states its reason, and a test fails as soon as it is no longer needed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from roll_core.errors import UnsupportedError
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Logprobs under softmax(logits / temperature), before penalties and filters: what a trainer computes.
+    """Sampler whose logprobs are under softmax(logits / temperature), before penalties and filters, as in the trainer.
 
-    vLLM 0.32 has two kinds (`logprobs_mode`), for the engine as a whole: `raw` ones leave the temperature out, and
-    `processed` ones put penalties and top-k, top-p, min-p in. Neither is the behaviour policy's at other temperatures
-    than 1 and with filters. Prompt logprobs go through `compute_logprobs` too, but outside of `forward`: they stay raw.
+    In vLLM 0.32 `logprobs_mode` selects the kind of logprobs for the whole engine. `raw` ignores the temperature;
+    `processed` includes penalties and top-k, top-p and min-p. Neither matches the trainer if the temperature is not 1
+    and filters are set. Prompt logprobs also use `compute_logprobs`, but outside of `forward`: they stay raw.
     """
 
     _temperature: Any = None
-    """Of each row, while tokens are drawn; None where all rows are greedy."""
+    """Temperature of each row during `forward`; None outside of it and if all rows are greedy."""
 
     def forward(self, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """Draw, with the temperatures at hand."""
+        """Sample tokens; makes the temperatures available to `compute_logprobs`."""
         self._temperature = sampling_metadata.temperature
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
@@ -30,14 +30,17 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
             self._temperature = None
 
     def compute_logprobs(self, logits: Any) -> Any:
-        """In float32. A temperature of 0 counts as 1."""
+        """Logprobs in float32, after division by the temperature. A temperature of 0 counts as 1."""
         if self._temperature is not None:
             logits = self.apply_temperature(logits.float().clone(), self._temperature, all_random=False)
         return super().compute_logprobs(logits)
 
 
 def use_tempered_sampler(model_runner: Any) -> None:
-    """Put ours in the place of the runner's own sampler, made in the same way."""
+    """Replace the model runner's sampler by a `TemperedSampler` with the same options.
+
+    Raises `UnsupportedError` if the runner's sampler is not vLLM's standard `Sampler`.
+    """
     own = model_runner.sampler
     if type(own) is not Sampler:
         raise UnsupportedError(
@@ -48,10 +51,10 @@ def use_tempered_sampler(model_runner: Any) -> None:
 
 
 def pack_tied_heads(model: Any) -> None:
-    """Pack output layers anew after an update, on a CPU.
+    """Repack output layers after an update, on a CPU.
 
-    vLLM 0.32 packs a layer when its own tensor has been loaded. An output layer that shares the embeddings' has none,
-    so it would go on computing with the old weights.
+    vLLM 0.32 packs a layer when the layer's own tensor has been loaded. An output layer tied to the embeddings has no
+    tensor of its own, so it would keep computing with the old weights.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):

@@ -1,4 +1,4 @@
-"""What our strategy can ask of each of vLLM's worker processes, besides what vLLM itself answers (`collective_rpc`)."""
+"""Methods that the strategy calls in each of vLLM's worker processes through `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ if TYPE_CHECKING:
 
 
 class WorkerExtension:
-    """vLLM makes it a base of its worker class (`worker_extension_cls`); so `self` is a worker."""
+    """Extension of vLLM's worker class (`worker_extension_cls`): vLLM adds it as a base, so `self` is a worker."""
 
     model_runner: Any
     weight_transfer_engine: Any
     device: Any
 
     def roll_prepare(self) -> None:
-        """After the model is loaded."""
+        """Install our sampler. Called once after the model is loaded."""
         from roll_infer_vllm.workarounds import use_tempered_sampler
 
         use_tempered_sampler(self.model_runner)
 
     def roll_opening_failure(self, bucket: dict[str, Any]) -> str:
-        """Why this process cannot read a bucket on its device, if it cannot."""
+        """Reason why this process cannot open a bucket on its device; empty if it can."""
         from roll_modeling.buckets import BucketInfo, opening_failure
 
         return opening_failure(BucketInfo(**bucket), str(self.device))
 
     def roll_load_failure(self) -> str:
-        """Why this process has not loaded all buckets of the update, if it has not."""
+        """Reason why this process failed to load a bucket of the update; empty if it loaded all of them."""
         failure: str = self.weight_transfer_engine.failure
         return failure
 
     def roll_release_cache(self) -> None:
-        """On a CPU: the memory of keys and values, which nobody will read again, goes back to the host."""
+        """On a CPU: return the memory pages of the KV cache to the operating system; its content is lost."""
         from roll_modeling.host_memory import release_pages
 
         for each in self.model_runner.kv_caches:
             release_pages(each)
 
     def roll_compare(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
-        """What of these names and shapes this process has otherwise, does not have, and misses."""
+        """Compare names and shapes with this process's model: different shapes, unknown and missing tensors."""
         from roll_infer_vllm.held import locate, parts
         from roll_modeling.comparing import compare
 
@@ -48,7 +48,7 @@ class WorkerExtension:
         return compare(entries, lambda name: locate(model, name), parts(model))
 
     def roll_compare_adapter(self, entries: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
-        """What of these names and shapes of an adapter this process has no room for."""
+        """Compare names and shapes of an adapter with this process's LoRA buffers."""
         from roll_infer_vllm.held_adapter import buffer
         from roll_modeling.adapter_updates import compare_adapter
 
@@ -56,7 +56,7 @@ class WorkerExtension:
         return compare_adapter(entries, lambda name: tuple(buffer(model, name).shape))
 
     def roll_adapter_digests(self, entries: Sequence[tuple[str, Sequence[int]]]) -> Mapping[str, str]:
-        """Digests of an adapter's tensors, as this process computes with them."""
+        """Digests of an adapter's tensors by name, read from the buffers that this process computes with."""
         from roll_core.spec.weights import digest
         from roll_infer_vllm.held_adapter import held
 
@@ -64,8 +64,10 @@ class WorkerExtension:
         return {name: digest(held(model, name, shape)) for name, shape in entries}
 
     def roll_digests(self, names: Sequence[str]) -> Mapping[str, str]:
-        """Digests of these tensors, as this process computes with them. With tensor parallelism the first rank answers
-        for all."""
+        """Digests of these tensors by name, read from the weights that this process computes with.
+
+        With tensor parallelism only rank 0 returns digests, of the gathered tensors.
+        """
         from vllm.distributed import get_tensor_model_parallel_rank
 
         from roll_core.spec.weights import digest

@@ -1,1 +1,1 @@
-"""Train strategy on Hugging Face models."""
+"""Train strategy for Hugging Face models (`hf_train`)."""

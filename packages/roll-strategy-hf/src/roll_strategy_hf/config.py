@@ -17,13 +17,13 @@ class HFTrainConfig(StrategyConfig):
     """`strategy_config` of `hf_train`."""
 
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once while logprobs and entropy are computed; by vocabulary and device where not
-    given."""
+    """Number of tokens whose logits are materialized at once to compute logprobs and entropy. Default: chosen by
+    vocabulary size and device."""
     fused: bool = True
-    """Norms and gated activations by faster equivalents, where these exist and give the same numbers."""
+    """Replace norms and gated activations by faster fused equivalents where these exist and give the same numbers."""
     async_save_ckpt: bool = False
-    """Copy a checkpoint's weights and optimizer state to the host and write them while the next steps run: takes the
-    host as much memory as they are large, for so long."""
+    """Write checkpoints in the background: copy weights and optimizer state to host memory, then write them during the
+    next steps. The copy occupies host memory until it is written."""
 
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How much memory `hf_train` and its forward-only twin take: the formulas of docs/plan.md. Light."""
+"""Memory estimate of `hf_train` and forward-only `hf_infer`, as in docs/plan.md. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion
 
 BUCKET_BYTES = 64 << 20
-"""Of gradients that are added up over ranks at a time, as `replicas` has it."""
+"""Bytes of gradients per all-reduce; the same as `replicas.BUCKET_BYTES`."""
 
 
 def training(question: MemoryQuestion) -> MemoryAnswer:
-    """Of `hf_train` and its forward-only twin: the whole model on every rank."""
+    """Memory per rank of `hf_train` and forward-only `hf_infer`: each rank holds the whole model."""
     if not isinstance(question.config, HFTrainConfig):
         raise TypeError(f"hf_train takes an HFTrainConfig, not a {type(question.config).__name__}")
     size, model = DTYPE_BYTES[question.dtype], question.model

@@ -1,7 +1,7 @@
-"""AdamW in float32 on summed gradients: accumulation, reduction over ranks, clipping, schedule, state.
+"""AdamW in float32: gradient accumulation, reduction over ranks, clipping, learning-rate schedule, state.
 
-Parameters in float32 are stepped in place. For bfloat16 and float16 parameters there are float32 masters: gradients are
-added up, the moments kept and the step taken in float32, and the model gets the rounded result.
+Float32 parameters are updated in place. For bfloat16 and float16 parameters the optimizer keeps float32 master weights:
+gradients, moments and the update are float32, and the model gets the rounded result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AdamW:
-    """The optimizer of one model: owns its gradients, which lie in one flat float32 buffer."""
+    """AdamW optimizer of one model; owns the gradients, which are views of one flat float32 buffer."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, replicas: Replicas) -> None:
         self.training, self.replicas = training, replicas
@@ -52,7 +52,10 @@ class AdamW:
         self.torch_optimizer = adamw(self.masters.values(), training)
 
     def step(self) -> StepStats:
-        """Sum over ranks, clip, step, clear. A gradient that is not finite changes nothing, the schedule included."""
+        """Sum gradients over ranks, clip, update, and zero the gradients.
+
+        If the gradient norm is not finite, skips the update and leaves the schedule unchanged (`skipped=True`).
+        """
         self.replicas.sum(self.flat_grad)
         norm = self._norm()
         learning_rate = self.training.learning_rate * self.schedule(self.step_count)
@@ -71,7 +74,7 @@ class AdamW:
         return StepStats(grad_norm=norm, learning_rate=learning_rate)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, and masters where the parameters are not float32, by name; made if no step was taken yet."""
+        """Moments, and master weights of parameters that are not float32, by name; created before the first step."""
         found: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for moment, tensor in zip(MOMENTS, moments(self.torch_optimizer, master), strict=True):
@@ -81,7 +84,7 @@ class AdamW:
         return found
 
     def restored(self, step_count: int) -> None:
-        """Call after `tensors()` were overwritten in place: continue at this step."""
+        """Continue at step `step_count` after `tensors()` were overwritten in place."""
         self.step_count = step_count
         for master in self.masters.values():
             self.torch_optimizer.state[master]["step"].fill_(float(step_count))
@@ -89,13 +92,13 @@ class AdamW:
         self.flat_grad.zero_()
 
     def held(self, name: str) -> ParameterState:
-        """What is kept of a parameter: the live tensors."""
+        """Live master weight and moments of a parameter."""
         master = self.masters[name]
         exp_avg, exp_avg_sq = moments(self.torch_optimizer, master)
         return ParameterState(master=master.detach(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
     def state(self) -> list[Tensor]:
-        """All that it has made so far: moments, counts of steps, masters that are not the parameters themselves."""
+        """All tensors allocated so far: moments, step counts, and master weights that are not the parameters."""
         entries = self.torch_optimizer.state.values()
         made = [each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor)]
         return made + [each.data for name, each in self.masters.items() if each is not self.parameters[name]]
@@ -106,7 +109,7 @@ class AdamW:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Round the masters into the model."""
+        """Round the master weights into the model's parameters."""
         rounded = [name for name, master in self.masters.items() if master is not self.parameters[name]]
         if rounded:
             torch._foreach_copy_([self.parameters[name] for name in rounded], [self.masters[name] for name in rounded])

@@ -1,4 +1,4 @@
-"""The plugin: `hf_train`."""
+"""Plugin hooks of the package: registers `hf_train` and the forward-only `hf_infer`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HF_TRAIN = TrainCapabilities(
 
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
-    """One process per replica, on Hugging Face models."""
+    """Train strategies `hf_train` and `hf_infer`: Hugging Face models, one process per data-parallel replica."""
     yield TrainProvider(
         name="hf_train",
         target="roll_strategy_hf.train:HFTrainStrategy",

@@ -1,4 +1,4 @@
-"""The data-parallel ranks of one role: each holds the whole model, gradients are summed over them."""
+"""Collectives over the data-parallel ranks of one role; each rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo
 
 BUCKET_BYTES = 64 << 20
-"""Of one collective: bounds the memory that it takes on top."""
+"""Maximum bytes per all-reduce; bounds its temporary memory."""
 
 
 class Replicas:
-    """Collectives of the ranks in `mesh`; where there is one rank, they do nothing."""
+    """Collectives over the ranks of `mesh`; no-ops if there is only one rank."""
 
     def __init__(self, mesh: MeshInfo) -> None:
         self.rank, self.size = mesh.rank, mesh.world_size
         self._group = ProcessGroup(mesh) if self.size > 1 else None
 
     def sum(self, flat: Tensor) -> None:
-        """Add up a contiguous tensor over all ranks, in place; every rank gets the same bits."""
+        """Sum a contiguous tensor over all ranks, in place; the result is bitwise equal on every rank."""
         if self._group is None:
             return
         for bucket in torch.split(flat, max(1, BUCKET_BYTES // flat.element_size())):
             dist.all_reduce(bucket)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's numbers to every rank, in place."""
+        """Copy rank 0's values to all ranks, in place."""
         if self._group is None:
             return
         for tensor in tensors:
@@ -49,18 +49,18 @@ class Replicas:
                     tensor.copy_(dense)
 
     def raise_together(self, error: NonFiniteError | None) -> None:
-        """See `ProcessGroup.raise_together`."""
+        """Raise on every rank if any rank has an error; see `ProcessGroup.raise_together`."""
         if self._group is not None:
             self._group.raise_together(error)
         elif error is not None:
             raise error
 
     def wait(self) -> None:
-        """Until every rank has come here."""
+        """Barrier: block until every rank has called it."""
         if self._group is not None:
             self._group.wait()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         if self._group is not None:
             self._group.close()

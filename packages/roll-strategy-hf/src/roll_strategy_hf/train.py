@@ -1,4 +1,4 @@
-"""The embedded train strategy: Hugging Face models, whole on every rank, one process per replica.
+"""Embedded train strategy `hf_train`: Hugging Face models with data parallelism; every rank holds the whole model.
 
 MicroBatch -> TaskModel -> TokenOutputs -> loss -> backward -> flat float32 gradients -> all-reduce, clip, AdamW
 """
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of the saved state."""
+"""Format version of the saved training state."""
 
 
 class HFTrainStrategy(TrainStrategy):
-    """Trains or, without `training`, only scores.
+    """Trains a Hugging Face model or, without `training`, only runs forward passes.
 
-    Dropout is off: the logprobs before an update and those inside it must come from the same function.
+    Dropout is off: logprobs before an update and during it must come from the same function.
     """
 
     capabilities = TrainCapabilities(
@@ -74,7 +74,7 @@ class HFTrainStrategy(TrainStrategy):
     )
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Load the model, find out how it computes, lay out gradients."""
+        """Load the model, add adapters, fuse modules, broadcast rank 0's parameters and create the optimizer."""
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
@@ -103,13 +103,16 @@ class HFTrainStrategy(TrainStrategy):
 
     @torch.no_grad()
     def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        """On the mesh's device."""
+        """Run a forward pass without gradients; outputs are on the mesh's device."""
         self.mover.need("weights")
         return self.task_model.outputs(micro.to(self._mesh.device), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
-        """Raises `NonFiniteError`, which names the sequences, on every rank, before a NaN gets into the gradients.
-        Collective over the ranks."""
+        """Run forward and backward passes and accumulate gradients. Collective over the ranks.
+
+        If a loss is not finite, raises `NonFiniteError` with the sequences on every rank, before NaN reaches the
+        gradients.
+        """
         self._require_training()
         self.mover.need("weights", "grads")
         found: list[LossMetrics] = []
@@ -122,7 +125,7 @@ class HFTrainStrategy(TrainStrategy):
         return found
 
     def optimizer_step(self) -> StepStats:
-        """Collective over the ranks."""
+        """Reduce gradients over ranks, clip, and update the parameters. Collective over the ranks."""
         optimizer = self._require_training()
         self.mover.need("weights", "grads", "optimizer")
         return optimizer.step()
@@ -148,7 +151,7 @@ class HFTrainStrategy(TrainStrategy):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live parameters, or merged weights where there are adapters. Tied ones come once, under their first name."""
+        """Live parameters, or merged weights with adapters. Tied parameters occur once, under their first name."""
         self.mover.need("weights")
         if self.adapters is not None:
             yield from self.adapters.merged()
@@ -157,19 +160,19 @@ class HFTrainStrategy(TrainStrategy):
             yield name, parameter.detach()
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B alone, the scale in B."""
+        """LoRA matrices A and B only; the LoRA scale is included in B."""
         self.mover.need("weights")
         if self.adapters is None:
             raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
         yield from self.adapters.exported()
 
     def export_model(self, path: Path) -> None:
-        """Written by rank 0: the whole model, or the adapters alone where `lora_export` says so."""
+        """Write a Hugging Face model from rank 0: the whole model, or only the adapter with `lora_export: adapter`."""
         if self.replicas.rank == 0 and self.adapters is not None and self.adapters.lora.export == "adapter":
             self.adapters.export(path)
         elif self.replicas.rank == 0:
             whole = self.model.state_dict() if self.adapters is None else self.adapters.state_dict()
-            # Copies, because parameters may lie side by side in one buffer; tied ones are the same tensor twice.
+            # Copies, because parameters may be views of one buffer; tied parameters share one copy.
             copies: dict[int, Tensor] = {}
             state = {
                 name: copies.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), tensor.detach().clone())
@@ -181,9 +184,11 @@ class HFTrainStrategy(TrainStrategy):
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> Callable[[], None] | None:
-        """Weights and optimizer are written by rank 0, since all ranks hold the same. Of a model with adapters only
-        what is trained is written, and what identifies the rest. With `async_save_ckpt` they are copied, and left to be
-        written."""
+        """Save the training state. Rank 0 writes weights and optimizer state, which are equal on all ranks.
+
+        With adapters, writes only the trained weights and an identity of the base model. With `async_save_ckpt`, copies
+        the tensors to host memory and returns a function that writes them; otherwise returns None.
+        """
         state: dict[str, Any] = {"format": FORMAT, "world_size": self.replicas.size}
         files: dict[str, dict[str, Tensor]] = {}
         if self.replicas.rank == 0:
@@ -203,7 +208,10 @@ class HFTrainStrategy(TrainStrategy):
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Rank 0 reads and tells the others, so the number of ranks may differ from when it was saved."""
+        """Load the training state on rank 0 and broadcast it; the number of ranks may differ from that of the save.
+
+        Raises `CheckpointError` if files are missing or invalid, or belong to another model or format.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -235,7 +243,7 @@ class HFTrainStrategy(TrainStrategy):
                 raise CheckpointError(f"{random}: cannot be read: {error}") from error
 
     def export_state(self) -> PortableState:
-        """The live tensors, on every rank."""
+        """Portable training state that reads the live tensors; available on every rank."""
         optimizer = self._require_training()
         self.mover.need("weights", "optimizer")
         return PortableState(
@@ -248,7 +256,7 @@ class HFTrainStrategy(TrainStrategy):
 
     @torch.no_grad()
     def import_state(self, state: PortableState) -> None:
-        """Each rank reads all of it."""
+        """Load a portable training state; each rank reads all of it."""
         optimizer = self._require_training()
         self.mover.need("weights", "grads", "optimizer")
         identity = self.adapters.identity() if self.adapters is not None else None
@@ -262,7 +270,7 @@ class HFTrainStrategy(TrainStrategy):
         optimizer.restored(state.step_count)
 
     def _kept(self) -> dict[str, Tensor]:
-        """The live weights that a state holds."""
+        """Live weights that a saved state contains: trained adapter weights, or all weights."""
         if self.adapters is not None:
             return {name: each.detach() for name, each in self.adapters.trained().items()}
         return dict(self.export_weights())
@@ -270,12 +278,12 @@ class HFTrainStrategy(TrainStrategy):
     # -- between phases ------------------------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Parameters stay what they are, of memory that is empty meanwhile."""
+        """Move the parts to host memory. Parameters keep their identity; their device memory is empty meanwhile."""
         for part in parts:
             self.mover.away(part, self._held()[part])
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Into the same tensors."""
+        """Move the parts back to the device, into the same tensors."""
         for part in parts:
             self.mover.back(part)
 
@@ -289,11 +297,11 @@ class HFTrainStrategy(TrainStrategy):
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, int]:
-        """Measured on the memory behind the tensors: 0 for what is on the host."""
+        """Bytes of device memory by part, measured on the tensors' storages; 0 for offloaded parts."""
         return {part: num_bytes(tensors) for part, tensors in self._held().items() if tensors}
 
     def close(self) -> None:
-        """Leave the process group and drop the optimizer's state."""
+        """Leave the process group and release the optimizer."""
         if hasattr(self, "replicas"):
             self.replicas.close()
         self.optimizer = None
@@ -311,7 +319,7 @@ def _write(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
 
 
 def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Overwrite `tensors` in place with those of the file, which must be the same ones."""
+    """Overwrite `tensors` in place from the file. Raises `CheckpointError` unless names, shapes and dtypes match."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,1 +1,1 @@
-"""Compiled kernels of the embedded engine on a CPU."""
+"""Compiled decoding kernels of the embedded engine, for CPUs and NVIDIA GPUs."""

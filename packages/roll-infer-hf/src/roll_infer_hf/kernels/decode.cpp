@@ -1,10 +1,10 @@
-// What a decoding step does between its matrix products, each in one pass over memory.
+// Operations of a decoding step between its matrix products, each in one pass over memory.
 //
 // N rows    C hidden size    H query heads    K key/value heads    G = H / K    D head size    I intermediate size
 //
-// Plain C calls on plain memory: no header of torch, so that it compiles in seconds. Activations, keys and values are
-// float or bfloat16 (`low`). Rounding to bfloat16 happens where transformers rounds. NaN stays NaN: compile without
-// -ffinite-math-only.
+// Plain C functions on raw memory, without torch headers, so it compiles in seconds. Activations, keys and values are
+// float or bfloat16 (`low` != 0). Rounds to bfloat16 at the same places as transformers. NaN must stay NaN: compile
+// without -ffinite-math-only.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 14;  // numbers touched; below, waking the other threads costs more
+constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements processed; below, starting threads costs more than it saves
 
 template <typename T>
 void add_norm(T* hidden, const T* added, const T* weight, T* out, int64_t num, int64_t size, float epsilon,
@@ -53,12 +53,13 @@ void gate(const T* gate_up, T* out, int64_t num, int64_t size, int threads) {
 
 struct Attention {
   int64_t num_heads, num_kv_heads, head_dim;
-  int64_t row_stride, head_stride;  // of keys and values, in numbers
+  int64_t row_stride, head_stride;  // of keys and values, in elements
   float scale, epsilon;
   int64_t threads;
 };
 
-// A head normed (where `weight` is given) and turned: x * cos + roll(x, D / 2) * sin, the sign in the sines.
+// RMSNorm of a head (unless `weight` is null), then RoPE: x * cos + roll(x, D / 2) * sin; the sines include the sign of
+// rotate-half.
 template <typename T>
 inline void turn(const T* head, const float* weight, const float* cos, const float* sin, float epsilon, int64_t size,
                  float* out) {
@@ -74,7 +75,7 @@ inline void turn(const T* head, const float* weight, const float* cos, const flo
   }
 }
 
-// As many floats as a register holds.
+// Number of floats in a vector register.
 #if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
 #elif defined(__AVX__)
@@ -102,7 +103,7 @@ inline Lanes load_lanes(const BFloat16* from) {
   return found;
 }
 
-// Of each 2 * STEP lanes the sums of x's first and second half, then those of y's.
+// For each group of 2 * STEP lanes: the sum of the first and second half of x's group, then that of y's group.
 template <int64_t STEP, size_t... I>
 inline Lanes halves_added(Lanes x, Lanes y, std::index_sequence<I...>) {
 #define ROLL_PLACE (I / (2 * STEP) * 2 * STEP + I % (2 * STEP) + (I % (2 * STEP) < STEP ? 0 : LANES - STEP))
@@ -116,7 +117,7 @@ inline Lanes halves_added(Lanes x, Lanes y, std::index_sequence<I...>) {
 #undef ROLL_PLACE
 }
 
-// The sums of LANES vectors as the lanes of one; `parts` is overwritten.
+// Horizontal sums of LANES vectors: lane i of the result is the sum of parts[i]. Overwrites `parts`.
 template <int64_t STEP = 1>
 inline Lanes sums_of(Lanes* parts) {
   constexpr int64_t num = LANES / STEP;
@@ -131,14 +132,13 @@ inline Lanes sums_of(Lanes* parts) {
   }
 }
 
-// Asks for memory that is needed next, while something else is computed; never faults. The keys of one head of one row
-// are too short a stream for the processor to notice by itself. Into the second-level cache: keys and values of two
-// heads do not fit in the first.
+// Prefetches memory that the next computation reads; never faults. The keys of one head of one row are too short a
+// stream for the hardware prefetcher. Prefetches into the L2 cache: keys and values of two heads do not fit into L1.
 inline void fetch(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
 }
 
-// HEADS query heads against LANES / HEADS positions: `out` of a head is `out_stride` behind that of the one before.
+// Scores of HEADS query heads against LANES / HEADS positions. Consecutive heads are `out_stride` apart in `out`.
 template <int64_t SIZE, int64_t HEADS, typename T>
 inline void score_block(const float* query, const T* keys, float scale, float* out, int64_t out_stride) {
   constexpr int64_t positions = LANES / HEADS;
@@ -162,8 +162,9 @@ inline void score_block(const float* query, const T* keys, float scale, float* o
   }
 }
 
-// out [HEADS, num], of stride `out_stride`, = scale * query [HEADS, D] @ keys [num, D]. SIZE > 0 is a head size that
-// the compiler knows, a multiple of LANES, so that sums stay in registers; 0 takes `any_size`. `next` is read later.
+// out [HEADS, num], with row stride `out_stride`, = scale * query [HEADS, D] @ keys [num, D]^T. SIZE > 0 is a head size
+// known at compile time, a multiple of LANES, so that sums stay in registers; SIZE = 0 uses `any_size`. Prefetches
+// `next`.
 template <int64_t SIZE, int64_t HEADS, typename T>
 inline void score(const float* query, const T* keys, const T* next, int64_t num, int64_t any_size, float scale,
                   float* out, int64_t out_stride) {
@@ -174,7 +175,7 @@ inline void score(const float* query, const T* keys, const T* next, int64_t num,
       fetch(next + w * SIZE, positions * SIZE * sizeof(T));
       score_block<SIZE, HEADS>(query, keys + w * SIZE, scale, out + w, out_stride);
     }
-    if (w < num && num >= positions) {  // the last ones together with some that were computed already
+    if (w < num && num >= positions) {  // the last block overlaps positions that are already computed
       w = num - positions;
       score_block<SIZE, HEADS>(query, keys + w * SIZE, scale, out + w, out_stride);
       return;
@@ -190,7 +191,7 @@ inline void score(const float* query, const T* keys, const T* next, int64_t num,
   }
 }
 
-// out [HEADS, D] = weights [HEADS, num], of stride `stride`, @ values [num, D]. `next` is read after this.
+// out [HEADS, D] = weights [HEADS, num], with row stride `stride`, @ values [num, D]. Prefetches `next`.
 template <int64_t SIZE, int64_t HEADS, typename T>
 inline void weigh(const float* weights, int64_t stride, const T* values, const T* next, int64_t num, int64_t any_size,
                   float* out) {
@@ -229,7 +230,7 @@ inline void softmax(float* __restrict row, int64_t width) {
   for (int64_t w = 0; w < width; ++w) row[w] *= inverse;
 }
 
-// HEADS of the query heads of one key/value head of one row; `weights` is room for [HEADS, width].
+// Attention of HEADS query heads of one key/value head of one row. `weights` is scratch space for [HEADS, width].
 template <int64_t SIZE, int64_t HEADS, typename T>
 inline void attend_heads(const float* query, const T* keys, const T* values, const T* next, int64_t width, int64_t size,
                          float scale, float* weights, float* out) {
@@ -238,8 +239,8 @@ inline void attend_heads(const float* query, const T* keys, const T* values, con
   weigh<SIZE, HEADS>(weights, width, values, next, width, size, out);
 }
 
-// One key/value head of one row, all its query heads [G, D], two at a time, which share what is loaded. `weights` is
-// room for [2, width]; at `next` are the keys of the head after this.
+// Attention of all query heads [G, D] of one key/value head of one row, two at a time to reuse loaded keys and values.
+// `weights` is scratch space for [2, width]; `next` points to the keys of the next head, which are prefetched.
 template <int64_t SIZE, typename T>
 void attend_head(const float* query, const T* keys, const T* values, const T* next, int64_t width, int64_t groups,
                  int64_t any_size, float scale, float* weights, float* out) {
@@ -329,8 +330,8 @@ void roll_gate(int low, const void* gate_up, void* out, int64_t num, int64_t siz
   low ? call(BFloat16{}) : call(0.0f);
 }
 
-// qkv [N, H + 2 K, D]: queries and keys are normed (norm [H + K, D], may be null) and turned, keys and values are put at
-// position lengths[n] of their row, and each query sees the positions up to it. out [N, H, D].
+// qkv [N, H + 2 K, D]: norms (norm [H + K, D], may be null) and rotates (RoPE) queries and keys, writes keys and values
+// to position lengths[n] of row n, and attends to positions 0 to lengths[n] inclusive. out [N, H, D].
 void roll_attend(int low, const Attention* shape, const void* qkv, const float* norm, const float* cos,
                  const float* sin, void* keys, void* values, const int64_t* lengths, void* out, int64_t num) {
   const auto call = [&](auto zero) {

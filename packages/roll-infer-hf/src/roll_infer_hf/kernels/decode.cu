@@ -1,9 +1,9 @@
-// What `decode.cpp` does between the matrix products of a decoding step, on a GPU: the same calls on its memory, queued
-// on a stream.
+// CUDA version of `decode.cpp`: operations of a decoding step between its matrix products. The same functions on device
+// memory, launched on a stream.
 //
 // N rows    C hidden size    H query heads    K key/value heads    G = H / K    D head size    I intermediate size
 //
-// Nothing but CUDA's runtime is needed. Rounding to bfloat16 happens where transformers rounds; NaN stays NaN.
+// Depends only on the CUDA runtime. Rounds to bfloat16 at the same places as transformers; NaN stays NaN.
 
 #include <cuda_runtime.h>
 
@@ -11,19 +11,19 @@
 #include <cstdint>
 #include <cstring>
 
-// As in `decode.cpp`, by which it is filled in. Outside of the nameless namespace: nvcc leaves out functions that take
-// an argument of a type in there, `roll_attend` that is.
+// The same layout as in `decode.cpp`; `decode.py` fills it in. It must stay outside of the anonymous namespace: nvcc
+// drops functions with an argument of a type in there, here `roll_attend`.
 struct Attention {
   int64_t num_heads, num_kv_heads, head_dim;
-  int64_t row_stride, head_stride;  // of keys and values, in numbers
+  int64_t row_stride, head_stride;  // of keys and values, in elements
   float scale, epsilon;
-  int64_t threads;  // of a processor
+  int64_t threads;  // CPU threads; unused here
 };
 
 namespace {
 
-constexpr int THREADS = 128;             // of a block; a power of two, for `combined`
-constexpr int MOST_OWNED = 4;            // numbers of a head that one thread adds up
+constexpr int THREADS = 128;             // per block; a power of two, for the reduction in `combined`
+constexpr int MOST_OWNED = 4;            // maximum number of elements of a head that one thread accumulates
 constexpr int64_t LARGEST_HEAD = THREADS * MOST_OWNED;
 
 struct BFloat16 {
@@ -64,7 +64,7 @@ struct Largest {
   __device__ float operator()(float x, float y) const { return fmaxf(x, y); }
 };
 
-// Of what each thread of the block brings; all get it.
+// Block-wide reduction of one value per thread; all threads get the result.
 template <typename Combine>
 __device__ float combined(float mine, Combine combine) {
   __shared__ float all[THREADS];
@@ -79,7 +79,7 @@ __device__ float combined(float mine, Combine combine) {
   return found;
 }
 
-// A block for each row.
+// One block per row.
 template <typename T>
 __global__ void add_norm(T* hidden, const T* added, const T* weight, T* out, int64_t size, float epsilon) {
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * size;
@@ -95,7 +95,7 @@ __global__ void add_norm(T* hidden, const T* added, const T* weight, T* out, int
   }
 }
 
-// A block for each row.
+// One block per row.
 template <typename T>
 __global__ void gate(const T* gate_up, T* out, int64_t size) {
   const T* gates = gate_up + 2 * static_cast<int64_t>(blockIdx.x) * size;
@@ -106,7 +106,8 @@ __global__ void gate(const T* gate_up, T* out, int64_t size) {
   }
 }
 
-// A head normed (where `weight` is given) and turned: x * cos + roll(x, D / 2) * sin, the sign in the sines.
+// RMSNorm of a head (unless `weight` is null), then RoPE: x * cos + roll(x, D / 2) * sin; the sines include the sign of
+// rotate-half.
 template <typename T, typename Into>
 __device__ void turn(const T* head, const float* weight, const float* cos, const float* sin, float epsilon,
                      int64_t size, Into* out) {
@@ -125,8 +126,8 @@ __device__ void turn(const T* head, const float* weight, const float* cos, const
   }
 }
 
-// One query head against `width` positions, as many at a time as there are threads. What was added up so far is made
-// smaller whenever a larger score comes (Milakov & Gimelshein 2018, arXiv:1805.02867).
+// Attention of one query head over `width` positions, THREADS positions at a time. Online softmax: partial sums are
+// rescaled when the maximum score grows (Milakov & Gimelshein 2018, arXiv:1805.02867).
 template <typename T>
 __device__ void attend_head(const float* query, const T* keys, const T* values, int64_t width, int64_t size,
                             float scale, T* out) {
@@ -145,7 +146,7 @@ __device__ void attend_head(const float* query, const T* keys, const T* values, 
     largest = fmaxf(largest, combined(score, Largest()));
     const float smaller = expf(before - largest);
     weights[threadIdx.x] = w < width ? expf(score - largest) : 0.0f;
-    total = total * smaller + combined(weights[threadIdx.x], Sum());  // which also waits for all weights
+    total = total * smaller + combined(weights[threadIdx.x], Sum());  // also synchronizes: all weights are written
     for (int own = 0; own < MOST_OWNED; ++own) {
       const int64_t d = threadIdx.x + static_cast<int64_t>(own) * THREADS;
       if (d >= size) break;
@@ -153,7 +154,7 @@ __device__ void attend_head(const float* query, const T* keys, const T* values, 
       for (int64_t i = 0; i < num; ++i) sum += weights[i] * load(values[(begin + i) * size + d]);
       sums[own] = sum;
     }
-    __syncthreads();  // before the next weights
+    __syncthreads();  // before the next iteration overwrites `weights`
   }
   for (int own = 0; own < MOST_OWNED; ++own) {
     const int64_t d = threadIdx.x + static_cast<int64_t>(own) * THREADS;
@@ -161,7 +162,7 @@ __device__ void attend_head(const float* query, const T* keys, const T* values, 
   }
 }
 
-// A block for each key/value head of each row, with all its query heads.
+// One block per row and key/value head; it computes all query heads of that head.
 template <typename T>
 __global__ void attend(Attention a, const T* qkv, const float* norm, const float* cos, const float* sin, T* keys,
                        T* values, const int64_t* lengths, T* out) {
@@ -180,13 +181,13 @@ __global__ void attend(Attention a, const T* qkv, const float* norm, const float
   }
   for (int64_t head = k * groups; head < (k + 1) * groups; ++head) {
     turn(heads + head * size, norm == nullptr ? nullptr : norm + head * size, cosines, sines, a.epsilon, size, query);
-    __syncthreads();  // the query, and at first the new key and value, are there for all threads
+    __syncthreads();  // makes the query, and in the first iteration the new key and value, visible to all threads
     attend_head(query, row_keys, row_values, at + 1, size, a.scale, out + (n * a.num_heads + head) * size);
     __syncthreads();
   }
 }
 
-// 0, or CUDA's number of an error.
+// Returns 0 or a CUDA error code.
 template <typename... Parameters, typename... Arguments>
 int launch(void* stream, int64_t blocks, void (*kernel)(Parameters...), Arguments... arguments) {
   if (blocks == 0) return cudaSuccess;
@@ -209,7 +210,7 @@ const T* as(const void* memory) {
 
 }  // namespace
 
-// What each computes is written in `decode.cpp`. Everything but `shape` is memory of the GPU.
+// `decode.cpp` documents these functions. All pointers except `shape` point to device memory.
 extern "C" {
 
 int roll_add_norm(int low, void* hidden, const void* added, const void* weight, void* out, int64_t num, int64_t size,

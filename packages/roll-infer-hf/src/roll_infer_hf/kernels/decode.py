@@ -1,7 +1,8 @@
-"""What a decoding step does between its matrix products, in compiled kernels, called through ctypes: `decode.cpp` on a
-processor, `decode.cu` on a GPU of NVIDIA.
+"""Compiled kernels for the operations of a decoding step between its matrix products, called through ctypes.
 
-N rows    C hidden size    H query heads    K key/value heads    D head size    I intermediate size
+`decode.cpp` has the kernels for CPUs, `decode.cu` those for NVIDIA GPUs.
+
+N rows    C hidden size    H query heads    K key/value heads    D head size    I intermediate size    W positions
 """
 
 from __future__ import annotations
@@ -52,18 +53,22 @@ class _Attention(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """For processors. Compiled on first use, once for this machine. Raises `ExtensionError`."""
+    """CPU kernels, compiled on first use and cached per machine. Raises `ExtensionError` if compilation fails."""
     return declare(EXTENSION.load(), functions(cuda=False))
 
 
 @lru_cache(maxsize=1)
 def cuda_library() -> ctypes.CDLL:
-    """For GPUs. Compiled on first use, once for this machine's GPUs. Raises `ExtensionError`."""
+    """CUDA kernels, compiled on first use for this machine's GPUs and cached. Raises `ExtensionError` on failure."""
     return declare(CUDA_EXTENSION.load(), functions(cuda=True), result=ctypes.c_int)
 
 
 def functions(*, cuda: bool) -> dict[str, list[Any]]:
-    """Argument types by function. On a GPU each takes a stream at the end, and returns 0 or the number of an error."""
+    """Argument types by function name.
+
+    CPU functions take the number of threads last, except `roll_attend`, which reads it from its struct. CUDA functions
+    take a stream last and return 0 or a CUDA error code.
+    """
     pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     last = pointer if cuda else flag
     return {
@@ -74,13 +79,16 @@ def functions(*, cuda: bool) -> dict[str, list[Any]]:
 
 
 def current_stream(device: torch.device) -> int | None:
-    """CUDA's own name of the stream on which torch queues now."""
+    """CUDA handle of PyTorch's current stream on the device."""
     stream: int = torch.get_device_module(device).current_stream(device).cuda_stream
     return stream
 
 
 class DecodeKernels:
-    """For one model's sizes. Tensors are contiguous, on the device, and of `dtype` unless said otherwise."""
+    """Decoding kernels for the sizes of one model.
+
+    Tensors are on `device`, contiguous and of `dtype` unless stated otherwise.
+    """
 
     def __init__(
         self,
@@ -93,7 +101,10 @@ class DecodeKernels:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises `ExtensionError` where the kernels cannot be compiled."""
+        """Load the kernels. Raises `ExtensionError` if they cannot be compiled.
+
+        `scale` multiplies attention scores; `qk_epsilon` is the epsilon of the query and key norms.
+        """
         self._device = device
         loaded = library() if device.type == "cpu" else cuda_library()
         self._add_norm, self._gate, self._attend = loaded.roll_add_norm, loaded.roll_gate, loaded.roll_attend
@@ -105,7 +116,11 @@ class DecodeKernels:
         self._address = ctypes.addressof(self._shape)
 
     def begin(self, keys_NKWD: Tensor, lengths_N: npt.NDArray[np.int64]) -> None:
-        """Before the calls of a step: how keys and values of a layer lie, how many each row has, and what computes."""
+        """Prepare a decoding step: set cache strides, row lengths, and the thread count or CUDA stream.
+
+        `keys_NKWD` are the keys of any layer; all layers have the same strides. `lengths_N` are the numbers of cached
+        positions of each row.
+        """
         self._shape.row_stride, self._shape.head_stride = keys_NKWD.stride(0), keys_NKWD.stride(1)
         self._lengths_N = torch.from_numpy(lengths_N).to(keys_NKWD.device)
         if self._device.type == "cpu":
@@ -117,7 +132,7 @@ class DecodeKernels:
             self._attend_queue = (self._queue,)
 
     def add_norm(self, hidden_NC: Tensor, added_NC: Tensor | None, weight_C: Tensor, epsilon: float) -> Tensor:
-        """Adds onto `hidden` in place; returns its RMSNorm with the rounding of transformers."""
+        """Add `added_NC` to `hidden_NC` in place and return the RMSNorm `[N, C]`, with the rounding of transformers."""
         out = torch.empty_like(hidden_NC)
         refused = self._add_norm(
             self._low,
@@ -134,7 +149,7 @@ class DecodeKernels:
         return out
 
     def gate(self, gate_up_N2I: Tensor) -> Tensor:
-        """`silu(gate) * up`, `[N, I]`."""
+        """`silu(gate) * up` as `[N, I]`, from `[N, 2 * I]` with the gates first."""
         num, size = gate_up_N2I.shape
         out = gate_up_N2I.new_empty(num, size // 2)
         refused = self._gate(self._low, gate_up_N2I.data_ptr(), out.data_ptr(), num, size // 2, self._queue)
@@ -151,8 +166,11 @@ class DecodeKernels:
         keys_NKWD: Tensor,
         values_NKWD: Tensor,
     ) -> Tensor:
-        """Norms and turns queries and keys, appends keys and values to their rows at the `lengths` of `begin`, and
-        attends to what stands there up to them: `[N, H * D]`. Tables and `qk_norm` are float32."""
+        """Attention of one decoding step: `[N, H * D]`.
+
+        Norms and rotates (RoPE) queries and keys. Writes keys and values into the cache at the positions `lengths_N` of
+        `begin`, and attends to all positions up to and including these. Rotary tables and `qk_norm_HD` are float32.
+        """
         out = qkv_NX.new_empty(len(qkv_NX), self._width)
         refused = self._attend(
             self._low,
