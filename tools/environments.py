@@ -30,7 +30,8 @@ def environment(
     also: Sequence[Any] = (),
 ) -> Path:
     """The interpreter of an environment that holds `requirements`, and `alone` without what these require; without the
-    packages `remove`. `despite` are dependencies that the workspace's `override-dependencies` would leave out.
+    packages `remove`. `despite` are dependencies that the workspace's `override-dependencies` would leave out, as it
+    would `alone`.
 
     Made on first use, and made anew when one of these or `also` (plain values) has changed. Requirements are what pip
     takes, `-e FOLDER` included, in a folder relative to the repository.
@@ -47,10 +48,10 @@ def environment(
     subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
     install = [run, "pip", "install", "--compile-bytecode", "--python", str(python)]
     overrides = folder / "overrides.txt"
-    overrides.write_text("".join(f"{each}\n" for each in despite), encoding="utf-8")
-    subprocess.run([*install, "--overrides", str(overrides), *requirements], **quiet)
-    if alone:
-        subprocess.run([*install, "--no-deps", *alone], **quiet)
+    for wanted_here, dependencies, options in ((requirements, despite, []), (alone, alone, ["--no-deps"])):
+        overrides.write_text("".join(f"{each}\n" for each in dependencies), encoding="utf-8")
+        if wanted_here:
+            subprocess.run([*install, "--overrides", str(overrides), *options, *wanted_here], **quiet)
     if remove:
         subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
     stamp.write_text(wanted, encoding="utf-8")
