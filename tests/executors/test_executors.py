@@ -222,14 +222,14 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
             death = await group.give_up(1, "it said nothing")
             assert re.fullmatch(r"engine rank 1 on \S+ was given up: it said nothing", str(death))
             assert "engine[1].wait_forever:" in death.trace
-            with pytest.raises(WorkerHungError, match="it said nothing"):
+            with refused(WorkerHungError, "engine rank 1"):
                 await group.call_rank(1, "echo", 1)
             if started[0] == "local":  # whose threads cannot be killed: nothing of the role is used any more
                 hanging.cancel()
                 with refused(WorkerHungError, "rank 1"):
                     await group.call_rank(0, "echo", 1)
                 return
-            with pytest.raises(WorkerHungError, match="it said nothing"):
+            with refused(WorkerHungError, "engine rank 1"):
                 await hanging
             while Path(f"/proc/{group.members[1].pid}").exists():
                 await asyncio.sleep(0.05)

@@ -92,7 +92,7 @@ def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
     with refused(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(10)))
     receiver.close()
-    with pytest.raises(SenderLostError, match="cannot connect"):
+    with pytest.raises(SenderLostError):
         shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
 
 

@@ -254,7 +254,7 @@ def test_architectures_that_vllm_does_not_have_are_refused(registry, keys, known
     if known:
         VllmConfig().check_architecture(keys)
         return
-    with pytest.raises(ValueError, match="no architecture"):
+    with refused(ValueError, "vLLM"):
         VllmConfig().check_architecture(keys)
 
 
@@ -291,5 +291,5 @@ def test_the_installed_vllm_has_its_own_list():
     assert len(found) > 200
     assert found <= set(ModelRegistry.get_supported_archs())
     VllmConfig().check_architecture({"model_type": "qwen3"})
-    with pytest.raises(ValueError, match="no architecture"):
+    with refused(ValueError, "vLLM"):
         VllmConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
