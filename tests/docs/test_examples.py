@@ -504,11 +504,15 @@ def test_an_engine_with_the_pages_update_passes_the_whole_kit(tmp_path):
 def test_the_pages_suites_pass_for_strategies_and_platforms_that_are_right(tmp_path):
     page = "docs/conformance.md"
     train = example(page, 'name = "my_train"').replace("TestMine", "TestTrain").replace("my_train", "hf_train")
-    board = example(page, 'name = "mine"').replace("TestMine", "TestBoard").replace('"mine"', '"cpu"')
+    board = example(page, "TestMine(PlatformConformance)").replace("TestMine", "TestBoard").replace('"mine"', '"cpu"')
+    wire = (
+        example(page, "TestMine(WeightTransportConformance)").replace("TestMine", "TestWire").replace('"mine"', '"shm"')
+    )
     # The model of roll-wrong's strategies is what their suite says.
     sgd = re.sub(r"class TestMine\(\w+\)", "class TestSgd(Suite)", example(page, "torch.optim.SGD"))
     sgd = sgd.replace("my_sgd_train", "right_sgd").replace("class ", "from wrong_suite import Suite\n\nclass ")
-    suite = f"{train}\n{board}\n{sgd}\ndel Suite, TrainStrategyConformance, PlatformConformance\n"
+    suite = f"{train}\n{board}\n{wire}\n{sgd}\n"
+    suite += "del Suite, TrainStrategyConformance, PlatformConformance, WeightTransportConformance\n"
     passed = kit(tmp_path, "test_page", suite, "listing and not Sgd or Sgd and (clipped or steps_of_adamw)")
     assert sorted(set(passed)) == [
         "test_gradients_are_clipped_to_their_global_norm",
