@@ -176,5 +176,5 @@ def test_the_installed_sglang_has_its_own_list():
     _architectures.cache_clear()
     assert len(_architectures()) > 200
     SglangConfig().check_architecture({"model_type": "qwen3"})
-    with refused(ValueError, "sglang"):
+    with refused(ValueError, "SGLang"):
         SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
