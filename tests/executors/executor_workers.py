@@ -35,6 +35,7 @@ class Recorder:
         self.arrived = 0
         self.everyone_is_here = asyncio.Event()
         self.was_cancelled = asyncio.Event()
+        self.is_waiting = asyncio.Event()
         self.held, self.freed = threading.Event(), threading.Event()
 
     def greet(self, name: str) -> str:
@@ -90,11 +91,15 @@ class Recorder:
         return self.arrived
 
     async def wait_forever(self) -> None:
+        self.is_waiting.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.was_cancelled.set()
             raise
+
+    async def until_waiting(self) -> bool:
+        return await self.is_waiting.wait()
 
     async def until_cancelled(self) -> bool:
         return await self.was_cancelled.wait()

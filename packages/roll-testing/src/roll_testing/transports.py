@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from roll_core.types import WeightManifest, WeightReceipt
 
 BUCKET_BYTES = 16 << 10
-IN_TIME, SHORT = 20.0, 1.0
+IN_TIME, SHORT = 20.0, 3.0
 """Deadlines in seconds: one that is not reached, and one that is."""
 
 Weights = dict[str, torch.Tensor]
