@@ -24,6 +24,7 @@ from roll_core.spec.train import (
 )
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.fused import fuse
+from roll_modeling.host_memory import keep_freed_memory
 from roll_modeling.model import load_model
 from roll_modeling.moving import Mover, num_bytes
 from roll_modeling.optimizer import adamw, schedule
@@ -82,6 +83,8 @@ class DeepSpeedStrategy(TrainStrategy):
             self.adapters = add_adapters(self.model, model)
         if self._config.fused and self.ranks.device.type == "cpu":
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
+            if mesh.device == "cpu":
+                keep_freed_memory()
         if self.adapters is None or self.training is None:
             self.model.requires_grad_(self.training is not None)
         self.weights = Weights(self.model, model, self.adapters, self.ranks)

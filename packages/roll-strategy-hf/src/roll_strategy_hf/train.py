@@ -28,6 +28,7 @@ from roll_core.spec.train import (
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.export import write_model
 from roll_modeling.fused import fuse
+from roll_modeling.host_memory import keep_freed_memory
 from roll_modeling.layout import make_adjacent
 from roll_modeling.model import load_model
 from roll_modeling.moving import Mover, host_copies, num_bytes
@@ -89,6 +90,8 @@ class HFTrainStrategy(TrainStrategy):
             self.adapters = add_adapters(self.model, model)
         if self._config.fused:
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
+            if mesh.device == "cpu":
+                keep_freed_memory()
         if self.adapters is None or self.training is None:
             self.model.requires_grad_(self.training is not None)
         self.replicas.broadcast(self.model.parameters())
