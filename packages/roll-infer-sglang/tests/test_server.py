@@ -34,7 +34,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 server = http.server.HTTPServer(place, Answer)
 with os.fdopen(message["ready"], "w") as pipe:
-    json.dump({"carrier": said}, pipe)
+    json.dump({"logit_processor": said}, pipe)
 server.serve_forever()
 '''
 
@@ -49,7 +49,7 @@ def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
         server = Server("actor_infer rank 0")
         try:
             await server.start({"host": "127.0.0.1"}, {"PYTHONPATH": str(tmp_path)})
-            return server.carrier, await server.ask("/")
+            return server.logit_processor, await server.ask("/")
         finally:
             await server.stop()
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_infer_vllm.arguments import PASSED_ON, REJECTED
 from roll_infer_vllm.config import VllmConfig
 from roll_testing.errors import mentions, refused
 
@@ -38,15 +38,15 @@ def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
     assert VllmConfig.model_validate({"max_num_queued_reqs": None}).engine_arguments()["max_num_queued_reqs"] is None
 
 
-@pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
+@pytest.mark.parametrize("name", REJECTED)
 def test_what_others_decide_is_refused_with_the_reason(name):
     with pytest.raises(ValidationError) as caught:
         VllmConfig.model_validate({name: 1})
-    assert f"{name} {DECIDED_ELSEWHERE[name]}" in str(caught.value)
+    assert f"{name} {REJECTED[name]}" in str(caught.value)
 
 
 def test_no_argument_is_both_passed_on_and_refused():
-    assert not set(PASSED_ON) & set(DECIDED_ELSEWHERE)
+    assert not set(PASSED_ON) & set(REJECTED)
     assert not set(PASSED_ON) & set(VllmConfig.__annotations__)
 
 

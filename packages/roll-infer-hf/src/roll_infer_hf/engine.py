@@ -8,8 +8,7 @@
 
 All requests submitted in one iteration of the event loop are in the inbox before its commands go to the thread. So
 equal sets of requests are always batched the same way. The thread runs the model and the core; the event loop manages
-the inbox and the futures. No locks are needed: the thread only tests if the inbox is empty, and `metrics` only swaps
-the counters.
+the inbox and the futures. The thread only tests if the inbox is empty. The counters of `metrics` have a lock.
 """
 
 from __future__ import annotations
@@ -18,19 +17,22 @@ import asyncio
 import functools
 import itertools
 import logging
+import threading
 from collections import deque
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from roll_core import openmp
 from roll_core.errors import DataError, ModelError, UnsupportedError
 from roll_core.spec.infer import InferStrategy
-from roll_core.spec.providers import InferCapabilities
-from roll_core.spec.requests import check_request
+from roll_core.spec.requests import check_request, check_stop_strings
 from roll_infer_hf.config import HFInferConfig
-from roll_infer_hf.thread import EngineThread
+from roll_infer_hf.plugin import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,15 +44,13 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
     from roll_infer_hf.core import EngineCore
-    from roll_infer_hf.held_adapter import HeldAdapter
-    from roll_infer_hf.held_weights import HeldWeights
+    from roll_infer_hf.loaded_weights import Replaceable
     from roll_infer_hf.runner import Runner
-    from roll_infer_hf.sequence import RunningRequest
-    from roll_infer_hf.stopping import StopStrings
+    from roll_infer_hf.sequence import RunningRequest, StopStrings
 
 log = logging.getLogger(__name__)
 
-NOT_RUNNING = "the engine does not run: start it first, and not after stop"
+NOT_RUNNING = "the engine is not running: call `start` first, and do not use it after `stop`"
 Command = tuple["Callable[[], Any]", "asyncio.Future[Any] | None"]
 """Function that the worker thread runs between two steps, and the future of its result (None: no result needed)."""
 
@@ -61,10 +61,10 @@ class HFInferStrategy(InferStrategy):
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
         if not isinstance(config, HFInferConfig):
-            raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
+            raise TypeError(f"expected HFInferConfig, got {type(config).__name__}")
         self._settings: HFInferConfig = config
         self._core: EngineCore | None = None
-        self._weights: HeldWeights | HeldAdapter | None = None
+        self._weights: Replaceable | None = None
         self._thread: EngineThread | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -76,16 +76,7 @@ class HFInferStrategy(InferStrategy):
     metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType(
         {"running/mean": "mean", "running/max": "max", "waiting/max": "max"}
     )
-    capabilities = InferCapabilities(
-        sleeps=True,
-        lora=True,
-        prompt_logprobs=True,
-        routed_experts=True,
-        free_seeds=True,
-        in_flight_update=True,
-        device_weights=True,
-        weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
-    )
+    capabilities = CAPABILITIES
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load or initialize the model on the thread that will run it.
@@ -182,7 +173,7 @@ class HFInferStrategy(InferStrategy):
     @property
     def _can_step(self) -> bool:
         """True if there is work to do and no weight update is incomplete."""
-        return self._ready_core.busy and not (self._weights is not None and self._weights.torn)
+        return self._ready_core.busy and not (self._weights is not None and self._weights.incomplete)
 
     def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
         self._inbox.append((act, future))
@@ -238,8 +229,7 @@ class HFInferStrategy(InferStrategy):
 
         from roll_infer_hf import compiled_decoder, decoder
         from roll_infer_hf.core import EngineCore
-        from roll_infer_hf.held_adapter import HeldAdapter
-        from roll_infer_hf.held_weights import HeldWeights
+        from roll_infer_hf.loaded_weights import LoadedAdapter, LoadedWeights
         from roll_infer_hf.module_runner import ModuleRunner
         from roll_modeling.layout import make_adjacent
         from roll_modeling.model import end_token_ids, load_model
@@ -255,18 +245,18 @@ class HFInferStrategy(InferStrategy):
         }
         reason = decoder.unsupported(model)
         if reason is None and self._spec.router_replay:
-            raise UnsupportedError(f"router_replay needs experts, and a {model.config.model_type} has none")
+            raise UnsupportedError(f"router_replay needs a model with experts; {model.config.model_type} has none")
         runner: Runner
         if reason is None:
             chosen = compiled_decoder.decoder_class(model, self._settings.kernels)
             runner = chosen(model, pack=self._settings.pack_weights, **room)
         else:
-            log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
+            log.info("hf_infer runs this model with transformers' code, which is slower: %s", reason)
             runner = ModuleRunner(model, record_experts=self._spec.router_replay, **room)
         self._model = model
         who: dict[str, Any] = {"role": self._mesh.role, "rank": self._mesh.rank}
         lora = self._spec.lora
-        self._weights = HeldWeights(model, **who) if lora is None else HeldAdapter(model, lora, **who)
+        self._weights = LoadedWeights(model, **who) if lora is None else LoadedAdapter(model, lora, **who)
         self._eos_ids = end_token_ids(model.config, getattr(model, "generation_config", None), runner.vocab_size)
         self._core = EngineCore(runner, self._settings)
 
@@ -295,7 +285,7 @@ class HFInferStrategy(InferStrategy):
             while self._can_step and not done and not answers and not self._inbox and not self._closing:
                 done = core.step()
         except Exception as caught:  # a failed step leaves caches inconsistent, so all requests fail
-            log.exception("the engine's step failed")
+            log.exception("a step of hf_infer failed; all its requests fail")
             done = core.fail_all(caught)
         if not self._can_step:
             openmp.rest()
@@ -308,17 +298,17 @@ class HFInferStrategy(InferStrategy):
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool
     ) -> WeightReceipt:
         if self._weights is None:
-            raise RuntimeError("the engine does not run")
+            raise RuntimeError(NOT_RUNNING)
         core = self._ready_core
         receipt = self._weights.update(version, core.version, manifest, tensors, shared=shared)
         core.weights_changed(version)
-        self._weights.torn = False
+        self._weights.incomplete = False
         return receipt
 
     def _release(self) -> None:
         core = self._ready_core
         if core.busy:
-            raise RuntimeError("the engine is to sleep while requests run: abort them first")
+            raise RuntimeError("requests are running: abort them before `sleep`")
         if self._weights is not None and not self._weights.released:
             core.release()
             self._weights.release()
@@ -331,10 +321,10 @@ class HFInferStrategy(InferStrategy):
 
         runner = self._ready_core.runner
         if self._weights is None or self._weights.released:
-            raise RuntimeError("the engine has no weights since it slept: update them before it generates")
+            raise RuntimeError("the engine released its weights in `sleep`: update them before it generates")
         params, name = request.params, f"request {request.id!r}"
         if request.id in self._waiting:
-            raise DataError(f"{name}: a request of this id is still running; ids are unique")
+            raise DataError(f"{name}: a request with this id is running; ids must be unique")
         limit = f"the model's {runner.max_positions} positions"
         check_request(
             request,
@@ -343,11 +333,12 @@ class HFInferStrategy(InferStrategy):
             limit=limit,
             routed_experts=self._spec.router_replay,
         )
+        check_stop_strings(request, has_tokenizer=bool(self._spec.tokenizer or self._spec.path))
         total = len(request.prompt_ids) + params.max_new_tokens
         if not runner.fits(1, total):
             raise ModelError(
-                f"{name}: keys and values of {total} tokens do not fit kv_cache_gib {self._settings.kv_cache_gib:g};"
-                " raise it in the role's strategy_config"
+                f"{name}: the KV cache of {total} tokens exceeds kv_cache_gib {self._settings.kv_cache_gib:g}; raise"
+                " it in the role's strategy_config"
             )
         arrival = next(self._arrivals)
         ends = () if params.ignore_eos else tuple(sorted({*self._eos_ids, *params.stop_token_ids}))
@@ -359,15 +350,43 @@ class HFInferStrategy(InferStrategy):
         return RunningRequest.make(request, (request.priority, arrival), ends, stops, seed)
 
     def _stops(self, strings: tuple[str, ...]) -> StopStrings:
-        from roll_infer_hf.stopping import StopStrings
+        from roll_infer_hf.sequence import StopStrings
         from roll_modeling.model import load_tokenizer
 
-        if not all(strings):
-            raise DataError("stop strings: an empty string would end every response at once")
         if strings not in self._stop_strings:
-            if not (self._spec.tokenizer or self._spec.path):
-                raise UnsupportedError(
-                    "stop strings need a tokenizer, and this role's model has none; stop_token_ids work without"
-                )
             self._stop_strings[strings] = StopStrings(load_tokenizer(self._spec), strings)
         return self._stop_strings[strings]
+
+
+class EngineThread(Executor):
+    """Executor that runs functions one after the other on one daemon thread.
+
+    Unlike the threads of a `ThreadPoolExecutor`, a daemon thread that hangs does not prevent the process from exiting.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.put((future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    @override
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._queue.put(None)
+        if wait:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # every error is raised to the caller
+                    future.set_exception(error)
+            del item, future, work

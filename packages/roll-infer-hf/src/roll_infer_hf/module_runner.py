@@ -63,9 +63,9 @@ class ModuleRunner(Runner):
         self._picks_rows = "logits_to_keep" in parameters
         if "past_key_values" not in parameters or not self._fills_states():
             raise UnsupportedError(
-                f"hf_infer cannot run a {config.model_type}: {type(model).__name__} of transformers does not keep its"
-                " state in the cache that it is given (past_key_values), so each token would be sampled without the"
-                " tokens before it; use another engine"
+                f"hf_infer does not support {config.model_type}: {type(model).__name__} of transformers does not store"
+                " its state in past_key_values, so each token would be sampled without the previous tokens; use another"
+                " engine"
             )
         self._cohorts: list[Cohort] = []
         self._prompts: dict[Prompt, tuple[Cohort, int]] = {}

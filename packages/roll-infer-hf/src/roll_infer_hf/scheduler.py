@@ -55,12 +55,12 @@ class Scheduler:
             if left:
                 self.entering[key] = (prompt, left)
             else:
-                self._give_up(key)
+                self._discard(key)
 
     def recall(self) -> None:
         """Return entering sequences to the queue: their prompts were prefilled with old weights."""
         for key, (_, sequences) in list(self.entering.items()):
-            self._give_up(key)
+            self._discard(key)
             self.add(sequences)
 
     def enter(self, num_running: int, longest: int, tokens_of: Callable[[Sequence], TokenIds]) -> None:
@@ -130,12 +130,12 @@ class Scheduler:
                 self._runner.forget(prompt)
         self._joined = [prompt for prompt in self._joined if id(prompt) in donors]
 
-    def _give_up(self, key: bytes) -> None:
-        given_up, _ = self.entering.pop(key)
+    def _discard(self, key: bytes) -> None:
+        discarded, _ = self.entering.pop(key)
         for prompt, _ in self.entering.values():
-            if prompt.donor is given_up and not prompt.done:
+            if prompt.donor is discarded and not prompt.done:
                 prompt.donor, prompt.donated = None, 0
-        self._runner.forget(given_up)
+        self._runner.forget(discarded)
 
     def _share_prefixes(self, new: list[Prompt]) -> None:
         """Assign donors: in lexical order each prompt shares its longest prefix with a neighbour, here the previous."""

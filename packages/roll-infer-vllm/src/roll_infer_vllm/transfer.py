@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from roll_infer_vllm.held import remember_unreadable
+from roll_infer_vllm.loaded_model import remember_unreadable
 from roll_infer_vllm.workarounds import pack_tied_heads
 from roll_modeling.buckets import BucketInfo, read_bucket
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped to mypy
+class NoSetup(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Empty initialization info: the transfer needs no setup."""
 
 
@@ -37,16 +37,16 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: dict[str, str] = field(default_factory=dict)
 
 
-class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[misc]  # vLLM is untyped to mypy
+class BucketTransfer(WeightTransferEngine[NoSetup, Bucket]):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Weight transfer engine that loads Hugging Face tensors with the model's loader; each process loads its shard."""
 
-    init_info_cls = Nothing
+    init_info_cls = NoSetup
     update_info_cls = Bucket
 
     failure = ""
     """Error message of the first bucket of this update that could not be loaded; empty if there is none."""
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: NoSetup) -> None:
         """Do nothing: the transfer needs no setup."""
 
     def start_weight_update(self) -> None:
