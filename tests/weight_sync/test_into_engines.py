@@ -79,7 +79,7 @@ async def into_sglang(process, tensors, monkeypatch):
     SglangProcesses = pytest.importorskip("roll_infer_sglang.processes").SglangProcesses
 
     class Server:
-        async def ask(self, path, body):
+        async def request(self, path, body):
             ((message, _),) = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
             message = json.loads(message)
             done = {"load": process.load, "open": process.open}[message["action"]](message["argument"])

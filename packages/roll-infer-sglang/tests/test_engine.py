@@ -197,7 +197,7 @@ def test_what_others_have_running_ends_at_a_publish_with_what_it_has(live):
         asking = asyncio.create_task(asyncio.to_thread(ask))
         own = asyncio.create_task(live.strategy.generate(request("own", [5, 6, 7], max_new_tokens=200)))
         while not (own.done() or asking.done()):
-            if (await server.ask("/v1/loads?include=core"))["loads"][0]["num_running_reqs"] == 2:
+            if (await server.request("/v1/loads?include=core"))["loads"][0]["num_running_reqs"] == 2:
                 await live.update()
                 break
             await asyncio.sleep(0.01)
@@ -220,7 +220,7 @@ async def num_beside(live, name):
     drawing = asyncio.create_task(live.strategy.generate(request(name, [5, 6, 7], max_new_tokens=200)))
     found = 0
     while await num_drawn() < 180 and not drawing.done():
-        found = (await live.strategy._server.ask("/v1/loads?include=core"))["loads"][0]["num_running_reqs"]
+        found = (await live.strategy._server.request("/v1/loads?include=core"))["loads"][0]["num_running_reqs"]
     await drawing
     return found
 
@@ -244,7 +244,7 @@ def test_requests_behind_a_pause_go_on_after_it_unless_they_are_cancelled(live):
     live.publish()
 
     async def cancel():
-        await live.strategy._server.ask("/pause_generation", {"mode": "abort"})
+        await live.strategy._server.request("/pause_generation", {"mode": "abort"})
         asked = [request(f"behind-{num}", [5, 6, 7], max_new_tokens=num) for num in (240, 20)]
         calls = [live.strategy.generate(each) for each in asked]
         cancelled, other = map(asyncio.create_task, calls)
@@ -277,9 +277,9 @@ def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(s
 
 def test_a_connection_that_the_server_has_given_up_is_not_asked_over(live):
     """SGLang closes what idles for 5 s; a loop that has not turned since then does not know."""
-    live.run(live.strategy._server.ask("/pause_generation", {"mode": "abort"}))
+    live.run(live.strategy._server.request("/pause_generation", {"mode": "abort"}))
     time.sleep(7)
-    live._runner.run(live.strategy._server.ask("/continue_generation", {}))
+    live._runner.run(live.strategy._server.request("/continue_generation", {}))
     assert len(live.generate("after", [5, 6, 7], max_new_tokens=3).outputs[0].token_ids) == 3
 
 

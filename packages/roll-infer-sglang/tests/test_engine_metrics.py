@@ -37,7 +37,7 @@ def test_load_is_looked_at_only_while_something_runs():
     class Asked:
         count = 0
 
-        async def ask(self, path):
+        async def request(self, path):
             self.count += 1
             return {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2, "token_usage": 0.5}]}
 

@@ -49,7 +49,7 @@ def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
         server = Server("actor_infer rank 0")
         try:
             await server.start({"host": "127.0.0.1"}, {"PYTHONPATH": str(tmp_path)})
-            return server.logit_processor, await server.ask("/")
+            return server.logit_processor, await server.request("/")
         finally:
             await server.stop()
 

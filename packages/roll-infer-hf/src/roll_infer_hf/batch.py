@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from roll_core.types import CompletionOutput
 from roll_infer_hf.sampler import ROW, sample, sampling_row, shaped_rows
-from roll_infer_hf.sequence import UNIFORMS, Sequence, make_output
+from roll_infer_hf.sequence import UNIFORMS, Sequence
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.types import CompletionOutput, FinishReason, RoutedExperts, TokenIds
+    from roll_core.types import FinishReason, RoutedExperts, TokenIds
 
 
 class Batch:
@@ -85,15 +86,15 @@ class Batch:
     def output_of(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> CompletionOutput:
         """Output with the tokens generated so far."""
         slot = sequence.slot
-        num = int(self._counts_S[slot]) if slot >= 0 else 0
-        at = max(slot, 0)
-        return make_output(
-            self._tokens_ST[at : at + 1, :num].reshape(-1),
-            self._logprobs_ST[at : at + 1, :num].reshape(-1),
-            self._versions_ST[at : at + 1, :num].reshape(-1),
-            reason,
-            stop,
-            sequence.computed_experts(num),
+        tokens = slice(int(self._counts_S[slot]) if slot >= 0 else 0)
+        row = max(slot, 0)
+        return CompletionOutput(
+            token_ids=self._tokens_ST[row : row + 1, tokens].flatten(),
+            logprobs=self._logprobs_ST[row : row + 1, tokens].flatten(),
+            versions=self._versions_ST[row : row + 1, tokens].flatten(),
+            finish_reason=reason,
+            stop=stop,
+            routed_experts=sequence.computed_experts(tokens.stop),
         )
 
     def free(self, sequence: Sequence) -> None:

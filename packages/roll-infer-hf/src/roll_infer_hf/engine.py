@@ -99,26 +99,26 @@ class HFInferStrategy(InferStrategy):
         running = self._admit(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
-        self._tell(functools.partial(self._ready_core.submit, running), None)
+        self._post(functools.partial(self._ready_core.submit, running), None)
         try:
             return await future
         except asyncio.CancelledError:
             if self._waiting.get(request.id) is future:
                 del self._waiting[request.id]
             if self._task is not None:
-                self._tell(functools.partial(self._forget, request.id), None)
+                self._post(functools.partial(self._forget, request.id), None)
             raise
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Abort the requests between two steps, after the current step. Returns their partial outputs."""
         chosen = [each for each in ids if each in self._waiting]
-        done: list[RunningRequest] = await self._ask(functools.partial(self._ready_core.abort, chosen))
+        done: list[RunningRequest] = await self._call(functools.partial(self._ready_core.abort, chosen))
         self._resolve(done)
         return [each.completion() for each in done if each.error is None]
 
     async def progress(self) -> list[Completion]:
         """Partial outputs of the unfinished requests, taken between two steps."""
-        found: list[Completion] = await self._ask(self._ready_core.progress)
+        found: list[Completion] = await self._call(self._ready_core.progress)
         return found
 
     async def update_weights(
@@ -128,7 +128,7 @@ class HFInferStrategy(InferStrategy):
 
         If an update fails after it has started, running and new requests wait until an update succeeds.
         """
-        receipt: WeightReceipt = await self._ask(
+        receipt: WeightReceipt = await self._call(
             functools.partial(self._update, version, manifest, tensors, shared=shared)
         )
         return receipt
@@ -139,7 +139,7 @@ class HFInferStrategy(InferStrategy):
         With adapters the base weights stay loaded. Waking allocates nothing; the next weight update and requests do.
         Raises `RuntimeError` if requests are running.
         """
-        await self._ask(self._release)
+        await self._call(self._release)
 
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call: tokens, steps, seconds, and numbers of running and waiting sequences."""
@@ -175,15 +175,15 @@ class HFInferStrategy(InferStrategy):
         """True if there is work to do and no weight update is incomplete."""
         return self._ready_core.busy and not (self._weights is not None and self._weights.incomplete)
 
-    def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
+    def _post(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
         self._inbox.append((act, future))
         self._wake.set()
 
-    async def _ask(self, act: Callable[[], Any]) -> Any:
+    async def _call(self, act: Callable[[], Any]) -> Any:
         if self._task is None:  # no task would ever resolve the future
             raise RuntimeError(NOT_RUNNING)
         future = asyncio.get_running_loop().create_future()
-        self._tell(act, future)
+        self._post(act, future)
         return await future
 
     async def _run(self) -> None:
@@ -196,8 +196,8 @@ class HFInferStrategy(InferStrategy):
             for _ in range(3):
                 await asyncio.sleep(0)
             commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            done, answers = await loop.run_in_executor(self._thread, self._work, commands)
-            for waiter, result, error in answers:
+            done, results = await loop.run_in_executor(self._thread, self._work, commands)
+            for waiter, result, error in results:
                 if waiter.cancelled():
                     continue
                 if error is not None:
@@ -269,27 +269,27 @@ class HFInferStrategy(InferStrategy):
 
         Returns the requests that are done, and a `(future, result, error)` for each command with a future.
         """
-        answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        results: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         core = self._ready_core
         for act, future in commands:
             try:
                 result, error = act(), None
             except Exception as caught:  # passed on to the caller; the engine continues
                 if future is None:
-                    return core.fail_all(caught), answers
+                    return core.fail_all(caught), results
                 result, error = None, caught
             if future is not None:
-                answers.append((future, result, error))
+                results.append((future, result, error))
         done: list[RunningRequest] = []
         try:
-            while self._can_step and not done and not answers and not self._inbox and not self._closing:
+            while self._can_step and not done and not results and not self._inbox and not self._closing:
                 done = core.step()
         except Exception as caught:  # a failed step leaves caches inconsistent, so all requests fail
             log.exception("a step of hf_infer failed; all its requests fail")
             done = core.fail_all(caught)
         if not self._can_step:
             openmp.rest()
-        return done, answers
+        return done, results
 
     def _forget(self, request_id: str) -> None:
         self._ready_core.abort([request_id])

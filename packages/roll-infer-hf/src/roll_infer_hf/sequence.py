@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts, SamplingParams, TokenIds
+    from roll_core.types import Floats, GenerateRequest, RoutedExperts, SamplingParams
 
 UNIFORMS = 128
 """Number of uniform numbers generated at once for one sequence."""
@@ -101,25 +101,6 @@ class RunningRequest:
         """Completion of the request. Call only if every sequence has its output."""
         outputs = tuple(each.output for each in self.sequences if each.output is not None)
         return Completion(id=self.request.id, outputs=outputs, prompt_logprobs=self.prompt_logprobs)
-
-
-def make_output(
-    tokens: TokenIds,
-    logprobs: Floats,
-    versions: np.ndarray[tuple[int], np.dtype[np.int32]],
-    reason: FinishReason,
-    stop: str | int | None = None,
-    routed_experts: RoutedExperts | None = None,
-) -> CompletionOutput:
-    """Completion output that owns copies of the arrays."""
-    return CompletionOutput(
-        token_ids=tokens.astype(np.int64),
-        logprobs=logprobs.astype(np.float32),
-        versions=versions.astype(np.int32),
-        finish_reason=reason,
-        stop=stop,
-        routed_experts=routed_experts,
-    )
 
 
 class StopStrings:

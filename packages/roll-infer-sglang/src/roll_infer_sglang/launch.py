@@ -67,7 +67,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
         routing = Routing.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
-            found = await server.ask("/server_info")
+            found = await server.request("/server_info")
         except ServerError as error:
             await server.stop()
             raise ModelError(f"{who}: SGLang cannot start with this model and strategy_config: {error}") from error

@@ -61,16 +61,16 @@ class SglangProcesses(EngineProcesses):
             "flush_cache": False,
             "weight_version": None if version is None else str(version),
         }
-        await self._server.ask("/update_weights_from_tensor", body)
+        await self._server.request("/update_weights_from_tensor", body)
         return await asyncio.to_thread(self._read)
 
     @override
     async def load_adapter(self, name: str, folder: Path) -> None:
         try:
             if self._adapter_loaded:
-                await self._server.ask("/unload_lora_adapter", {"lora_name": name})
+                await self._server.request("/unload_lora_adapter", {"lora_name": name})
                 self._adapter_loaded = False
-            await self._server.ask("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            await self._server.request("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except ServerDiedError:
             raise
         except ServerError as error:

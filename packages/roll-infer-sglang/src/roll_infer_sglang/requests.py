@@ -137,9 +137,9 @@ class Requests:
         for output in self._outputs:
             output.may_submit.clear()
         if self._streams:
-            await self._server.ask("/abort_request", {"abort_all": True})
+            await self._server.request("/abort_request", {"abort_all": True})
             await self._drained()
-        await self._server.ask("/pause_generation", {"mode": "abort"})
+        await self._server.request("/pause_generation", {"mode": "abort"})
         left = await self._drained()
         for stream in left:
             stream.cancel()
@@ -153,7 +153,7 @@ class Requests:
     async def resume(self) -> None:
         """Resume generation: submit interrupted outputs and requests that arrived since `interrupt`."""
         with contextlib.suppress(RollError):  # if the server is dead, the requests themselves raise
-            await self._server.ask("/continue_generation", {})
+            await self._server.request("/continue_generation", {})
         self._open = True
         for output in self._outputs:
             output.may_submit.set()
@@ -212,7 +212,7 @@ class Requests:
         name, response = output.name, output.response
         while not response.done():
             with contextlib.suppress(ServerError):  # a dead server has nothing to abort
-                await self._server.ask("/abort_request", {"rid": name})
+                await self._server.request("/abort_request", {"rid": name})
             await asyncio.wait([response], timeout=ABORT_INTERVAL_S)
 
     @property

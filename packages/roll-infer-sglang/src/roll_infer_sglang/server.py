@@ -97,7 +97,7 @@ class Server:
         found: dict[str, Any] = json.loads(reply)
         return found
 
-    async def ask(self, path: str, body: Any = None) -> Any:
+    async def request(self, path: str, body: Any = None) -> Any:
         """Send a POST request (GET without a body) and return the response, parsed if it is a JSON object or list.
 
         Raises `ServerError`.
@@ -105,10 +105,10 @@ class Server:
         session = self._alive
         try:
             method = "GET" if body is None else "POST"
-            async with session.request(method, path, json=body) as answer:
-                text = await answer.text()
-                if answer.status != 200:
-                    raise _rejected(self._who, path, answer.status, text)
+            async with session.request(method, path, json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise _rejected(self._who, path, response.status, text)
                 return json.loads(text) if text.startswith(("{", "[")) else text
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._died(path) from error
@@ -117,10 +117,10 @@ class Server:
         """Send a POST request and yield the JSON messages of its streamed response. Raises `ServerError`."""
         session = self._alive
         try:
-            async with session.post(path, json=body) as answer:
-                if answer.status != 200:
-                    raise _rejected(self._who, path, answer.status, await answer.text())
-                async for line in answer.content:
+            async with session.post(path, json=body) as response:
+                if response.status != 200:
+                    raise _rejected(self._who, path, response.status, await response.text())
+                async for line in response.content:
                     message = line.strip().removeprefix(b"data: ")
                     if message == b"[DONE]":
                         return

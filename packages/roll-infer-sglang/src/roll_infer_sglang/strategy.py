@@ -112,8 +112,8 @@ class SglangStrategy(InferStrategy):
         async with self._exclusive:
             await self._requests.abort()
             await self._requests.interrupt()
-            await server.ask(f"/flush_cache?timeout={IDLE_S}", {})
-            await server.ask("/release_memory_occupation", {"tags": self._released})
+            await server.request(f"/flush_cache?timeout={IDLE_S}", {})
+            await server.request("/release_memory_occupation", {"tags": self._released})
         self._asleep = self._stale = True
 
     @override
@@ -121,7 +121,7 @@ class SglangStrategy(InferStrategy):
         server = self._ready
         if not self._asleep:
             return
-        await server.ask("/resume_memory_occupation", {"tags": self._released})
+        await server.request("/resume_memory_occupation", {"tags": self._released})
         # The engine stays interrupted until the next weight update, because its weights are stale.
         self._asleep = False
 
@@ -191,7 +191,7 @@ class SglangStrategy(InferStrategy):
                     await weights.load(Incoming(self._who, manifest, iter(tensors)))
                     digests = await weights.digests(manifest)
                 finally:
-                    await server.ask("/flush_cache", {})
+                    await server.request("/flush_cache", {})
                 self._version, requests.adapter = version, self._processes.adapter
                 self._stale = self._incomplete = False
             finally:

@@ -469,14 +469,14 @@ def fsdp_size(value: Any, key: Key) -> Outcome:
 def world_size(value: Any, key: Key) -> Outcome:
     """ROLL computes it from device_mapping if that is given (roll/configs/worker_config.py)."""
     if key.beside("device_mapping") is not None and key.path[0] != "rewards":
-        return Outcome("not needed", (), "device_mapping decides")
+        return Outcome("not needed", (), "set by device_mapping")
     return key.keep(value)
 
 
 def num_train_epochs(value: Any, key: Key) -> Outcome:
     """rlvr uses `max_steps` instead."""
     if key.pipeline != "sft":
-        return Outcome("dead", (), "max_steps decides")
+        return Outcome("dead", (), "set by max_steps")
     return key.keep(value)
 
 

@@ -77,10 +77,10 @@ def toolkit(_: Situation) -> Iterator[CheckResult]:
     if nvcc is None:
         yield CheckResult(level="note", found="no nvcc; it is needed only to compile kernels", wanted=wanted)
         return
-    said = output_of([nvcc, "--version"])
-    match = re.search(r"release (\d{1,3})\.(\d{1,3})\b", said)
+    output = output_of([nvcc, "--version"])
+    match = re.search(r"release (\d{1,3})\.(\d{1,3})\b", output)
     if match is None:
-        found = f"{nvcc} --version prints no version: {' '.join(said.split())[:80] or 'no output'}"
+        found = f"{nvcc} --version prints no version: {' '.join(output.split())[:80] or 'no output'}"
         remedy = f"reinstall {right}, or set CUDA_HOME to another one"
         yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
         return
