@@ -262,10 +262,10 @@ def test_requests_behind_a_pause_go_on_after_it_unless_they_are_cancelled(live):
 
 
 def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(stand_ins):
-    from roll_infer_sglang.server import Server
+    from roll_infer_sglang.server import SglangServer
 
     async def start():
-        server = Server("actor_infer rank 0")
+        server = SglangServer("actor_infer rank 0")
         try:
             await server.start({"host": "127.0.0.1", "page_sizes": 1}, {"SGLANG_USE_CPU_ENGINE": "1"})
         finally:

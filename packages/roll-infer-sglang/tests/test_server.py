@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from roll_infer_sglang.server import Server
+from roll_infer_sglang.server import SglangServer
 
 STAND_IN = '''
 """Says who may bind the port while it starts, and then serves at it as SGLang does."""
@@ -46,7 +46,7 @@ def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
     (package / "serve.py").write_text(STAND_IN, encoding="utf-8")
 
     async def started():
-        server = Server("actor_infer rank 0")
+        server = SglangServer("actor_infer rank 0")
         try:
             await server.start({"host": "127.0.0.1"}, {"PYTHONPATH": str(tmp_path)})
             return server.logit_processor, await server.request("/")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_infer_hf.config import HFInferConfig
-    from roll_infer_hf.runner import Piece, Prompt, Runner
+    from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
     from roll_infer_hf.sequence import RunningRequest, Sequence
 
 
@@ -78,9 +78,9 @@ class EngineCore:
         self._count_max("waiting/max", len(self._scheduler.waiting))
         if self._scheduler.waiting:
             self._scheduler.enter(len(self._batch), self._batch.longest(), self._batch.tokens)
-        pieces = self._scheduler.pieces()
-        if pieces:
-            self._prefill(pieces)
+        chunks = self._scheduler.chunks()
+        if chunks:
+            self._prefill(chunks)
             self._count("prefill_seconds", time.perf_counter() - started)
         started = time.perf_counter()
         if len(self._batch):
@@ -166,12 +166,12 @@ class EngineCore:
         with self._counters_lock:
             self._counters[name] = max(self._counters[name], value)
 
-    def _prefill(self, pieces: list[Piece]) -> None:
-        logits = self.runner.prefill(pieces)
-        self._count("prompt_tokens", sum(each.end - each.begin for each in pieces))
-        complete = self._scheduler.ready(pieces)
+    def _prefill(self, chunks: list[PromptChunk]) -> None:
+        logits = self.runner.prefill(chunks)
+        self._count("prompt_tokens", sum(each.end - each.begin for each in chunks))
+        complete = self._scheduler.ready(chunks)
         sequences: list[Sequence] = []
-        prompts: list[Prompt] = []
+        prompts: list[CachedPrompt] = []
         sources: list[int] = []
         for source, (prompt, group) in enumerate(complete):
             for each in group:

@@ -11,7 +11,7 @@ from roll_modeling.engine_metrics import EngineMetrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from roll_infer_sglang.server import Server
+    from roll_infer_sglang.server import SglangServer
 
 POLL_S = 0.5
 """Seconds between two queries of the load."""
@@ -39,7 +39,7 @@ class SglangMetrics(EngineMetrics):
             self.count(ours, meta.get(theirs) or 0)
         self.count("prompt_tokens", -(meta.get("cached_tokens") or 0))  # cached tokens were not computed
 
-    async def watch(self, server: Server, busy: Callable[[], bool]) -> None:
+    async def watch(self, server: SglangServer, busy: Callable[[], bool]) -> None:
         """Sample the load every `POLL_S` seconds while requests run (`busy`); returns when the server is gone."""
         while True:
             await asyncio.sleep(POLL_S)

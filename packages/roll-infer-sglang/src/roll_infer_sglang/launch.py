@@ -16,7 +16,7 @@ from roll_infer_sglang.memory import HOST_TOKENS
 from roll_infer_sglang.processes import LOADER, adapter_arguments
 from roll_infer_sglang.registration import SAMPLING_BACKEND
 from roll_infer_sglang.routing import Routing
-from roll_infer_sglang.server import Server, ServerError
+from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files
 
@@ -35,10 +35,10 @@ PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_pree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchedSglang:
     """A running server and its model files."""
 
-    server: Server
+    server: SglangServer
     files: EngineFiles
     limit: int
     """Maximum sequence length, in tokens."""
@@ -46,7 +46,7 @@ class Launched:
     """Expert layout of the model, if the server returns routed experts."""
 
 
-async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> Launched:
+async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> LaunchedSglang:
     """Start the server; returns when it is ready.
 
     Raises `ModelError`, `ConfigError`, and `UnsupportedError` for router replay with a dense model.
@@ -58,7 +58,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
     )
     if model.lora is not None:
         variables[ADAPTER] = mesh.role
-    server = Server(who)
+    server = SglangServer(who)
     with contextlib.ExitStack() as stack:
         files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
         if device == "cpu" and num_slots > 1:
@@ -75,7 +75,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             await server.stop()
             raise
     limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
-    return Launched(server=server, files=files, limit=limit, routing=routing)
+    return LaunchedSglang(server=server, files=files, limit=limit, routing=routing)
 
 
 def check_sizes(text_config: Any, num_slots: int, who: str) -> None:

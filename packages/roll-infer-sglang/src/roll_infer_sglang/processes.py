@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from roll_core.spec.model import LoraSpec
-    from roll_infer_sglang.server import Server
+    from roll_infer_sglang.server import SglangServer
     from roll_modeling.engine_weights import Action
 
 LOADER = "roll_infer_sglang.processes.act"
@@ -42,7 +42,7 @@ class SglangProcesses(EngineProcesses):
 
     engine = "SGLang"
 
-    def __init__(self, server: Server, who: str, num_ranks: int) -> None:
+    def __init__(self, server: SglangServer, who: str, num_ranks: int) -> None:
         self._server, self.who, self._num_ranks = server, who, num_ranks
         self._results = Path(tempfile.mkdtemp(prefix="roll-sglang-results-"))
         self.adapter: str | None = None

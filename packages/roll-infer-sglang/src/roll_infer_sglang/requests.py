@@ -21,7 +21,7 @@ from roll_core.errors import DataError, RollError
 from roll_core.types import Completion
 from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.sampling import sampling_params
-from roll_infer_sglang.server import Server, ServerError
+from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.model import load_tokenizer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Requests:
 
     def __init__(
         self,
-        server: Server,
+        server: SglangServer,
         who: str,
         model: ModelSpec,
         files: EngineFiles,

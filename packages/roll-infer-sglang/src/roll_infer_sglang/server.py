@@ -44,7 +44,7 @@ class ServerDiedError(ServerError, EngineDiedError):
     """The server process exited or does not respond."""
 
 
-class Server:
+class SglangServer:
     """Server process and HTTP client. All methods are called on one event loop."""
 
     def __init__(self, who: str) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import Completion, GenerateRequest, WeightManifest
-    from roll_infer_sglang.server import Server
+    from roll_infer_sglang.server import SglangServer
 
 IDLE_S = 30
 """Seconds for SGLang to become idle after all requests have been answered."""
@@ -62,7 +62,7 @@ class SglangStrategy(InferStrategy):
         if not isinstance(config, SglangConfig):
             raise TypeError(f"expected SglangConfig, got {type(config).__name__}")
         self._settings: SglangConfig = config
-        self._server: Server | None = None
+        self._server: SglangServer | None = None
         self._metrics = SglangMetrics()
         self._exclusive = asyncio.Lock()
         """Lock for operations that end requests: abort, sleep and weight updates."""
@@ -139,7 +139,7 @@ class SglangStrategy(InferStrategy):
         return ["kv_cache"] if self._mesh.device.partition(":")[0] == "cpu" else ["kv_cache", "weights"]
 
     @property
-    def _ready(self) -> Server:
+    def _ready(self) -> SglangServer:
         if self._server is None:
             raise RuntimeError("the engine is not running: call `start` first, and do not use it after `stop`")
         return self._server

@@ -34,7 +34,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchedVllm:
     """A running engine, its arguments and its model files."""
 
     engine: AsyncLLM
@@ -45,7 +45,7 @@ class Launched:
     model folder again after it has reported that it is ready (`EngineCoreProc._perform_handshakes`)."""
 
 
-def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: VllmMetrics) -> Launched:
+def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: VllmMetrics) -> LaunchedVllm:
     """Start the engine; blocks until it is ready. Raises `ModelError`, `ConfigError`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -76,7 +76,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
         except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
             raise ModelError(f"{who}: vLLM cannot start with this model and strategy_config: {error}") from error
-        return Launched(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
+        return LaunchedVllm(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
 
 
 def _check_heads(size: int, who: str) -> None:

@@ -24,7 +24,7 @@ START_S = 60.0
 POLL_S = 0.01
 
 
-class Server:
+class EndpointServer:
     """HTTP server of one engine; create it on the event loop of the engine."""
 
     def __init__(self, name: str, host: str) -> None:

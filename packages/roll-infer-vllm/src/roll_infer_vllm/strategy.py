@@ -33,7 +33,7 @@ from roll_infer_vllm.output import VllmOutput
 from roll_infer_vllm.plugin import CAPABILITIES
 from roll_infer_vllm.processes import VllmProcesses
 from roll_infer_vllm.sampling import check_served, sampling_params
-from roll_infer_vllm.serving import Server
+from roll_infer_vllm.serving import EndpointServer
 from roll_infer_vllm.watchdog import engine_errors, while_alive
 from roll_modeling.buckets import Incoming
 from roll_modeling.engine_metrics import KINDS
@@ -69,7 +69,7 @@ class VllmStrategy(InferStrategy):
         self._engine: AsyncLLM | None = None
         self._processes: VllmProcesses | None = None
         self._weights: EngineWeights | None = None
-        self._server: Server | None = None
+        self._server: EndpointServer | None = None
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._outputs: dict[str, list[VllmOutput]] = {}
         """Outputs of each running request, by request id."""
@@ -88,7 +88,7 @@ class VllmStrategy(InferStrategy):
         self._mesh, self._who = mesh, f"{mesh.role} rank {mesh.rank}"
         # The adapter gets the role's name, so HTTP clients do not get the base model by mistake.
         name = mesh.role if model.lora is None else f"{mesh.role}-base"
-        self._server = Server(name, self._settings.endpoint_host)
+        self._server = EndpointServer(name, self._settings.endpoint_host)
         self._server.listen()
         # Import before `launch`: vLLM stores import errors, whose tracebacks keep all frames alive. The engine must not
         # be in one of these frames.

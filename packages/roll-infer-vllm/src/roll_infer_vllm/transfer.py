@@ -28,7 +28,7 @@ class NoSetup(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped 
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
+class BucketUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Update info with the fields of `BucketInfo`."""
 
     num_bytes: int
@@ -37,11 +37,11 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: dict[str, str] = field(default_factory=dict)
 
 
-class BucketTransfer(WeightTransferEngine[NoSetup, Bucket]):  # type: ignore[misc]  # vLLM is untyped to mypy
+class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Weight transfer engine that loads Hugging Face tensors with the model's loader; each process loads its shard."""
 
     init_info_cls = NoSetup
-    update_info_cls = Bucket
+    update_info_cls = BucketUpdate
 
     failure = ""
     """Error message of the first bucket of this update that could not be loaded; empty if there is none."""
@@ -67,7 +67,7 @@ class BucketTransfer(WeightTransferEngine[NoSetup, Bucket]):  # type: ignore[mis
         except Exception as error:  # any error of the model's loader; the worker raises it
             self.failure = f"{type(error).__name__}: {error}"
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: BucketUpdate) -> None:
         """Load the tensors of one bucket; see `update_weights`."""
         self.model.load_weights(self._tensors(BucketInfo(**asdict(update_info))))
 

@@ -23,7 +23,7 @@ from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 from roll_migrate.roll_keys import DEFAULTS, DIFFERS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
 from roll_migrate.roll_pipelines import recognise
-from roll_migrate.rules import Each, Key, Outcome, Rule, value_at
+from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
 from roll_migrate.strategies import refusals
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class _Import:
                 self._record(here, each, Outcome("not needed", (), unused[name]))
             elif rule is None:
                 self._unknown(table, here, each)
-            elif isinstance(rule, Rule):
+            elif isinstance(rule, KeyRule):
                 self._apply(rule, here, each)
             elif each is None or each == {}:
                 self._record(here, each, Outcome("not needed", (), "it is empty"))
@@ -157,7 +157,7 @@ class _Import:
             else:
                 self._mapping(rule, each, here, {})
 
-    def _apply(self, rule: Rule, path: KeyPath, value: Any) -> None:
+    def _apply(self, rule: KeyRule, path: KeyPath, value: Any) -> None:
         if value is None and path[-1] not in NULL_MEANS_SOMETHING:
             self._record(path, value, Outcome("not needed", (), "null has no effect"))
             return
@@ -310,7 +310,7 @@ def _own_keys(arguments: Mapping[str, Any]) -> Table:
     """Rules for `strategy_config`: those in `STRATEGIES`; other keys are kept until the schema checks them."""
     keys = arguments.get("strategy_config")
     table = STRATEGIES.get(str(arguments.get("strategy_name")).partition("_")[0], {})
-    keep = Rule("kept if the strategy has it", lambda value, key: key.keep(value))
+    keep = KeyRule("kept if the strategy has it", lambda value, key: key.keep(value))
     return {**{str(key): keep for key in (keys if isinstance(keys, dict) else ())}, **table}
 
 
@@ -318,8 +318,8 @@ def _paths(table: Table, prefix: KeyPath = ()) -> Iterator[KeyPath]:
     for name, rule in table.items():
         yield (*prefix, name)
         if isinstance(rule, Each):
-            yield from () if isinstance(rule.rule, Rule) else _paths(rule.rule, (*prefix, name, "*"))
-        elif not isinstance(rule, Rule):
+            yield from () if isinstance(rule.rule, KeyRule) else _paths(rule.rule, (*prefix, name, "*"))
+        elif not isinstance(rule, KeyRule):
             yield from _paths(rule, (*prefix, name))
 
 

@@ -77,7 +77,7 @@ def value_at(data: Any, path: tuple[str, ...]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KeyRule:
     """Function that converts a key, and its description for the docs."""
 
     says: str
@@ -92,30 +92,30 @@ class Rule:
 class Each:
     """Mapping with free names, whose values all follow one rule or table."""
 
-    rule: Rule | Mapping[str, Any]
+    rule: KeyRule | Mapping[str, Any]
 
 
-Table = Mapping[str, "Rule | Each | Table"]
+Table = Mapping[str, "KeyRule | Each | Table"]
 
 
-def each(names: str, rule: Rule) -> dict[str, Rule]:
+def each(names: str, rule: KeyRule) -> dict[str, KeyRule]:
     """Use the same rule for several keys, given as names separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
-def keep(note: str = "") -> Rule:
+def keep(note: str = "") -> KeyRule:
     """Keep name and value, which mean the same."""
-    return Rule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
+    return KeyRule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
 
 
-def differs(note: str) -> Rule:
+def differs(note: str) -> KeyRule:
     """Keep name and value, although the result differs."""
-    return Rule(
+    return KeyRule(
         f"kept, but the result differs: {note}", lambda value, key: Outcome("differs", ((key.path, value),), note)
     )
 
 
-def rename(to: str, note: str = "") -> Rule:
+def rename(to: str, note: str = "") -> KeyRule:
     """Write the value under another name.
 
     `to` is a name in the same mapping, `role:` and a path below the key's role, or `top:` and a path from the top
@@ -127,10 +127,10 @@ def rename(to: str, note: str = "") -> Rule:
         parent = {"": key.path[:-1], "role": key.role, "top": ()}[where]
         return Outcome("renamed", (((*parent, *rest.split(".")), value),), note)
 
-    return Rule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", convert)
+    return KeyRule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", convert)
 
 
-def change(says: str, convert: Callable[[Any, Key], Outcome], *, nested: bool = False) -> Rule:
+def change(says: str, convert: Callable[[Any, Key], Outcome], *, nested: bool = False) -> KeyRule:
     """Convert the value with the function `convert`, which `says` describes.
 
     Unless `nested` is set, a list or a mapping stays in the config, so that `roll-core check` rejects it.
@@ -141,20 +141,20 @@ def change(says: str, convert: Callable[[Any, Key], Outcome], *, nested: bool = 
             return Outcome("unsupported", ((key.path, value),), "expected a single value")
         return convert(value, key)
 
-    return Rule(says, single)
+    return KeyRule(says, single)
 
 
-def unneeded(note: str) -> Rule:
+def unneeded(note: str) -> KeyRule:
     """Drop a key, because roll-core decides by itself what the key controls."""
-    return Rule(f"not needed: {note}", lambda value, key: Outcome("not needed", (), note))
+    return KeyRule(f"not needed: {note}", lambda value, key: Outcome("not needed", (), note))
 
 
-def dead(note: str) -> Rule:
+def dead(note: str) -> KeyRule:
     """Drop a key that has no effect in the other framework either."""
-    return Rule(f"no effect in ROLL: {note}", lambda value, key: Outcome("dead", (), note))
+    return KeyRule(f"no effect in ROLL: {note}", lambda value, key: Outcome("dead", (), note))
 
 
-def unsupported(note: str, *neutral: Any) -> Rule:
+def unsupported(note: str, *neutral: Any) -> KeyRule:
     """Drop a setting that roll-core lacks and that training results do not depend on.
 
     `neutral` lists values that have no effect; None is always one of them.
@@ -165,10 +165,10 @@ def unsupported(note: str, *neutral: Any) -> Rule:
             return Outcome("not needed", (), f"{_shown(value)} has no effect")
         return Outcome("unsupported", (), note)
 
-    return Rule(f"not supported{_unless(neutral)}: {note}", convert)
+    return KeyRule(f"not supported{_unless(neutral)}: {note}", convert)
 
 
-def refused(note: str, *neutral: Any) -> Rule:
+def refused(note: str, *neutral: Any) -> KeyRule:
     """Keep a setting that roll-core lacks, so that `roll-core check` rejects it: training results depend on it.
 
     `neutral` lists values that have no effect and are dropped; None is always one of them.
@@ -179,7 +179,7 @@ def refused(note: str, *neutral: Any) -> Rule:
             return Outcome("not needed", (), f"{_shown(value)} has no effect")
         return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` rejects")
 
-    return Rule(f"rejected{_unless(neutral)}: {note}", convert)
+    return KeyRule(f"rejected{_unless(neutral)}: {note}", convert)
 
 
 def has_no_effect(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.spec.checks import Level, Situation
-    from roll_platform_cuda.nvml import Device
+    from roll_platform_cuda.nvml import NvidiaDevice
 
 CUDA = (12, 4)
 PASCAL, AMPERE = (6, 0), (8, 0)
@@ -187,7 +187,7 @@ def _library(library: str, need: Requirement) -> CheckResult:
     return CheckResult(level="ok", subject=library, found=found, wanted=wanted)
 
 
-def _survey_devices() -> tuple[Device, ...]:
+def _survey_devices() -> tuple[NvidiaDevice, ...]:
     try:
         return survey().devices
     except NoDriverError:  # the check `driver` reports it

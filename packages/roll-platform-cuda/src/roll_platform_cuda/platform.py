@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.torch_build import torch_build
-from roll_platform_cuda.nvml import VISIBLE, Device, NoDriverError, dotted, survey
+from roll_platform_cuda.nvml import VISIBLE, NoDriverError, NvidiaDevice, dotted, survey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,7 +111,7 @@ class CudaPlatform(Platform):
         return {"total": device.total_bytes, "used": device.used_bytes}
 
 
-def _usable() -> tuple[tuple[Device, ...], str]:
+def _usable() -> tuple[tuple[NvidiaDevice, ...], str]:
     """Devices that torch can use, and a description of what was found."""
     try:
         seen = survey()
@@ -131,7 +131,7 @@ def _usable() -> tuple[tuple[Device, ...], str]:
     return seen.devices, f"{here}, {build}"
 
 
-def _counted(devices: Sequence[Device]) -> str:
+def _counted(devices: Sequence[NvidiaDevice]) -> str:
     """Describe devices, with equal ones grouped: `8 × NVIDIA H100 (…)`."""
     # Used memory differs between devices; it is not part of `str(device)`, so equal devices group.
     shown = [str(device) for device in devices]

@@ -83,7 +83,7 @@ class RocmPlatform(Platform):
         return {"total": device.total_bytes, "used": device.used_bytes}
 
 
-def _usable() -> tuple[tuple[kfd.Device, ...], str]:
+def _usable() -> tuple[tuple[kfd.AmdDevice, ...], str]:
     """Devices that torch can use, and a description of what was found."""
     if not kfd.KFD.exists():
         return (), f"no {kfd.KFD}: the amdgpu driver is not loaded, or the container was started without --device"
