@@ -104,10 +104,10 @@ def test_check_names_the_nearest_argument(run, capsys):
     assert mentions(said, "attention_backend")
 
 
-# -- 8 bits ------------------------------------------------------------------------------------------------------------
+# -- fp8 ---------------------------------------------------------------------------------------------------------------
 
 
-def test_eight_bits_start_without_weights_by_a_method_of_ours():
+def test_fp8_starts_without_weights_and_with_our_quantization_method():
     found = VllmConfig(quantization="fp8").engine_arguments()
     assert (found["quantization"], found["load_format"]) == ("roll_fp8", "dummy")
     assert VllmConfig(quantization="fp8").weight_format() == "fp8"
@@ -123,7 +123,7 @@ def test_eight_bits_start_without_weights_by_a_method_of_ours():
         ({"quantization": "fp8", "enable_lora": True}, ("enable_lora", "fp8")),
     ],
 )
-def test_what_does_not_go_with_eight_bits_is_refused(given, facts):
+def test_what_does_not_go_with_fp8_is_refused(given, facts):
     with refused(ValidationError, *facts):
         VllmConfig.model_validate(given)
 
@@ -173,7 +173,7 @@ def loaded(run, *overrides):
     return load(run("{quantization: fp8}"), list(overrides), load_registry()).config
 
 
-def test_a_run_in_eight_bits_weighs_tokens_and_watches_with_bounds_of_its_own(run):
+def test_a_run_in_fp8_weighs_tokens_and_watches_with_bounds_of_its_own(run):
     config = loaded(run)
     assert config.actor_infer.weight_format == "fp8"
     assert config.correction.is_weight.enabled
@@ -187,7 +187,7 @@ def test_a_run_in_eight_bits_weighs_tokens_and_watches_with_bounds_of_its_own(ru
     assert loaded(run, "guards.logprob_probe.threshold=0.01").guards.logprob_probe.bound("fp8") == 0.01
 
 
-def test_check_refuses_what_a_run_in_eight_bits_could_not_do(run):
+def test_check_refuses_what_a_run_in_fp8_could_not_do(run):
     from roll_core.errors import ConfigError
 
     with refused(ConfigError, "experts"):
@@ -203,7 +203,7 @@ def test_check_refuses_what_a_run_in_eight_bits_could_not_do(run):
         ("", "", ("fp8",)),
     ],
 )
-def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, model_from, facts):
+def test_fp8_is_refused_on_hosts_that_do_not_support_it(run, monkeypatch, why, model_from, facts):
     from roll_core.builtin.cpu import CpuPlatform
     from roll_core.errors import UnsupportedError
     from roll_core.plugins.registry import load_registry

@@ -140,7 +140,7 @@ def test_bf16_below_ampere_is_refused_with_the_way_out(host: Host) -> None:
     assert CudaPlatform().supports("fp16") == ""
 
 
-def test_eight_bits_need_ada_and_are_no_dtype_of_models(host: Host) -> None:
+def test_fp8_needs_ada_and_is_no_dtype_of_models(host: Host) -> None:
     host("A100", "H100")
     assert CudaPlatform().supports("fp8").startswith("fp8 needs compute capability 8.9, but ")
     assert "has 8.0: use fp32 or fp16 or bf16" in CudaPlatform().supports("fp8")
