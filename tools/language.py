@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
-PACKAGES: tuple[str, ...] = ()
+PACKAGES: tuple[str, ...] = (
+    "packages/roll-infer-hf/src",
+    "packages/roll-infer-sglang/src",
+    "packages/roll-infer-vllm/src",
+    "packages/roll-migrate/src",
+    "packages/roll-platform-cuda/src",
+    "packages/roll-platform-npu/src",
+    "packages/roll-platform-rocm/src",
+)
 """Folders of sources whose error and log messages are checked as well."""
 
 MAX_COLUMNS = 100

@@ -14,7 +14,7 @@ from roll_infer_hf.compiled_decoder import CompiledDecoder, decoder_class
 from roll_infer_hf.decoder import Decoder
 from roll_infer_hf.kernels import decode
 from roll_infer_hf.kernels.decode import DecodeKernels
-from roll_infer_hf.runner import Piece, Prompt
+from roll_infer_hf.runner import CachedPrompt, PromptChunk
 from roll_modeling.model import load_model
 from roll_testing.errors import refused
 
@@ -147,10 +147,10 @@ def test_rows_that_come_and_go_decode_as_with_torch(tiny_spec):
     tokens = rng.integers(0, 97, (20, 5))
 
     def logits(chosen):
-        prompts = [Prompt(tokens=each) for each in begun]
+        prompts = [CachedPrompt(tokens=each) for each in begun]
         made = chosen(model, cache_bytes=1 << 24, max_rows=8)
         made.reserve(5, 40)
-        made.prefill([Piece(each, 0, len(each)) for each in prompts])
+        made.prefill([PromptChunk(each, 0, len(each)) for each in prompts])
         made.join(prompts[:3])
         found = [made.decode(row[:3]) for row in tokens[:5]]
         made.join(prompts[3:])

@@ -1,6 +1,8 @@
 """What happens to requests: determinism, sharing, ends, queues, aborts, errors."""
 
 import asyncio
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -411,3 +413,36 @@ def test_a_stopped_engine_says_so(with_engine):
             await engine.generate(request("b", [3]))
 
     with_engine(act)
+
+
+def test_metrics_taken_while_the_engine_runs_lose_no_token(with_engine):
+    """Other threads take metrics while the worker thread counts."""
+    requests = [request(f"r{at}", [2 + at, 3], max_new_tokens=60) for at in range(16)]
+
+    async def act(engine):
+        found = []
+        done = threading.Event()
+
+        def take():
+            while not done.is_set():
+                found.append(engine.metrics()["generated_tokens"])
+
+        takers = [threading.Thread(target=take) for _ in range(4)]
+        for each in takers:
+            each.start()
+        try:
+            completions = await asyncio.gather(*[engine.generate(each) for each in requests])
+        finally:
+            done.set()
+            for each in takers:
+                each.join()
+        generated = sum(len(each.outputs[0].token_ids) for each in completions)
+        return sum(found) + engine.metrics()["generated_tokens"], generated
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        counted, generated = with_engine(act)
+    finally:
+        sys.setswitchinterval(before)
+    assert counted == generated

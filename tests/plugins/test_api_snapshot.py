@@ -83,7 +83,7 @@ METHODS = {
     platform.Platform: {
         "probe!": "(self)",
         "device_count!": "(self)",
-        "device!": "(self, local_index)",
+        "device": "(self, local_index)",
         "supports!": "(self, dtype)",
         "environment": "(self, kind, local_indices)",
         "memory!": "(self, local_index)",

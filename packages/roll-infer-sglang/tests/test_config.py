@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_infer_sglang.arguments import PASSED_ON, REJECTED
 from roll_infer_sglang.config import SglangConfig, _architectures
 from roll_modeling.architectures import package_folder
 from roll_testing.errors import mentions, refused
@@ -40,15 +40,15 @@ def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
     assert SglangConfig.model_validate({"max_queued_requests": None}).engine_arguments()["max_queued_requests"] is None
 
 
-@pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
+@pytest.mark.parametrize("name", REJECTED)
 def test_what_others_decide_is_refused_with_the_reason(name):
     with pytest.raises(ValidationError) as caught:
         SglangConfig.model_validate({name: 1})
-    assert f"{name} {DECIDED_ELSEWHERE[name]}" in str(caught.value)
+    assert f"{name} {REJECTED[name]}" in str(caught.value)
 
 
 def test_no_argument_is_both_passed_on_and_refused():
-    assert not set(PASSED_ON) & set(DECIDED_ELSEWHERE)
+    assert not set(PASSED_ON) & set(REJECTED)
     assert not set(PASSED_ON) & set(SglangConfig.__annotations__)
 
 

@@ -15,16 +15,16 @@ GIB = 2**30
 ALIGNMENT = 16
 """Multiple to which the positions of a cache row are rounded up; the same as `kv_cache.ALIGNMENT`."""
 PACKED_ELEMENTS = 60_000
-"""Minimum number of elements of a weight that `linear.Projection` packs."""
+"""Minimum number of elements of a weight that `decoder.Projection` packs."""
 
 
 def engine(question: MemoryQuestion) -> MemoryAnswer:
     """Memory of the embedded engine: weights, packed copies, KV cache up to `kv_cache_gib`, activations and logits."""
     config = question.config
     if not isinstance(config, HFInferConfig):
-        raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
+        raise TypeError(f"expected HFInferConfig, got {type(config).__name__}")
     size, model = DTYPE_BYTES[question.dtype], question.model
-    held: tuple[Use, ...] = (
+    stored: tuple[Use, ...] = (
         Use(
             what="weights",
             num_bytes=size * model.parameters,
@@ -35,12 +35,12 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
         *start_uses(question),
     )
     if packed := _packed(question, config):
-        formula = f"{size} × {millions(packed)}, laid out for the processor"
-        held += (Use(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
+        formula = f"{size} × {millions(packed)}, packed for the processor"
+        stored += (Use(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
     if config.enable_lora:
-        beneath = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
-        formula = f"{size} × {millions(beneath)}, kept beneath the adapter if all linear layers have one"
-        held += (Use(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
+        base = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
+        formula = f"{size} × {millions(base)}, base weights of the adapter if it has all linear layers"
+        stored += (Use(what="weights", num_bytes=size * base, formula=formula, during=LATER, leaves=True),)
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
     position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
     room = int(config.kv_cache_gib * GIB)
@@ -50,7 +50,7 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
     live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
     return MemoryAnswer(
         uses=(
-            *held,
+            *stored,
             Use(
                 what="kv cache",
                 num_bytes=rows * width * position + prompts * position,
@@ -61,7 +61,7 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
             Use(
                 what="activations",
                 num_bytes=max(prompts, rows) * live,
-                formula=f"what one layer has at a time, of {max(prompts, rows)} tokens",
+                formula=f"activations of one layer for {max(prompts, rows)} tokens",
                 during=("generate",),
             ),
             Use(

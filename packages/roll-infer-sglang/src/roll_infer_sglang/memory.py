@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryQuestion
 
 HOST_TOKENS = 65_536
-"""Default size of the KV cache on a CPU, in tokens; the same as `launch.CPU_CACHE_TOKENS`."""
+"""Default size of the KV cache on a CPU, in tokens; SGLang's own default takes most of the host's memory."""
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
@@ -24,7 +24,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     """
     config = question.config
     if not isinstance(config, SglangConfig):
-        raise TypeError(f"the engine SGLang takes a SglangConfig, not a {type(config).__name__}")
+        raise TypeError(f"expected SglangConfig, got {type(config).__name__}")
     slots = config.tp_size or question.num_slots
     weights = DTYPE_BYTES[question.dtype] * question.model.parameters // slots
     cache, how = _cache(question, config, weights, slots)
@@ -53,7 +53,7 @@ def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: 
             return of_tokens, how
     share = config.mem_fraction_static
     if question.slot_bytes is None:
-        return 0, f"mem_fraction_static {share:g} of a memory that is not known, less the weights"
+        return 0, f"mem_fraction_static {share:g} of an unknown memory size, less the weights"
     left = max(0, int(share * question.slot_bytes) - weights)
     if of_tokens is not None and of_tokens < left:
         return of_tokens, how

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 UTILIZATION = 0.9
 """Assumed `gpu_memory_utilization` if it is not set."""
 HOST_CACHE_BYTES = 4 << 30
-"""Default size of the KV cache on a CPU, in bytes; the same as `launch.CPU_CACHE_BYTES`."""
+"""Default size of the KV cache on a CPU, in bytes; vLLM's own default takes nearly all of the host's memory."""
 
 
 def memory(question: MemoryQuestion) -> MemoryAnswer:
@@ -26,8 +26,8 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     """
     config = question.config
     if not isinstance(config, VllmConfig):
-        raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")
-    slots = config.tensor_parallel_size * config.pipeline_parallel_size
+        raise TypeError(f"expected VllmConfig, got {type(config).__name__}")
+    slots = config.slots_per_worker()
     weights = weight_bytes(question, eight_bits=config.quantization is not None)[0] // slots
     cache, how = _cache(question, config, weights)
     return MemoryAnswer(
@@ -49,10 +49,10 @@ def _cache(question: MemoryQuestion, config: VllmConfig, weights: int) -> tuple[
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     share = config.gpu_memory_utilization
     if question.on_host and share is None:
-        return HOST_CACHE_BYTES, "4 GiB, where neither kv_cache_memory_bytes nor gpu_memory_utilization is given"
+        return HOST_CACHE_BYTES, "4 GiB, because neither kv_cache_memory_bytes nor gpu_memory_utilization is set"
     share = UTILIZATION if share is None else share
     if question.slot_bytes is None:
-        return 0, f"gpu_memory_utilization {share:g} of a memory that is not known, less the weights"
+        return 0, f"gpu_memory_utilization {share:g} of an unknown memory size, less the weights"
     left = int(share * question.slot_bytes) - weights
     return max(0, left), f"gpu_memory_utilization {share:g} of the memory, less the weights"
 

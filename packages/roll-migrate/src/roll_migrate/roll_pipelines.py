@@ -17,7 +17,7 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("agentic", "environments and agents", ("train_env_manager", "val_env_manager", "custom_envs")),
     ("on-policy distillation", "a teacher", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
     ("distill", "a teacher", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
-    ("dpo", "pairs of answers", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
+    ("dpo", "pairs of responses", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
@@ -34,12 +34,12 @@ def recognise(data: Mapping[str, Any], written: Written) -> str:
         return name
     if not name:
         raise UnsupportedError(
-            f"{written.name}: this is no config of ROLL's for {' or '.join(IMPORTABLE)}: it has neither rewards beside"
-            " actor_train and actor_infer, nor sft_train"
+            f"{written.name} is not a ROLL config for {' or '.join(IMPORTABLE)}: it has neither sft_train"
+            " nor rewards, actor_train and actor_infer"
         )
     raise UnsupportedError(
-        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name}, which cannot be imported: roll-core has no"
-        f" pipeline with {lacks}; it imports {' and '.join(IMPORTABLE)}, see docs/from-roll.md"
+        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: roll-core"
+        f" has no pipeline with {lacks}. Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
     )
 
 
@@ -53,7 +53,7 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     if found[0] != "rlvr":
         return found
     if data.get("actor_train") is None:
-        return "rollout alone", "rollouts and no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
+        return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
     columns = value_at(data, ("actor_train", "data_args"))
     for key in columns if isinstance(columns, dict) else ():
         if str(key).startswith(OF_IMAGES):

@@ -72,5 +72,5 @@ def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:
 def _reason(found: Finding, path: KeyPath, schema: type[StrategyConfig]) -> str:
     if found.kind == "extra_forbidden":
         hint = suggest_key(path, sorted(schema.model_fields), ())[0] if len(path) == 1 else ""
-        return f"there is no such key here{f'; {hint}' if hint.startswith('did you mean') else ''}"
+        return f"no such key{f'; {hint}' if hint.startswith('did you mean') else ''}"
     return found.message

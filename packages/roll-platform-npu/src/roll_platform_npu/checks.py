@@ -27,5 +27,5 @@ def cann(_: Situation) -> Iterator[CheckResult]:
         if Path(home).is_dir():
             yield CheckResult(level="ok", found=f"{name}={home}", wanted=wanted)
         else:
-            found = f"{name}={home}, where there is nothing"
+            found = f"{name}={home}, which is not a directory"
             yield CheckResult(level="error", found=found, wanted=wanted, remedy=SET_ENV)

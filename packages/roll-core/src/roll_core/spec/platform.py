@@ -67,9 +67,9 @@ class Platform(ABC):
     def device_count(self) -> int:
         """Number of slots on this host."""
 
-    @abstractmethod
     def device(self, local_index: int) -> str:
         """Torch device string of a slot on this host."""
+        return f"{self.device_type}:{local_index}"
 
     @abstractmethod
     def supports(self, dtype: str) -> str:

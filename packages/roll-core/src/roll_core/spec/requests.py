@@ -56,3 +56,18 @@ def check_request(
     for key, valid, wanted in ranges:
         if not valid:
             raise DataError(f"{name}: {key} is {getattr(params, key)}; it must be {wanted}")
+
+
+def check_stop_strings(request: GenerateRequest, *, has_tokenizer: bool) -> None:
+    """Validate the stop strings of a request, unless `ignore_eos` disables them.
+
+    Raises `DataError` for an empty string, and `UnsupportedError` if the role's model has no tokenizer.
+    """
+    if not request.params.stop or request.params.ignore_eos:
+        return
+    if not all(request.params.stop):
+        raise DataError(f"request {request.id!r}: a stop string is empty, which would end every response at once")
+    if not has_tokenizer:
+        raise UnsupportedError(
+            f"request {request.id!r}: stop strings need a tokenizer, and this role's model has none; use stop_token_ids"
+        )

@@ -1,4 +1,4 @@
-"""Read-back of the weights loaded in an engine process, by Hugging Face names.
+"""The model loaded in one of vLLM's processes: reads weights and the adapter back by Hugging Face names.
 
 vLLM stores some weights in another form than they were sent:
 
@@ -10,6 +10,9 @@ vLLM stores some weights in another form than they were sent:
 
 fp8 weights and their scales are fused and sharded, but never packed. An output layer is packed too, in addition to the
 original, which it may share with the embeddings: both are read.
+
+For the adapter vLLM has one buffer per layer for A and one for B, sized for its maximum rank. A fused layer has one
+pair per part.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import tensor_model_parallel_all_gather
+from typing_extensions import override
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -27,6 +31,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
+
+from roll_modeling.adapter_updates import SIDES
+from roll_modeling.engine_weights import LoadedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,10 +44,12 @@ ROWS = 256
 """Number of rows of the identity per multiplication."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
+ADAPTER_SLOT = 0
+"""Slot of the adapter in vLLM's stacked buffers; the engine has only one (`max_loras` is 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class VllmTensor:
     """Location of a tensor of the Hugging Face model in vLLM's model."""
 
     module: Any
@@ -71,58 +80,12 @@ class Part:
         return tuple(getattr(module, self.parameter).shape)
 
 
-def locate(model: nn.Module, name: str) -> Part | None:
-    """Location of the tensor of this Hugging Face name; None if another pipeline stage has it.
+class VllmModel(LoadedModel):
+    """A vLLM model in this process."""
 
-    Raises `KeyError` if no stage can have it.
-    """
-    module, index = find(model, name)
-    if isinstance(module, PPMissingLayer):
-        return None
-    parameter = _rename(model, name).rpartition(".")[2]
-    if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
-        raise KeyError(name)
-    return Part(module=module, parameter=parameter, index=index)
-
-
-def find(model: nn.Module, name: str) -> tuple[Any, int | None]:
-    """Module that has the parameter of this name, and the parameter's position if it is fused with others.
-
-    Raises `KeyError` if there is no such module.
-    """
-    path = _rename(model, name).rpartition(".")[0]
-    fused, index = _fused(model, name)
-    if index is not None:
-        path = f"{path.rpartition('.')[0]}.{fused}"
-    module: Any = model
-    for step in path.split(".") if path else ():
-        module = getattr(module, step, None)
-        if module is None:
-            raise KeyError(name)
-        if isinstance(module, PPMissingLayer):
-            break
-    return module, index
-
-
-def parts(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """All tensors that an update must send, by vLLM's names; fused tensors one by one."""
-    packed = getattr(model, "packed_modules_mapping", {})
-    modules = dict(model.named_modules())
-    for name, _ in model.named_parameters():
-        path, _, parameter = name.rpartition(".")
-        prefix, _, last = path.rpartition(".")
-        members = packed.get(last, ())
-        if len(members) < 2:
-            yield name, Part(module=modules[path], parameter=parameter)
-            continue
-        for index, member in enumerate(members):
-            yield f"{prefix}.{member}.{parameter}", Part(module=modules[path], parameter=parameter, index=index)
-
-
-class Reader:
-    """Reads tensors back. With tensor parallelism all ranks must read the same tensors in the same order."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self._model = model
+        self.device, self.rank = device, get_tensor_model_parallel_rank()
         heads = [each for each in model.modules() if isinstance(each, ParallelLMHead) and hasattr(each, "cpu_linear")]
         self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
         """Packed output layers, by the id of the weight that they were packed from."""
@@ -130,24 +93,90 @@ class Reader:
         self._last: tuple[Any, Tensor] | None = None
         """Module and matrix that were unpacked last; a cache, because fused tensors mostly follow one another."""
 
-    def read(self, name: str, part: Part) -> Tensor:
-        """Full tensor at `part`, gathered over ranks, as this engine computes with it."""
-        module = part.module
-        packed = part.parameter == "weight" and _is_packed(module)
-        local = self._unpacked(module) if packed else getattr(module, part.parameter).detach()
-        if part.index is not None:
+    @override
+    def locate(self, name: str) -> VllmTensor | None:
+        module, index = self._find(name)
+        if isinstance(module, PPMissingLayer):  # another pipeline stage has it
+            return None
+        parameter = self._rename(name).rpartition(".")[2]
+        if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
+            raise KeyError(name)
+        return VllmTensor(module=module, parameter=parameter, index=index)
+
+    @override
+    def located(self) -> Iterator[tuple[str, VllmTensor]]:
+        packed = getattr(self._model, "packed_modules_mapping", {})
+        modules = dict(self._model.named_modules())
+        for name, _ in self._model.named_parameters():
+            path, _, parameter = name.rpartition(".")
+            prefix, _, last = path.rpartition(".")
+            members = packed.get(last, ())
+            if len(members) < 2:
+                yield name, VllmTensor(module=modules[path], parameter=parameter)
+                continue
+            for index, member in enumerate(members):
+                at = VllmTensor(module=modules[path], parameter=parameter, index=index)
+                yield f"{prefix}.{member}.{parameter}", at
+
+    @override
+    def read(self, name: str, at: VllmTensor) -> Tensor:
+        module = at.module
+        packed = at.parameter == "weight" and isinstance(module, LinearBase) and module.weight.numel() == 0
+        local = self._unpacked(module) if packed else getattr(module, at.parameter).detach()
+        if at.index is not None:
             sizes = [size // module.tp_size for size in module.output_sizes]
-            local = local.split(sizes, dim=0)[part.index]
+            local = local.split(sizes, dim=0)[at.index]
         elif isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
-        whole = _gathered(module, part, local)
-        if isinstance(module, LinearBase) and part.parameter == "bias":
+        whole = _gathered(module, at, local)
+        if isinstance(module, LinearBase) and at.parameter == "bias":
             whole = whole.to(module.params_dtype)  # vLLM converts the biases of some packed layers to a wider dtype
         if packed and name in self._unreadable:
             places, values = self._unreadable[name]
             whole = whole.clone()
             whole.view(-1)[places] = values.to(whole.dtype)
         return whole
+
+    @override
+    def adapter_buffer(self, name: str) -> Tensor:
+        layer, _, side = name.rpartition(".lora_")
+        if f"lora_{side}" not in SIDES:
+            raise KeyError(name)
+        module, index = self._find(f"{layer}.weight")
+        stacked: Any = getattr(module, "lora_a_stacked" if side.startswith("A") else "lora_b_stacked", None)
+        if stacked is None:
+            raise KeyError(name)
+        found: Tensor = stacked[index or 0][ADAPTER_SLOT, 0]
+        return found
+
+    def _find(self, name: str) -> tuple[Any, int | None]:
+        """Module that has the parameter of this name, and the parameter's position if it is fused with others.
+
+        Raises `KeyError` if there is no such module.
+        """
+        path = self._rename(name).rpartition(".")[0]
+        last = name.rpartition(".")[0].rpartition(".")[2]
+        index = None
+        for fused, members in getattr(self._model, "packed_modules_mapping", {}).items():
+            if last in members and len(members) > 1:
+                path, index = f"{path.rpartition('.')[0]}.{fused}", members.index(last)
+                break
+        module: Any = self._model
+        for step in path.split(".") if path else ():
+            module = getattr(module, step, None)
+            if module is None:
+                raise KeyError(name)
+            if isinstance(module, PPMissingLayer):
+                break
+        return module, index
+
+    def _rename(self, name: str) -> str:
+        """vLLM's name for a Hugging Face name, by the model's mapping if it has one. Raises `KeyError` if dropped."""
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        renamed = mapper.map_name(name) if mapper is not None else name
+        if renamed is None:
+            raise KeyError(name)
+        return str(renamed)
 
     def _as_multiplied(self, module: Any, weight: Tensor) -> Tensor:
         """The weight, or the packed output layer's weight if it differs from the weight that it was packed from."""
@@ -181,29 +210,6 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
         kept[name] = places, flat[places].clone()
 
 
-def _rename(model: nn.Module, name: str) -> str:
-    """vLLM's name for a Hugging Face name, by the model's own mapping if it has one. Raises `KeyError` if dropped."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    renamed = mapper.map_name(name) if mapper is not None else name
-    if renamed is None:
-        raise KeyError(name)
-    return str(renamed)
-
-
-def _fused(model: nn.Module, name: str) -> tuple[str, int | None]:
-    """Name of the module that the tensor is fused into, and its position there; `("", None)` if it is not fused."""
-    path = name.rpartition(".")[0]
-    last = path.rpartition(".")[2]
-    for fused, members in getattr(model, "packed_modules_mapping", {}).items():
-        if last in members and len(members) > 1:
-            return fused, members.index(last)
-    return "", None
-
-
-def _is_packed(module: Any) -> bool:
-    return isinstance(module, LinearBase) and module.weight.numel() == 0
-
-
 def _multiplied_identity(module: Any) -> Tensor:
     head = isinstance(module, ParallelLMHead)
     columns = module.embedding_dim if head else module.input_size_per_partition
@@ -216,7 +222,7 @@ def _multiplied_identity(module: Any) -> Tensor:
     return torch.cat(products).t().contiguous()
 
 
-def _gathered(module: Any, part: Part, local: Tensor) -> Tensor:
+def _gathered(module: Any, at: VllmTensor, local: Tensor) -> Tensor:
     size = getattr(module, "tp_size", 1)
     if isinstance(module, VocabParallelEmbedding):
         whole = tensor_model_parallel_all_gather(local, 0) if size > 1 else local
@@ -224,11 +230,11 @@ def _gathered(module: Any, part: Part, local: Tensor) -> Tensor:
     if size == 1 or not isinstance(module, LinearBase):
         return local
     if isinstance(module, RowParallelLinear):
-        return _all_gathered(local, 1) if part.parameter == "weight" else local
+        return _all_gathered(local, 1) if at.parameter == "weight" else local
     if not isinstance(module, ColumnParallelLinear):
         return local
     rows = _all_gathered(local.contiguous(), 0)
-    if isinstance(module, QKVParallelLinear) and part.index and module.num_kv_head_replicas > 1:
+    if isinstance(module, QKVParallelLinear) and at.index and module.num_kv_head_replicas > 1:
         replicas = rows.reshape(-1, module.num_kv_head_replicas, *local.shape)
         rows = replicas[:, 0].flatten(0, 1)
     return rows

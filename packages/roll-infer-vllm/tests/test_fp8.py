@@ -1,4 +1,4 @@
-"""`quantization: fp8` on the real engine: it holds the 8 bits that were sent, and computes with them."""
+"""`quantization: fp8` on the real engine: it loads the fp8 weights that were sent, and computes with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Rounded(nn.Module):
-    """What a linear layer computes in 8 bits, with float32 products of the decoded numbers; written from the formulas
+    """What a linear layer computes in fp8, with float32 products of the decoded numbers; written from the formulas
     alone."""
 
     def __init__(self, linear):
@@ -43,8 +43,8 @@ class Rounded(nn.Module):
         return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
 
 
-class EightBitsLive(Live):
-    """Publishes in 8 bits, and has a trainer's model whose layers compute in 8 bits."""
+class Fp8Live(Live):
+    """Publishes in fp8, and has a trainer's model whose layers compute in fp8."""
 
     def tensors(self):
         return list(in_eight_bits(self.model.named_parameters(), None))
@@ -74,7 +74,7 @@ class EightBitsLive(Live):
 
 
 def begin(spec=None, **config):
-    return start(spec or biased(), {**CACHE, "bucket_mib": 1, "quantization": "fp8", **config}, kind=EightBitsLive)
+    return start(spec or biased(), {**CACHE, "bucket_mib": 1, "quantization": "fp8", **config}, kind=Fp8Live)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def live():
     engine.close()
 
 
-def test_receipts_are_of_the_eight_bits_and_their_scales(live):
+def test_receipts_are_of_the_fp8_weights_and_their_scales(live):
     for _ in range(2):
         live.step()
         manifest, receipt = live.publish()
@@ -113,7 +113,7 @@ def test_rows_of_zeros_and_of_huge_numbers_are_held_as_they_came(live):
 
 
 def test_logprobs_are_those_of_a_model_with_the_decoded_matrices(live):
-    """And not the trainer's, which are in no eight bits."""
+    """And not the trainer's, which are not in fp8."""
     live.step()
     live.publish()
     output = live.generate("computed", LONG, max_new_tokens=20, temperature=0.7).outputs[0]
@@ -159,7 +159,7 @@ def test_an_engine_that_holds_another_scale_says_so_in_its_receipt(live):
     assert {each for each in sent if held[each] != sent[each]} == {name}
 
 
-def test_weights_that_are_not_in_eight_bits_are_refused_before_anything_is_touched(live):
+def test_weights_that_are_not_in_fp8_are_refused_before_anything_is_touched(live):
     live.publish()
     with refused(MissingTensorError, "q_proj.weight_scale"):
         live.publish(list(live.model.named_parameters()))
@@ -169,7 +169,7 @@ def test_weights_that_are_not_in_eight_bits_are_refused_before_anything_is_touch
 
 
 def test_a_cast_on_the_way_fails_the_receipt(live):
-    """Bytes of 8 bits, held in a layer of 8 bits, that were announced as something else."""
+    """Bytes of fp8 weights, loaded in an fp8 layer, with another dtype in the manifest."""
     half = {name: tensor.bfloat16() if tensor.dtype == FP8 else tensor for name, tensor in live.tensors()}
     manifest, receipt = live.publish(list(half.items()))
     held, sent = dict(receipt.digests), digests(manifest)

@@ -22,29 +22,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Draw:
+class SglangOutput:
     """One output of a running request; exists during the call of `generate`."""
 
     request: GenerateRequest
     index: int
-    answer: asyncio.Future[dict[str, Any] | None]
+    response: asyncio.Future[dict[str, Any] | None]
     """SGLang's final response to the last submission; None if the connection was closed before."""
-    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    may_submit: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the output may be submitted, and once it is aborted."""
     name: str = ""
-    """Request id of the last submission in SGLang; not a prefix of any other id."""
+    """Request id of the last submission in SGLang, not a prefix of any other id; empty before the first submission."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: Floats | None = None
     routed_experts: RoutedExperts | None = None
     """`[tokens, M, K]` experts of the prompt tokens and all but the last generated token; None if not returned."""
-    entered: int = 0
+    num_submitted: int = 0
     """Number of generated tokens at the last submission."""
-    outcome: CompletionOutput | None = None
+    final: CompletionOutput | None = None
     """Final output; None while it is running."""
-    asked: bool = False
-    """True once the output was submitted to SGLang."""
     aborted: bool = False
     """True if the caller aborted it. Interruptions by weight updates do not set this."""
 
@@ -53,31 +51,30 @@ class Draw:
         """Token ids of the prompt followed by the generated tokens."""
         return [*self.request.prompt_ids.tolist(), *self.tokens]
 
-    def take(self, said: Mapping[str, Any]) -> None:
-        """Append the tokens of a partial output `said`.
+    def append(self, message: Mapping[str, Any]) -> None:
+        """Append the tokens of a partial output.
 
         Its tokens and logprobs are deltas since the previous one. Its counts and weight versions cover all tokens since
         the last submission.
         """
-        meta = said["meta_info"]
+        meta = message["meta_info"]
         if self.request.prompt_logprobs and self.index == 0 and meta.get("input_token_logprobs"):
             self.prompt_logprobs = logprobs_of(meta["input_token_logprobs"])
         # The abort of a waiting, partly generated request repeats its last tokens.
-        num = meta.get("completion_tokens", 0) - (len(self.tokens) - self.entered)
+        num = meta.get("completion_tokens", 0) - (len(self.tokens) - self.num_submitted)
         if num > 0:
-            self.tokens += said["output_ids"][:num]
+            self.tokens += message["output_ids"][:num]
             self.logprobs += logprobs_of(meta["output_token_logprobs"][:num]).tolist()
             self.versions += [int(meta["weight_version"])] * num
         for span in meta.get("weight_versions") or ():
-            start, end = (min(self.entered + span[side], len(self.tokens)) for side in ("start", "end"))
+            start, end = (min(self.num_submitted + span[side], len(self.tokens)) for side in ("start", "end"))
             self.versions[start:end] = [int(span["version"])] * (end - start)
 
-    def note_experts(self, told: RoutedExperts | None) -> None:
+    def add_experts(self, experts: RoutedExperts | None) -> None:
         """Store the routed experts of all tokens; tokens computed before an interruption keep their experts."""
-        if told is None:
-            return
-        known = self.routed_experts
-        self.routed_experts = told if known is None else np.concatenate([known, told[len(known) :]])
+        if experts is not None:
+            known = self.routed_experts
+            self.routed_experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
 
     def end(self, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> End | None:
         """End of the output in its tokens so far; None if it has not ended. `decode` is needed for stop strings.
@@ -98,8 +95,9 @@ class Draw:
             found.append((params.max_new_tokens, "length", None))
         return min(found, key=lambda each: each[0], default=None)
 
-    def output(self, num: int, reason: FinishReason, stop: str | int | None) -> CompletionOutput:
-        """Completion output with the first `num` tokens."""
+    def completion(self, end: End | None = None) -> CompletionOutput:
+        """Completion output up to `end`; with all tokens and finish reason `abort` without it."""
+        num, reason, stop = end or (len(self.tokens), "abort", None)
         experts = self.routed_experts
         return CompletionOutput(
             token_ids=np.asarray(self.tokens[:num], np.int64),

@@ -30,20 +30,19 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from vllm.platforms import current_platform
 
 from roll_core.weights.eight_bits import is_layers_weight
-from roll_infer_vllm.arguments import EIGHT_BITS
-from roll_infer_vllm.config import NO_EXPERTS
+from roll_infer_vllm.arguments import QUANTIZATION
 
 MULTIPLE = 16
 """Required multiple of a weight's rows and columns for the fp8 matrix product on CUDA."""
 
 
-@register_quantization_config(EIGHT_BITS)
+@register_quantization_config(QUANTIZATION)
 class RowwiseFp8(QuantizationConfig):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Row-wise fp8 for every linear layer of the transformer layers, not for embeddings and the output layer."""
 
     def get_name(self) -> str:
         """Name of the method in vLLM's registry."""
-        return EIGHT_BITS
+        return QUANTIZATION
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Supported dtypes of activations."""
@@ -67,7 +66,7 @@ class RowwiseFp8(QuantizationConfig):  # type: ignore[misc]  # vLLM is untyped t
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Quantization method for the module named `prefix`. Raises `ValueError` for a mixture of experts."""
         if isinstance(layer, RoutedExperts):
-            raise ValueError(NO_EXPERTS)
+            raise ValueError("quantization: fp8 does not support mixtures of experts, which need scales per block")
         if not isinstance(layer, LinearBase):
             return None
         return RowwiseLinear() if is_layers_weight(f"{prefix}.weight") else UnquantizedLinearMethod()
@@ -97,8 +96,8 @@ class RowwiseLinear(LinearMethodBase):  # type: ignore[misc]
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         if not current_platform.is_cpu() and (rows % MULTIPLE or columns % MULTIPLE):
             raise ValueError(
-                f"quantization: fp8 takes matrices whose sides are multiples of {MULTIPLE} on each rank; here is one of"
-                f" {rows} × {columns}"
+                f"quantization: fp8 needs matrices whose sides are multiples of {MULTIPLE} on each rank; found {rows} ×"
+                f" {columns}"
             )
         loader = extra_weight_attrs["weight_loader"]
         weight_OI = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)

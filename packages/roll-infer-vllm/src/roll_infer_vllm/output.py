@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from roll_core.types import FinishReason, Floats, GenerateRequest
 
 
-class Drawing:
+class VllmOutput:
     """One output of a running request; exists during the call of `generate`."""
 
     def __init__(self, request: GenerateRequest, index: int, version: int) -> None:
@@ -23,19 +22,20 @@ class Drawing:
         self.name = f"{request.id}/{index}"
         """Request id in vLLM."""
         self.prompt_logprobs: Floats | None = None
-        self.is_over = False
+        self.finished = False
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._starts = [_Start(0, version)]
-        self._said: Any = None
+        self._starts = [(0, version)]
+        """Pairs of a weight version and the first token generated with it, as `(token, version)`."""
+        self._last: Any = None
         """Last `RequestOutput` from vLLM; a delta with the tokens since the previous one."""
 
-    def take(self, said: Any) -> None:
+    def append(self, delta: Any) -> None:
         """Append the tokens and logprobs of a `RequestOutput` from vLLM."""
-        output = said.outputs[0]
-        if self._said is None and self.request.prompt_logprobs and self.index == 0:
-            self.prompt_logprobs = flat_logprobs(said.prompt_logprobs)
-        self._said, self.is_over = said, said.finished
+        output = delta.outputs[0]
+        if self._last is None and self.request.prompt_logprobs and self.index == 0:
+            self.prompt_logprobs = flat_logprobs(delta.prompt_logprobs)
+        self._last, self.finished = delta, delta.finished
         self._tokens += output.token_ids
         self._logprobs += flat_logprobs(output.logprobs).tolist()
 
@@ -46,16 +46,16 @@ class Drawing:
         it keeps updating the metrics object of the last `RequestOutput`, which counts all generated tokens. A test
         checks that vLLM still does so.
         """
-        drawn = 0 if self._said is None else self._said.metrics.num_generation_tokens
-        self._starts.append(_Start(drawn, version))
+        num_generated = 0 if self._last is None else self._last.metrics.num_generation_tokens
+        self._starts.append((num_generated, version))
 
-    def output(self) -> CompletionOutput:
+    def completion(self) -> CompletionOutput:
         """Completion output with the tokens so far; finish reason `abort` unless the output has ended."""
         num = min(len(self._tokens), self.request.params.max_new_tokens)
-        ended = self._said.outputs[0] if self.is_over else None
+        ended = self._last.outputs[0] if self.finished else None
         versions = np.zeros(num, np.int32)
-        for start in self._starts:
-            versions[start.token :] = start.version
+        for start, version in self._starts:
+            versions[start:] = version
         for span in (ended.weight_versions if ended else None) or ():
             versions[span.start : span.end] = int(span.version)
         reason: FinishReason = ended.finish_reason if ended else "abort"
@@ -66,11 +66,3 @@ class Drawing:
             finish_reason=reason,
             stop=ended.stop_reason if ended and reason == "stop" else None,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Index of the first token that is generated with weights of `version`."""
-
-    token: int
-    version: int
