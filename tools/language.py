@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
-PACKAGES: tuple[str, ...] = ()
-"""Folders of sources whose error and log messages are checked as well."""
+PACKAGES: tuple[str, ...] = tuple(
+    f"packages/roll-core/src/roll_core/{name}"
+    for name in ("builtin", "config", "errors.py", "host.py", "openmp.py", "plugins", "spec", "types.py")
+)
+"""Sources whose error and log messages are checked as well."""
 
 MAX_COLUMNS = 100
 MAX_CELL_WORDS = 15

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_core.spec.plan import MemoryQuestion
+from roll_core.spec.plan import MemoryInput
 from roll_core.weights.sizes import model_size
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.memory import memory
@@ -21,7 +21,7 @@ MIB = 2**20
 
 def asked(keys, **more):
     given = {"dtype": "bf16", "slot_bytes": 100 * MIB}
-    return memory(MemoryQuestion(model=MODEL, config=SglangConfig.model_validate(keys), **{**given, **more}))
+    return memory(MemoryInput(model=MODEL, config=SglangConfig.model_validate(keys), **{**given, **more}))
 
 
 def by_what(answer):

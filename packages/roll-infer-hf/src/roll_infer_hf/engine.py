@@ -26,9 +26,8 @@ import numpy as np
 
 from roll_core import openmp
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.spec.infer import InferStrategy
+from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.spec.providers import InferCapabilities
-from roll_core.spec.requests import check_request
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.thread import EngineThread
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_core.spec.known_errors import KnownError
+from roll_core.spec.diagnostics import KnownError
 
 KNOWN_ERRORS = (
     KnownError(

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import DataError, EngineDiedError, RollError, UnsupportedError
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.requests import check_request
+from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.types import Completion
 from roll_core.weights.device_memory import slot_devices
 from roll_infer_vllm.adapter_weights import AdapterWeights

@@ -10,7 +10,7 @@ from roll_migrate.rules import value_at
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.config.written import Written
+    from roll_core.config.positions import Positions
 
 SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sft", "", ("sft_train",)),
@@ -27,18 +27,18 @@ OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
 
 
-def recognise(data: Mapping[str, Any], written: Written) -> str:
+def recognise(data: Mapping[str, Any], positions: Positions) -> str:
     """Return roll-core's pipeline for a config. Raises `UnsupportedError`, with the decisive key, if there is none."""
     name, lacks, seen = _kind(data)
     if name in IMPORTABLE:
         return name
     if not name:
         raise UnsupportedError(
-            f"{written.name}: this is no config of ROLL's for {' or '.join(IMPORTABLE)}: it has neither rewards beside"
-            " actor_train and actor_infer, nor sft_train"
+            f"{positions.name}: this is no config of ROLL's for {' or '.join(IMPORTABLE)}: it has neither rewards"
+            " beside actor_train and actor_infer, nor sft_train"
         )
     raise UnsupportedError(
-        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name}, which cannot be imported: roll-core has no"
+        f"{positions.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name}, which cannot be imported: roll-core has no"
         f" pipeline with {lacks}; it imports {' and '.join(IMPORTABLE)}, see docs/from-roll.md"
     )
 

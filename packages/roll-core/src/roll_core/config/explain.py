@@ -174,7 +174,7 @@ def _hint(value: Any, errors: list[Any]) -> str:
         shown = str(value).lower() if isinstance(value, bool) else value
         return f"put quotes around it: '{shown}'"
     if value is None:
-        return "leave the key out to have its default"
+        return "remove the key to use its default"
     if "int_type" in kinds and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     return ""

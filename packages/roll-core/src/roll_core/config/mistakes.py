@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from roll_core.config.explain import Finding, findings
-from roll_core.config.foreign_keys import meant
-from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import members, paths, schema_at
+from roll_core.config.unknown_keys import MAX_SUGGESTIONS, meant, suggest_key
 from roll_core.errors import PluginLoadError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ def alternatives(need: str | tuple[str, ...]) -> tuple[str, ...]:
 def check_requirements(provider: Provider, *, owner: str) -> None:
     """Raise `MissingRequirementError` unless every requirement in `provider.needs` is met in this environment.
 
-    The message lists all missing or mismatched packages: the version found, the version wanted, the install command.
+    The message lists all missing or mismatched packages: the version found, the version expected, the install command.
     """
     if not provider.needs:
         return
@@ -83,10 +83,10 @@ def _problem(requirement: Requirement) -> str:
     """Why a requirement is not met; empty if it is met."""
     found = _installed(requirement)
     if not found:
-        return f"{requirement.name} is not installed, wanted {_spell(requirement)}"
+        return f"{requirement.name} is not installed, expected {_spell(requirement)}"
     if requirement.specifier.contains(found, prereleases=True):
         return ""
-    return f"{requirement.name} {found} is installed, wanted {_spell(requirement)}"
+    return f"{requirement.name} {found} is installed, expected {_spell(requirement)}"
 
 
 def _spell(requirement: Requirement) -> str:

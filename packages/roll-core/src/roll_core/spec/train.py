@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.providers import TrainCapabilities
 
-Part = Literal["weights", "grads", "optimizer"]
+StateKind = Literal["weights", "grads", "optimizer"]
 """States that can be offloaded to the host between phases."""
 
 LossMetrics = dict[str, float]
@@ -71,7 +71,7 @@ class MicroBatch:
     """int16 `[T, M, K]`: experts to which each token is routed in each layer with experts; -1 lets the router choose.
 
     Recomputation in the backward pass uses the same experts. Their weights are the router's own: computed from its
-    current logits at these indices, with gradients. Not combined with `Want.base`.
+    current logits at these indices, with gradients. Not combined with `WantedOutputs.base`.
     """
 
     @property
@@ -97,7 +97,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class WantedOutputs:
     """Selects the outputs of a forward pass. Nothing else is computed."""
 
     logprobs: bool = False
@@ -156,7 +156,7 @@ class LossFn(Protocol):
     split."""
 
     @property
-    def want(self) -> Want:
+    def want(self) -> WantedOutputs:
         """The outputs that `__call__` reads."""
         ...
 
@@ -272,11 +272,11 @@ class TrainStrategy(ABC):
             raise NotBuiltError(f"{type(self).__name__} has no {name!r}: call build first")
 
     @abstractmethod
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Compute the outputs without gradients, on the host or the device, complete on leader ranks. If a model is
         spread over ranks, these ranks call it together."""
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Call `forward` for each microbatch.
 
         Called on all ranks together. Each rank passes its own microbatches, any number of them, possibly none. A
@@ -362,7 +362,7 @@ class TrainStrategy(ABC):
 
         raise UnsupportedError(f"{type(self).__name__} does not export models")
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` to the host and free their device memory. Parts that are already offloaded stay there.
 
         Called on all ranks, only with `capabilities.offload`. Not called on platforms whose slots are the host's cores
@@ -370,7 +370,7 @@ class TrainStrategy(ABC):
         `export_weights` may be called; everything else only after all parts are onloaded.
         """
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Move offloaded `parts` back to the device. Changes no value."""
 
     def memory(self) -> Mapping[str, int]:
