@@ -259,4 +259,4 @@ def test_what_vllm_gives_back_asleep(keys, on_host, gone):
         train_tokens=8, score_tokens=8, longest=8, on_host=on_host, slot_bytes=1 << 30,
     )  # fmt: skip
     answer = load_target(provider.memory, owner="vllm")(question)
-    assert {use.what for use in answer.uses if use.leaves} == gone
+    assert {use.what for use in answer.uses if use.offloads} == gone

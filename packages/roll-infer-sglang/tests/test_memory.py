@@ -57,7 +57,7 @@ def test_weights_and_cache(keys, more, weights, cache):
     ],
 )
 def test_what_it_gives_back_asleep(keys, on_host, gone):
-    assert {use.what for use in asked(keys, on_host=on_host).uses if use.leaves} == gone
+    assert {use.what for use in asked(keys, on_host=on_host).uses if use.offloads} == gone
 
 
 @pytest.mark.parametrize("on_host", [True, False])

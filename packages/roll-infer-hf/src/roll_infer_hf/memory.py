@@ -29,18 +29,18 @@ def engine(question: MemoryInput) -> MemoryEstimate:
             what="weights",
             num_bytes=size * model.parameters,
             formula=f"{size} × {millions(model.parameters)}",
-            during=("start",) if question.borrows_weights else (),
-            leaves=True,
+            during=("start",) if question.shares_weights else (),
+            offloads=True,
         ),
         *start_uses(question),
     )
     if packed := _packed(question, config):
         formula = f"{size} × {millions(packed)}, laid out for the processor"
-        held += (MemoryItem(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
+        held += (MemoryItem(what="weights", num_bytes=size * packed, formula=formula, offloads=True),)
     if config.enable_lora:
         beneath = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
         formula = f"{size} × {millions(beneath)}, kept beneath the adapter if all linear layers have one"
-        held += (MemoryItem(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
+        held += (MemoryItem(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, offloads=True),)
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
     position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
     room = int(config.kv_cache_gib * GIB)
@@ -55,7 +55,7 @@ def engine(question: MemoryInput) -> MemoryEstimate:
                 what="kv cache",
                 num_bytes=rows * width * position + prompts * position,
                 formula=f"({rows} rows × {width} positions + {prompts} of prompts) × {position} bytes",
-                leaves=True,
+                offloads=True,
                 during=LATER,
             ),
             MemoryItem(

@@ -111,9 +111,9 @@ def engine_uses(
             what="weights",
             num_bytes=num_bytes // slots,
             formula=f"{formula} / {slots} slots",
-            leaves=sleeps and not question.on_host,
+            offloads=sleeps and not question.on_host,
         ),
-        MemoryItem(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, leaves=sleeps),
+        MemoryItem(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, offloads=sleeps),
         MemoryItem(
             what="buffers",
             num_bytes=bucket_mib << 20,

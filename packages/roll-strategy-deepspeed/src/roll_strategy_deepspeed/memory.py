@@ -52,7 +52,7 @@ def _weights(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[MemoryI
     share = size * count // shards
     on: Memory = "host" if zero.offload_param.device == "cpu" else "device"
     yield MemoryItem(
-        what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, leaves=True
+        what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, offloads=True
     )
     drawn = 4 if question.random_weights else size
     if zero.stage == 3 or drawn != size or not question.on_host:
@@ -79,12 +79,17 @@ def _optimizer(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[Memor
     on: Memory = "host" if zero.offload_optimizer.device == "cpu" else "device"
     if masters:
         formula = f"{masters} × {millions(trained)} / {shards}"
-        yield MemoryItem(what="optimizer", num_bytes=masters * trained // shards, formula=formula, on=on, leaves=True)
+        yield MemoryItem(what="optimizer", num_bytes=masters * trained // shards, formula=formula, on=on, offloads=True)
     formula = f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}"
     # ZeRO's optimizers allocate the moments at start, by a dummy step.
     during: tuple[Activity, ...] = () if zero.stage else LATER
     yield MemoryItem(
-        what="optimizer", num_bytes=MOMENT_BYTES * trained // shards, formula=formula, during=during, on=on, leaves=True
+        what="optimizer",
+        num_bytes=MOMENT_BYTES * trained // shards,
+        formula=formula,
+        during=during,
+        on=on,
+        offloads=True,
     )
 
 
@@ -124,7 +129,7 @@ def _gradients(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[Memor
         formula = f"2 × {of_share}, added up and laid side by side"
         yield MemoryItem(what="gradients", num_bytes=2 * share, formula=formula, during=("step",), on=on)
     else:
-        yield MemoryItem(what="gradients", num_bytes=share, formula=f"{of_share} added up", on=on, leaves=True)
+        yield MemoryItem(what="gradients", num_bytes=share, formula=f"{of_share} added up", on=on, offloads=True)
     if question.on_host:
         if zero.stage == 3:
             formula = f"{size} × {millions(filled)}, a bucket (reduce_bucket_size)"

@@ -45,7 +45,7 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
     on: Memory = "host" if config.offload_policy else "device"
     share = size * count // shards
     yield MemoryItem(
-        what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, leaves=True
+        what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, offloads=True
     )
     if question.random_weights or question.added_parameters:
         whole = (4 if question.random_weights else DTYPE_BYTES[question.dtype]) * count
@@ -64,7 +64,7 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
             formula=f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}",
             during=LATER,
             on=on,
-            leaves=True,
+            offloads=True,
         )
         formula = f"4 × {millions(trained)} / {shards}"
         yield MemoryItem(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)

@@ -24,7 +24,7 @@ def training(question: MemoryInput) -> MemoryEstimate:
     uses = [
         model_code(),
         MemoryItem(
-            what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", leaves=True
+            what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", offloads=True
         ),
         *start_uses(question),
     ]
@@ -33,13 +33,13 @@ def training(question: MemoryInput) -> MemoryEstimate:
         masters = 0 if size == 4 else MASTER_BYTES
         more = f" and a float32 copy of {MASTER_BYTES}" if masters else ""
         uses += [
-            MemoryItem(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", leaves=True),
+            MemoryItem(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", offloads=True),
             MemoryItem(
                 what="optimizer",
                 num_bytes=(MOMENT_BYTES + masters) * trained,
                 formula=f"moments of {MOMENT_BYTES}{more} × {millions(trained)}",
                 during=LATER,
-                leaves=True,
+                offloads=True,
             ),
         ]
         if question.world_size > 1:

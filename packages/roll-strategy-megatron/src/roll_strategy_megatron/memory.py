@@ -28,7 +28,9 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     dense, experts = _parameters(question.model, config)
     held = dense + experts
     uses = [
-        MemoryItem(what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", leaves=True),
+        MemoryItem(
+            what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", offloads=True
+        ),
         *_start(question),
     ]
     if question.trains:
@@ -74,18 +76,18 @@ def _trained(question: MemoryInput, config: MegatronConfig, dense: int, experts:
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     expert_replicas = max(1, question.world_size // (expert_ranks * stages))
     formula = f"4 × {millions(dense + experts)} on a rank"
-    yield MemoryItem(what="gradients", num_bytes=4 * (dense + experts), formula=formula, leaves=True)
+    yield MemoryItem(what="gradients", num_bytes=4 * (dense + experts), formula=formula, offloads=True)
     apart = question.dtype != "fp32" and not question.added_parameters
     state = MOMENT_BYTES + (MASTER_BYTES if apart else 0)
     share = dense // replicas + experts // expert_replicas
     if not config.optimizer_cpu_offload:
         formula = f"{state} × {millions(share)}, a rank's share"
-        yield MemoryItem(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, leaves=True)
+        yield MemoryItem(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, offloads=True)
         return
     away = math.ceil(share * config.optimizer_offload_fraction)
     here = state * share - MOMENT_BYTES * away
     formula = f"{state} × {millions(share)}, a rank's share, less {MOMENT_BYTES} × {millions(away)} on the host"
-    yield MemoryItem(what="optimizer", num_bytes=here, formula=formula, during=LATER, leaves=True)
+    yield MemoryItem(what="optimizer", num_bytes=here, formula=formula, during=LATER, offloads=True)
     formula = f"{HOST_BYTES} × {millions(away)}: masters, gradients, moments"
     yield MemoryItem(what="optimizer", num_bytes=HOST_BYTES * away, formula=formula, during=LATER, on="host")
 

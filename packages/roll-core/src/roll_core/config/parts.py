@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from roll_core.config.explain import Finding
-from roll_core.config.mistakes import validate_all
+from roll_core.config.mistakes import validate_all, value_at
 from roll_core.config.schema import paths
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS, foreign_hint, suggest_key
 from roll_core.errors import MissingRequirementError, PluginError, UnknownProviderError
@@ -105,16 +105,11 @@ class Parts:
         hint = ""
         if self.suggestions <= MAX_SUGGESTIONS:
             places = [*(everywhere or ()), *self.extra_paths]
-            hint = "" if everywhere is None else foreign_hint(found.path, self.value_at(found.path), places)
+            hint = (
+                "" if everywhere is None else foreign_hint(found.path, value_at(self.composed.data, found.path), places)
+            )
             hint = hint or suggest_key(found.path, siblings, places)[0]
         return replace(found, hint=hint, at_key=True)
-
-    def value_at(self, path: KeyPath) -> Any:
-        """The value as composed; None if there is none."""
-        value: Any = self.composed.data
-        for step in path:
-            value = value.get(step) if isinstance(value, dict) else None
-        return value
 
 
 def on_a_cluster() -> bool:

@@ -26,7 +26,7 @@ MAX_BYTES = 4_000_000
 
 _YAML = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str")}
-_FLOAT = re.compile(
+FLOAT = re.compile(
     r"""^(?:[-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
     |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
@@ -46,7 +46,7 @@ Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+0123456789."))
+Loader.add_implicit_resolver(f"{_YAML}float", FLOAT, list("-+0123456789."))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -169,7 +169,7 @@ class MemoryInput:
     """Sequences that one worker samples in a phase."""
     random_weights: bool = False
     """True if the weights are initialised randomly instead of loaded."""
-    borrows_weights: bool = False
+    shares_weights: bool = False
     """True for an engine that, once weights are published, computes with the tensors of a trainer in its process."""
 
 
@@ -185,7 +185,7 @@ class MemoryItem:
     during: tuple[Activity, ...] = ()
     """Activities during which the memory is allocated; empty: for the whole life of the worker."""
     on: Memory = "device"
-    leaves: bool = False
+    offloads: bool = False
     """True if it moves to the host while other roles use the slots (`is_offload_states`). An engine frees it
     instead."""
 

@@ -200,7 +200,7 @@ def _by_memory(role: RoleMemory, phase: Phase, placing: Placing) -> tuple[int, i
     crowded = any(mine & slots_of(placing.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
     for use in role.taken(act):
-        if role.makes_room and crowded and use.leaves and _goes(use, act):
+        if role.makes_room and crowded and use.offloads and _goes(use, act):
             # An engine frees this memory; a trainer moves it to the host.
             host += use.num_bytes if role.kind != "generate" and use.on == "device" else 0
         elif use.on == "device":

@@ -146,7 +146,7 @@ def _question(
         prompt_tokens=config.prompt_length,
         outputs=math.ceil(placing.pipeline.outputs / len(places)),
         random_weights=spec.random_init is not None,
-        borrows_weights=_borrows(role, config, placing),
+        shares_weights=_borrows(role, config, placing),
     )
 
 
