@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.fragments import PluginFragments
+from roll_core.config.overrides import apply_override, first_line, parse_overrides
 from roll_core.config.positions import REFERENCE, FileLayer, Interpolation, Positions
 from roll_core.config.source import read_source
 from roll_core.errors import ConfigError, ConfigProblem, ProviderConflictError
@@ -83,12 +84,10 @@ class _Composition:
         if "defaults" in source.data or _HEADER.search(source.text[:512]):
             cfg, parsed = self._with_fragments(overrides)
         elif overrides or any(isinstance(each, str) and "${" in each for _, each in _leaves(source.data)):
-            cfg, parsed = self._create(), self._parse(overrides, ())[0]
+            cfg, parsed = self._create(), parse_overrides(overrides, (), self.problems)[0]
         else:
             return self._finish({key: deepcopy(each) for key, each in source.data.items() if key != "hydra"})
         from omegaconf import OmegaConf
-
-        from roll_core.config.overrides import apply_override
 
         cfg.pop("hydra", None)
         for override in parsed:
@@ -123,8 +122,6 @@ class _Composition:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        from roll_core.config.overrides import first_line
-
         try:
             cfg: DictConfig = OmegaConf.create(self.source.data)
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
@@ -135,13 +132,6 @@ class _Composition:
 
             setup_globals()
         return cfg
-
-    def _parse(self, overrides: Sequence[str], choices: Sequence[str]) -> tuple[list[Override], list[str]]:
-        if not overrides:
-            return [], []
-        from roll_core.config.overrides import parse_overrides
-
-        return parse_overrides(overrides, choices, self.problems)
 
     # -- fragments -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +148,8 @@ class _Composition:
                 loader = GlobalHydra.instance().config_loader()
                 search = self._search_path()
                 defaults = loader.compute_defaults_list(self.path.name, search, RunMode.RUN).defaults
-                values, chosen = self._parse(overrides, [each.override_key for each in defaults if each.override_key])
+                choices = [each.override_key for each in defaults if each.override_key]
+                values, chosen = parse_overrides(overrides, choices, self.problems)
                 if chosen:
                     defaults = loader.compute_defaults_list(self.path.name, [*search, *chosen], RunMode.RUN).defaults
                 paths = [each.path for each in loader.get_search_path().get_path()]
@@ -292,8 +283,6 @@ class _Composition:
             return _BROKEN
 
     def _unresolved(self, error: Exception, raw: str, path: KeyPath) -> ConfigProblem:
-        from roll_core.config.overrides import first_line
-
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip('"')
         message, hint = f"{raw}: {reason}", ""
         if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):

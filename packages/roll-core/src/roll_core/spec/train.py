@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from roll_core.errors import NotBuiltError, UnsupportedError
 from roll_core.field_docs import document_fields
 from roll_core.types import DataRank, Totals
 
@@ -265,8 +266,6 @@ class TrainStrategy(ABC):
 
         def __getattr__(self, name: str) -> Any:
             """Called only for missing attributes. Raises `NotBuiltError` before `build` has set `_mesh`."""
-            from roll_core.errors import NotBuiltError
-
             if "_mesh" in vars(self):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise NotBuiltError(f"{type(self).__name__} has no {name!r}: call build first")
@@ -314,8 +313,6 @@ class TrainStrategy(ABC):
 
         Raises `UnsupportedError` if modules are trained in full next to the adapters.
         """
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not export adapters apart from the model")
 
     @abstractmethod
@@ -336,8 +333,6 @@ class TrainStrategy(ABC):
     def export_state(self) -> PortableState:
         """Export the training state for `import_state` of any other strategy. Changes nothing. Called on all ranks
         together, and only with `capabilities.portable_state`."""
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not export its training state")
 
     def import_state(self, state: PortableState) -> None:
@@ -349,8 +344,6 @@ class TrainStrategy(ABC):
         Raises `CheckpointError` if the parameters, or the base model of adapters, are not those of this role.
         `roll_modeling.portable_state` implements the comparison.
         """
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not import another strategy's training state")
 
     def export_model(self, path: Path) -> None:
@@ -358,8 +351,6 @@ class TrainStrategy(ABC):
 
         Raises `UnsupportedError` if the task has no such format.
         """
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not export models")
 
     def offload(self, parts: Sequence[StateKind]) -> None:
