@@ -74,7 +74,7 @@ class Switch:
     def digests(self, which: str) -> None:
         """From the next publish on."""
         library()
-        weights.take_leaves_from(LEAVES[which])
+        weights.set_leaf_function(LEAVES[which])
 
     def cpu_s(self) -> float:
         """CPU time of its process so far."""

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[1]
 PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
 PACKAGES: tuple[str, ...] = (
+    *(
+        f"packages/roll-core/src/roll_core/{name}"
+        for name in ("builtin", "config", "errors.py", "host.py", "openmp.py", "plugins", "spec", "types.py")
+    ),
     "packages/roll-infer-hf/src",
     "packages/roll-infer-sglang/src",
     "packages/roll-infer-vllm/src",

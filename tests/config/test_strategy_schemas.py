@@ -162,16 +162,14 @@ def test_slots_per_worker_that_contradict_the_strategy_are_refused(check):
 
 
 def test_slots_that_the_computed_size_does_not_divide_are_refused(check):
-    found = problems_of(
-        check,
-        """
+    text = """
         engines:
           one:
             device_mapping: list(range(0,7))
             strategy_args: {strategy_name: engine, strategy_config: {tensor_parallel_size: 2}}
-        """,
-    )
-    assert found == [("engines.one", "device_mapping has 7 slots, which is not a multiple of num_gpus_per_worker 2")]
+        """
+    with refused("ROLL-C014", "device_mapping", 7, "num_gpus_per_worker", 2, key="engines.one"):
+        check(text)
 
 
 @pytest.mark.parametrize(
@@ -257,14 +255,12 @@ def test_a_strategy_without_a_schema_takes_no_keys(check):
 
 
 def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(check):
-    found = problems_of(
-        check,
-        "platform: cpu\nengines: {one: {model_args: {dtype: fp32}, strategy_args: {strategy_name: engine}}}\n",
-    )
-    assert found == [
-        ("engines.one.model_args.dtype", "engine does not compute in fp32"),
-        ("engines.one.strategy_args.strategy_name", "engine runs on gpu, but platform is cpu"),
-    ]
+    text = "platform: cpu\nengines: {one: {model_args: {dtype: fp32}, strategy_args: {strategy_name: engine}}}\n"
+    with refused("ROLL-C017", "engine", "fp32", "bf16", key="engines.one.model_args.dtype") as raised:
+        check(text)
+    assert len(raised.value.problems) == 2
+    with refused("ROLL-C017", "engine", "gpu", "cpu", key="engines.one.strategy_args.strategy_name"):
+        check(text)
 
 
 def test_a_schema_that_cannot_be_loaded_names_its_owner(check):

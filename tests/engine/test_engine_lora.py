@@ -12,7 +12,7 @@ import torch
 from roll_core.data.pack import pack
 from roll_core.runtime.weights import SyncPlan, WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
-from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_modeling.model import load_model
 from roll_strategy_hf.config import HFTrainConfig
@@ -26,7 +26,7 @@ TOKENS = np.arange(3, 40)
 class Likelihood:
     """Minus the sum of logprobs."""
 
-    want = Want(logprobs=True)
+    want = WantedOutputs(logprobs=True)
 
     def __call__(self, outputs, micro):
         return LossOutput(loss=-outputs.logprobs_T[micro.loss_mask_T].mean())
@@ -53,7 +53,7 @@ def step(trainer):
     row = TrainSequence(id="row", tokens=TOKENS, loss_mask=np.arange(len(TOKENS)) > 0)
     trainer.forward_backward(pack([row]), Likelihood())
     trainer.optimizer_step()
-    return trainer.forward(pack([row])[0], Want(logprobs=True)).logprobs_T.numpy()
+    return trainer.forward(pack([row])[0], WantedOutputs(logprobs=True)).logprobs_T.numpy()
 
 
 async def scored(engine, name):

@@ -220,7 +220,7 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
             hanging = asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=math.inf))
             await group.call_rank(1, "until_waiting")
             death = await group.give_up(1, "it said nothing")
-            assert re.fullmatch(r"engine rank 1 on \S+ was given up: it said nothing", str(death))
+            assert re.fullmatch(r"engine rank 1 on \S+ was killed: it said nothing", str(death))
             assert "engine[1].wait_forever:" in death.trace
             with refused(WorkerHungError, "engine rank 1"):
                 await group.call_rank(1, "echo", 1)

@@ -25,7 +25,7 @@ from roll_core.runtime.cluster.executors.isolated_env_process import IsolatedEnv
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.cluster.python_environments.prepare import environment_of
 from roll_core.spec.config import RewardConfig
-from roll_core.spec.reward import RewardRequest
+from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Sample
 from roll_testing.errors import mentions, refused
 

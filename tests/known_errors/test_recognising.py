@@ -271,7 +271,7 @@ def test_a_failure_of_ours_that_passes_on_what_a_program_said_is_looked_at(regis
 
 def test_a_plugins_list_comes_before_the_cores_and_a_broken_one_is_left_out(tmp_path, monkeypatch, caplog):
     (tmp_path / "acme_errors_of_a_test.py").write_text(
-        "from roll_core.spec.known_errors import KnownError\n"
+        "from roll_core.spec.diagnostics import KnownError\n"
         "KNOWN = (KnownError(id='acme_full', pattern='No space left', cause='Full.', remedy='empty it'),)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

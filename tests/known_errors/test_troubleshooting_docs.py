@@ -10,7 +10,7 @@ from pathlib import Path
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import check_part, load_target
-from roll_core.spec.known_errors import KnownError
+from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.providers import KnownErrorsProvider
 from roll_testing.errors import refused
 

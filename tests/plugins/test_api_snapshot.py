@@ -11,19 +11,17 @@ import pytest
 
 import roll_core
 from roll_core.errors import ContractError
-from roll_core.plugins.kinds import KINDS
+from roll_core.plugins.records import KINDS
 from roll_core.runtime.workers.build import role_config
 from roll_core.spec import (
     HOOK_API,
-    checks,
+    diagnostics,
     hooks,
     infer,
     pipeline,
     platform,
     providers,
-    reward,
     rollout,
-    tracker,
     train,
     transport,
 )
@@ -66,7 +64,7 @@ RECORDS = {
 }
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],
-    "Situation": ["platform", "config"],
+    "CheckContext": ["platform", "config"],
 }
 CAPABILITIES = {
     "TrainCapabilities": [
@@ -120,18 +118,18 @@ METHODS = {
         "metrics": "(self)",
         "stop!": "(self)",
     },
-    reward.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
+    rollout.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
     transport.WeightTransport: {
         "available!": "(self, sender, receiver)",
         "routes": "(self, sender, receiver)",
         "sender": "(self, setup)",
         "receiver": "(self, setup)",
-        "call_off": "(self, address, options)",
+        "cancel_transfer": "(self, address, options)",
         "buffers": "(self, sizes)",
     },
     transport.SenderEndpoint: {"send!": "(self, manifest, exported, deadline)", "close!": "(self)"},
     transport.ReceiverEndpoint: {"receive!": "(self, manifest, deadline)", "close!": "(self)"},
-    tracker.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
+    pipeline.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
     pipeline.Pipeline: {
         "prepare!": "(self, run)",
         "roles!": "(self)",
@@ -166,8 +164,8 @@ CONSTRUCTORS = {
     platform.Platform: "(self, /, *args, **kwargs)",
     train.TrainStrategy: "(self, config, training)",
     infer.InferStrategy: "(self, config)",
-    reward.RewardFunction: "(self, config)",
-    tracker.Tracker: "(self, run_dir, run_name, options)",
+    rollout.RewardFunction: "(self, config)",
+    pipeline.Tracker: "(self, run_dir, run_name, options)",
     pipeline.Pipeline: "(self, config)",
 }
 
@@ -237,7 +235,7 @@ def _asked(node):
 
 
 def test_what_checks_get_and_yield():
-    assert {name: [each.name for each in fields(getattr(checks, name))] for name in CHECKS} == CHECKS
+    assert {name: [each.name for each in fields(getattr(diagnostics, name))] for name in CHECKS} == CHECKS
 
 
 def test_what_weight_transports_get_and_return():

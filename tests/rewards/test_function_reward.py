@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from roll_core.builtin.rewards.config import FunctionConfig
+from roll_core.builtin.config import FunctionConfig
 from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import ConfigError, DataError, RewardFailure
 from roll_testing.errors import refused
@@ -158,7 +158,7 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
         reward.score(asking("x", wait=release.wait))
     release.set()
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any("_answer" in thread.name for thread in threading.enumerate()):
+    while time.monotonic() < deadline and any(thread.name == "reward-call" for thread in threading.enumerate()):
         time.sleep(0.01)
     assert reward.score(asking("x", wait=lambda: 1.0)).value == 1.0
 

@@ -21,7 +21,7 @@ OWNER = "reward 'acme' of roll-acme 1.2"
 REWARD = """
     import os, pathlib, re, time
     from roll_core.errors import RewardFailure
-    from roll_core.spec.reward import RewardFunction
+    from roll_core.spec.rollout import RewardFunction
     from roll_core.types import Reward
 
     class Acme(RewardFunction):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.builtin.rewards.config import MathRuleConfig
+from roll_core.builtin.config import MathRuleConfig
 from roll_core.builtin.rewards.math_rule import MathRuleReward
 from roll_core.errors import DataError, RewardFailure
 from roll_testing.errors import refused

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.requests import check_request, check_stop_strings
+from roll_core.spec.infer import check_request, check_stop_strings
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import refused
 

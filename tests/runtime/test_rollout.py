@@ -17,8 +17,7 @@ from roll_core.runtime.rollout.scoring import RewardRouter
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
-from roll_core.spec.reward import RewardFunction, RewardRequest
-from roll_core.spec.rollout import Prompt
+from roll_core.spec.rollout import Prompt, RewardFunction, RewardRequest
 from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
 from roll_testing.errors import refused
 

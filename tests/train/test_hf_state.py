@@ -15,7 +15,7 @@ from roll_core.errors import CheckpointError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
 from roll_testing.bench import Case
 from roll_testing.errors import refused
@@ -132,7 +132,7 @@ def test_an_export_is_loaded_by_transformers_and_gives_equal_logits(build, seque
     with torch.no_grad():
         logp = torch.log_softmax(model(input_ids=tokens[None]).logits[0], dim=-1)
     expected = logp[:-1].gather(1, tokens[1:, None])[:, 0]
-    found = strategy.forward(pack([sequences[4]])[0], Want(logprobs=True)).logprobs_T
+    found = strategy.forward(pack([sequences[4]])[0], WantedOutputs(logprobs=True)).logprobs_T
     torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
@@ -147,8 +147,8 @@ def test_a_trained_critic_comes_back_through_its_export(build, sequences, tmp_pa
     strategy.export_model(tmp_path)
     again = build(task="value", path=str(tmp_path), forward_only=True)
     (micro,) = pack(sequences)
-    values = strategy.forward(micro, Want(values=True)).values_T
-    torch.testing.assert_close(again.forward(micro, Want(values=True)).values_T, values, rtol=0, atol=1e-6)
+    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
+    torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
 def test_exported_weights_are_the_live_ones_and_tied_ones_come_once(build, sequences, tiny):

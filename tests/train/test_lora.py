@@ -10,7 +10,7 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model, scalar_head
 from roll_testing.errors import refused
 
@@ -53,7 +53,7 @@ def train(strategy, sequences, steps=3, loss=None):
 
 
 def logprobs(strategy, sequences, **want):
-    return strategy.forward(pack(sequences)[0], Want(logprobs=True, entropy=True, **want)).logprobs_T
+    return strategy.forward(pack(sequences)[0], WantedOutputs(logprobs=True, entropy=True, **want)).logprobs_T
 
 
 def frozen(strategy):
@@ -173,11 +173,11 @@ def test_a_scalar_head_is_trained_in_full(build, sequences, task):
     assert "score.modules_to_save.default.weight" in strategy.optimizer.parameters
     original = build(task=task)
     (micro,) = pack(sequences)
-    before = original.forward(micro, Want(values=True)).values_T
-    assert torch.equal(strategy.forward(micro, Want(values=True)).values_T, before)
+    before = original.forward(micro, WantedOutputs(values=True)).values_T
+    assert torch.equal(strategy.forward(micro, WantedOutputs(values=True)).values_T, before)
     train(strategy, sequences, loss=ValueObjective())
-    assert not torch.equal(strategy.forward(micro, Want(values=True)).values_T, before)
-    assert torch.equal(strategy.forward(micro, Want(values=True, base=True)).values_T, before)
+    assert not torch.equal(strategy.forward(micro, WantedOutputs(values=True)).values_T, before)
+    assert torch.equal(strategy.forward(micro, WantedOutputs(values=True, base=True)).values_T, before)
     exported = dict(strategy.export_weights())
     assert exported.keys() == dict(original.export_weights()).keys()
     assert not torch.equal(exported["score.weight"], scalar_head(original.model).weight)
@@ -354,7 +354,7 @@ def test_looking_at_the_base_model_changes_no_later_step(build, sequences):
     for strategy in (one, other):
         for _ in range(3):
             if strategy is other:
-                strategy.forward(pack(sequences)[0], Want(logprobs=True, base=True))
+                strategy.forward(pack(sequences)[0], WantedOutputs(logprobs=True, base=True))
             strategy.forward_backward(pack(sequences)[:1], SFTObjective())
             strategy.optimizer_step()
     assert torch.equal(logprobs(one, sequences), logprobs(other, sequences))
@@ -374,4 +374,4 @@ def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
 
 def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):
     with refused(UnsupportedError, "Qwen3ForCausalLM"):
-        build().forward(pack(sequences)[0], Want(logprobs=True, base=True))
+        build().forward(pack(sequences)[0], WantedOutputs(logprobs=True, base=True))

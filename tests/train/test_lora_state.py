@@ -16,7 +16,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model
 from roll_testing.errors import refused
 
@@ -102,7 +102,7 @@ def check(strategy, model, sequences):
     """The strategy's own logprobs are those of a loaded model's logits."""
     tokens = torch.from_numpy(sequences[4].tokens)
     expected = torch.log_softmax(logits(model, sequences)[0], dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    found = strategy.forward(pack([sequences[4]])[0], Want(logprobs=True)).logprobs_T
+    found = strategy.forward(pack([sequences[4]])[0], WantedOutputs(logprobs=True)).logprobs_T
     torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
 
 
@@ -163,8 +163,8 @@ def test_a_critics_merged_export_comes_back(build, sequences, tmp_path):
     strategy.export_model(tmp_path)
     again = build(task="value", path=str(tmp_path), forward_only=True)
     (micro,) = pack(sequences)
-    values = strategy.forward(micro, Want(values=True)).values_T
-    torch.testing.assert_close(again.forward(micro, Want(values=True)).values_T, values, rtol=0, atol=1e-6)
+    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
+    torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
 def test_adapters_of_a_model_without_a_name_are_not_exported_alone(build, tmp_path):

@@ -9,13 +9,13 @@ import torch
 from roll_core.algorithms.losses import PolicyObjective
 from roll_core.data.pack import pack
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_modeling.model import load_model
 from roll_modeling.routing import ROUTERS, RoutingRecorder, check_routers
 from roll_testing.errors import refused
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 6, 2, 2, 61
-WANT = Want(logprobs=True)
+WANT = WantedOutputs(logprobs=True)
 
 
 def mixture(model_type, **given):

@@ -187,7 +187,7 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
         time.sleep(0.01)
     assert sending.is_alive()
     assert receiving.is_alive()
-    CollectiveTransport().call_off(sender.address, HOW)
+    CollectiveTransport().cancel_transfer(sender.address, HOW)
     sending.join(30)
     receiving.join(30)
     assert (type(sent[0]), sent[0].gone, sent[0].at) == (ReceiversLostError, (0,), "a")
@@ -216,7 +216,7 @@ def test_calling_off_what_is_gone_is_no_error():
     address = sender.address
     sender.close()
     del sender
-    assert CollectiveTransport().call_off(address, HOW) is None
+    assert CollectiveTransport().cancel_transfer(address, HOW) is None
 
 
 def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):

@@ -117,7 +117,7 @@ def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where
 
 def test_the_driver_can_call_off_what_both_ends_wait_for(where):
     sender = disk.DiskSender(1, BUCKET, where)
-    threading.Timer(0.2, disk.DiskTransport().call_off, [sender.address, {}]).start()
+    threading.Timer(0.2, disk.DiskTransport().cancel_transfer, [sender.address, {}]).start()
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
     assert caught.value.gone == (0,)

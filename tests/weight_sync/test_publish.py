@@ -9,7 +9,7 @@ from sync_workers import same_values
 from roll_core.errors import (
     CorruptTensorError,
     MissingTensorError,
-    ReceiverSilentError,
+    ReceiverTimeoutError,
     StaleWeightsError,
     UnexpectedTensorError,
     WeightsUnchangedError,
@@ -187,7 +187,7 @@ def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport
         await duo.fault("sleep:left", 1)
         duo.deadline(3.0)
         begun = time.monotonic()
-        with refused(ReceiverSilentError, "actor_infer rank 1", "version 1", "3"):
+        with refused(ReceiverTimeoutError, "actor_infer rank 1", "version 1", "3"):
             await duo.publisher.publish(1)
         assert time.monotonic() - begun < 15
 
@@ -199,7 +199,7 @@ def test_a_silent_receiver_s_error_names_a_tensor_it_did_not_take(with_duo, tran
     async def scenario(duo):
         await duo.fault("sleep:embed", 1)
         duo.deadline(3.0)
-        with pytest.raises(ReceiverSilentError, match=r"did not read \w+"):
+        with pytest.raises(ReceiverTimeoutError, match=r"did not read \w+"):
             await duo.publisher.publish(0)
 
     with_duo(transport, scenario)

@@ -263,7 +263,7 @@ def numerics(device: str) -> int:
     import torch
 
     from roll_core.data.pack import pack
-    from roll_core.spec.train import Want
+    from roll_core.spec.train import WantedOutputs
     from roll_core.types import GenerateRequest, SamplingParams
     from roll_core.weights.eight_bits import quantise_rows
 
@@ -273,7 +273,7 @@ def numerics(device: str) -> int:
     found = {}
     for dtype in ("fp32", "bf16"):
         trainer = make_trainer(model_spec(size, dtype), device)
-        found[dtype] = trainer.forward(micro, Want(logprobs=True)).logprobs_T.float().cpu().numpy()
+        found[dtype] = trainer.forward(micro, WantedOutputs(logprobs=True)).logprobs_T.float().cpu().numpy()
         trainer.close()
 
     async def engine_logprobs() -> Any:

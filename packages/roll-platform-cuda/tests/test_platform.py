@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.platform import TorchBuild
 from roll_platform_cuda.nvml import survey
 from roll_platform_cuda.platform import CudaPlatform
 from roll_testing.errors import mentions, refused

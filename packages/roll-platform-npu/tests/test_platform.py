@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.platform import TorchBuild
 from roll_platform_npu import devices, platform
 from roll_platform_npu.platform import NpuPlatform
 from roll_testing.errors import refused

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.platform import TorchBuild
 from roll_platform_rocm import kfd, platform
 from roll_platform_rocm.platform import RocmPlatform
 from roll_testing.errors import mentions, refused

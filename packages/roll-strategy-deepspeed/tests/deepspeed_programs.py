@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from roll_core.spec.train import ParameterState, Part, StepStats, Want
+from roll_core.spec.train import ParameterState, StateKind, StepStats, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling import pieces
 from roll_modeling.moving import num_bytes
@@ -144,7 +144,7 @@ def hold(rank: int, case: Case, step: Step) -> dict[str, int]:
         return dict(strategy.memory())
 
 
-def move_and_count(rank: int, case: Case, step: Step, parts: Sequence[Part]) -> Held:
+def move_and_count(rank: int, case: Case, step: Step, parts: Sequence[StateKind]) -> Held:
     """The same, with `parts` moved away and back."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
@@ -160,10 +160,10 @@ def forward_while_away(rank: int, case: Case, batch: Sequence[TrainSequence]) ->
     """What scoring raises."""
     with built(case, rank) as strategy:
         strategy.offload(["weights"])
-        return raised(lambda: outputs(strategy, batch, Want(logprobs=True)))
+        return raised(lambda: outputs(strategy, batch, WantedOutputs(logprobs=True)))
 
 
-def _said(strategy: DeepSpeedStrategy, parts: Sequence[Part]) -> int:
+def _said(strategy: DeepSpeedStrategy, parts: Sequence[StateKind]) -> int:
     return sum(strategy.memory()[part] for part in parts)
 
 

@@ -18,7 +18,7 @@ from deepspeed_programs import (
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows, check_same, check_same_run
 from roll_testing.errors import mentions
@@ -55,7 +55,7 @@ def zero(stage, **keys):
 @pytest.mark.parametrize("num_sequences", [1, 5])
 def test_ranks_score_any_number_of_microbatches(ranks, case, stage, num_sequences):
     """One and none; three and two."""
-    some, want = BATCH[-num_sequences:], Want(logprobs=True)
+    some, want = BATCH[-num_sequences:], WantedOutputs(logprobs=True)
     two = case.with_(strategy_config=zero(stage), world_size=2, training=None)
     answers = ranks(score, two, some, want, SPLITS["one by one"])
     assert len({len(each.get("logprobs", ())) for each in answers}) == 2, "ranks have shares of unequal size"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.model import ModelSpec
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing import TrainStrategyConformance, models
 from roll_testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
 from roll_testing.losses import LOSSES
@@ -43,7 +43,7 @@ DEEPSEEK = models.DEEPSEEK | {
     },
 }
 """With shared experts, scores that are scaled, and positions beyond those it was made for."""
-WANT = Want(logprobs=True, entropy=True, topk=3, temperature=0.8)
+WANT = WantedOutputs(logprobs=True, entropy=True, topk=3, temperature=0.8)
 
 
 def score_and_train(rank, case: Case, batch, steps, want=WANT):

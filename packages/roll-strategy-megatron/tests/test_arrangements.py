@@ -13,7 +13,7 @@ from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, WANT, score_and_train
 from safetensors.torch import load_file, save_file
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
 from roll_testing.bounds import check_near, check_rows, check_same
 from roll_testing.losses import OF_TASK, TRAINING
@@ -260,7 +260,7 @@ def check_against_transformers(run, tmp_path, arrangement):
     # Of this seed, no sequence begins with token 0, whose row of the embedding is 0: any token might follow it best.
     case, batch = case_of(arrangement, tmp_path), make_batch(VOCABULARY, seed=10)
     task = arrangement.task
-    want, bounds = (WANT, OUTPUTS) if task == "causal_lm" else (Want(values=True), {"values": 1e-4})
+    want, bounds = (WANT, OUTPUTS) if task == "causal_lm" else (WantedOutputs(values=True), {"values": 1e-4})
     answers = run(score_and_train, case, batch, steps(arrangement.calls, task), want)
     reference = Reference(TransformersModel(case.model), task)
     start, expected = reference.weights(), reference.by_sequence(batch, want)

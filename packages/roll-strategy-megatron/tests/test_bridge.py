@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from roll_core.errors import ModelError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_modeling.model import load_model
 from roll_testing.bench import Case, Step
 from roll_testing.bounds import check_near, check_rows, check_same
@@ -191,7 +191,9 @@ def test_another_package_brings_an_architecture(host, tmp_path):
 def test_a_critic_begins_from_a_language_model_with_the_head_that_hf_train_gives_it(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
     spec = replace(case.model, task="value", seed=5)
-    (answer,) = host.run(score_and_train, case.with_(model=spec), make_batch(61), [], Want(values=True), timeout_s=100)
+    (answer,) = host.run(
+        score_and_train, case.with_(model=spec), make_batch(61), [], WantedOutputs(values=True), timeout_s=100
+    )
     expected = load_model(spec).state_dict()
     for name, found in answer["before"].items():
         assert np.array_equal(found, expected[name].numpy()), name

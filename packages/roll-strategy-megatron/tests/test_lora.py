@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
 from roll_testing.bounds import check_near, check_rows, distance
 from roll_testing.errors import refused
@@ -42,7 +42,7 @@ SOME = LoraSpec(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), 
 EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 ALL = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
 WITH_NORMS = replace(SOME, extra_modules=("input_layernorm", "embed_tokens"))
-WANT = Want(logprobs=True, entropy=True)
+WANT = WantedOutputs(logprobs=True, entropy=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_they_learn_as_those_of_hf_train_do(host, tmp_path, architecture, lora, 
 
 def check_against_hf_train(host, tmp_path, architecture, lora, config, ranks, task="causal_lm"):
     model = write_checkpoint(tmp_path, architecture, task=task, vocab_size=61)
-    want = WANT if task == "causal_lm" else Want(values=True)
+    want = WANT if task == "causal_lm" else WantedOutputs(values=True)
     arguments = make_batch(61, seed=10), steps(3, task), want
     expected = score_and_train(0, case_of(model, lora, name="hf_train").with_(master_port=0), *arguments)
     answers = host.run(score_and_train, case_of(model, lora, config, ranks), *arguments, num_ranks=ranks, timeout_s=200)

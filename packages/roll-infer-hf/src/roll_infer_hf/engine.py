@@ -29,8 +29,7 @@ from typing_extensions import override
 
 from roll_core import openmp
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.requests import check_request, check_stop_strings
+from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.plugin import CAPABILITIES
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from typing_extensions import override
 
-from roll_core.spec.weights import copy_digested, digest, held_digest, refuse_stale
+from roll_core.spec.weights import check_version, copy_digested, digest, loaded_digest
 from roll_core.types import WeightReceipt
 from roll_modeling.adapter_updates import SIDES, compare_adapter, refuse_adapter
 from roll_modeling.buckets import Incoming
@@ -66,7 +66,7 @@ class Replaceable(ABC):
         Sets `incomplete`; the caller clears it after it has refreshed the runner. With `shared`, uses tensors of the
         right dtype and device without a copy where possible.
         """
-        refuse_stale(self.who, version, current, manifest)
+        check_version(self.who, version, current, manifest)
         self.compare(manifest)
         self.incomplete = True
         digests = self.replace(manifest, Incoming(self.who, manifest, iter(tensors)), shared=shared)
@@ -135,7 +135,7 @@ class LoadedWeights(Replaceable):
             if loaded.data_ptr() != tensor.data_ptr():
                 digests[name] = self._copy(name, tensor)
             else:
-                digests[name] = held_digest(loaded.detach(), expected[name])
+                digests[name] = loaded_digest(loaded.detach(), expected[name])
         return digests
 
     @override

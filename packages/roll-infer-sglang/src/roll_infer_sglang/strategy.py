@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.requests import check_request, check_stop_strings
-from roll_core.spec.weights import refuse_stale
+from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.weights import check_version
 from roll_core.types import WeightReceipt
 from roll_core.weights.device_memory import slot_devices
 from roll_infer_sglang.config import SglangConfig
@@ -182,7 +181,7 @@ class SglangStrategy(InferStrategy):
             server, requests, weights = self._ready, self._requests, self._weights
             if self._asleep:
                 raise RuntimeError("the engine is asleep: call `wake` before `update_weights`")
-            refuse_stale(self._who, version, self._version, manifest)
+            check_version(self._who, version, self._version, manifest)
             try:
                 await requests.interrupt()
                 await weights.compare(manifest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.known_errors import KnownError
 from roll_core.spec.providers import InferCapabilities, InferProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:

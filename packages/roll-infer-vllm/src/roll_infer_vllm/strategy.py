@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import DataError, EngineDiedError, RollError
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.requests import check_request, check_stop_strings
-from roll_core.spec.weights import refuse_stale
+from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
 from roll_core.weights.device_memory import slot_devices
 from roll_infer_vllm.config import VllmConfig
@@ -211,7 +210,7 @@ class VllmStrategy(InferStrategy):
         If loading fails, the engine stays paused, because it may have weights of two versions.
         """
         async with self._updating:
-            refuse_stale(self._who, version, self._version, manifest)
+            check_version(self._who, version, self._version, manifest)
             await weights.compare(manifest)
             await engine.pause_generation(mode="keep", clear_cache=True)
             await weights.load(Incoming(self._who, manifest, iter(tensors)))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.compose import compose
 from roll_core.config.dump import Verbatim
 from roll_core.config.explain import show
-from roll_core.config.nearest import suggest_key
-from roll_core.config.written import FileLayer
+from roll_core.config.positions import FileLayer
+from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from roll_core.config.compose import Composed
+    from roll_core.config.compose import ComposedConfig
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
     from roll_core.spec.importing import ImportStatus
@@ -50,10 +50,10 @@ def import_roll(path: Path, registry: Registry) -> ImportedConfig:
     """
     composed = compose(path, (), registry)
     data = _with_environment(composed)
-    return _Import(composed, data, recognise(data, composed.written), registry, str(path)).run()
+    return _Import(composed, data, recognise(data, composed.positions), registry, str(path)).run()
 
 
-def _with_environment(composed: Composed) -> dict[str, Any]:
+def _with_environment(composed: ComposedConfig) -> dict[str, Any]:
     """Return the composed values, with interpolations of environment variables left as they are written.
 
     Their values may be secrets, and the variables need not be set here. Raises `ConfigError` if another interpolation
@@ -72,13 +72,13 @@ def _with_environment(composed: Composed) -> dict[str, Any]:
     return data
 
 
-def _environment_text(path: KeyPath, composed: Composed) -> str:
+def _environment_text(path: KeyPath, composed: ComposedConfig) -> str:
     """Text of the interpolation if `path` comes only from the environment; otherwise empty."""
-    found = composed.written.interpolations.get(path)
-    for _ in range(len(composed.written.interpolations)):
+    found = composed.positions.interpolations.get(path)
+    for _ in range(len(composed.positions.interpolations)):
         if found is None or found.from_environment or found.target is None:
             break
-        found = composed.written.interpolations.get(found.target)
+        found = composed.positions.interpolations.get(found.target)
     if found is None or not found.from_environment or "${" in _ENVIRONMENT.sub("", found.text):
         return ""
     return found.text
@@ -104,7 +104,7 @@ def _keys(value: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 @dataclass(slots=True)
 class _Import:
-    composed: Composed
+    composed: ComposedConfig
     source: dict[str, Any]
     pipeline: str
     registry: Registry
@@ -128,12 +128,11 @@ class _Import:
 
     def _composition(self) -> None:
         """Record `defaults` and `hydra`, which have no effect once the files are composed."""
-        for layer in self.composed.written.layers:
+        for layer in self.composed.positions.layers:
             if isinstance(layer, FileLayer) and layer.source.name == self.name:
                 for key, note in (("defaults", "the new file contains its fragments"), ("hydra", "it has no effect")):
                     for path in _keys(layer.source.data[key], (key,)) if key in layer.source.data else ():
-                        mark = layer.source.key_mark(path)
-                        where = f"{self.name}:{mark.line}:{mark.column}" if mark is not None else self.name
+                        where = layer.source.locate(path, key=True)
                         self.entries[path] = ImportedKey(where, ".".join(path), "not needed", note=note)
 
     def _mapping(self, table: Table, value: dict[str, Any], path: KeyPath, unused: Mapping[str, str]) -> None:
@@ -172,7 +171,7 @@ class _Import:
         if len(path) == 1 and path[0] in self.composed.blocks:
             outcome = Outcome("not needed", (), "a fragment's block; the new file has it where it is referenced")
         elif len(path) == 1 and any(
-            each.target and each.target[0] == path[0] for each in self.composed.written.interpolations.values()
+            each.target and each.target[0] == path[0] for each in self.composed.positions.interpolations.values()
         ):
             outcome = Outcome("not needed", (), "it is only referenced; the new file has its value there")
         else:
@@ -192,7 +191,7 @@ class _Import:
                 for target, written in outcome.writes
                 if not isinstance(written, dict) or _has(written, rest)
             )
-            where = str(self.composed.written.key(leaf))
+            where = str(self.composed.positions.key(leaf))
             self.entries[leaf] = ImportedKey(where, ".".join(leaf), outcome.status, to, outcome.note)
 
     def _unused_roles(self) -> dict[str, str]:

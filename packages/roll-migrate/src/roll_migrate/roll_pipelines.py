@@ -10,7 +10,7 @@ from roll_migrate.rules import value_at
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.config.written import Written
+    from roll_core.config.positions import Positions
 
 SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sft", "", ("sft_train",)),
@@ -27,7 +27,7 @@ OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
 
 
-def recognise(data: Mapping[str, Any], written: Written) -> str:
+def recognise(data: Mapping[str, Any], written: Positions) -> str:
     """Return roll-core's pipeline for a config. Raises `UnsupportedError`, with the decisive key, if there is none."""
     name, lacks, seen = _kind(data)
     if name in IMPORTABLE:

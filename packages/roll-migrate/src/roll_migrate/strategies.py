@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import findings
-from roll_core.config.nearest import suggest_key
+from roll_core.config.unknown_keys import suggest_key
 from roll_migrate.rules import value_at
 
 if TYPE_CHECKING:

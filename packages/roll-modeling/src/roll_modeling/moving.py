@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, UntypedStorage
 
-    from roll_core.spec.train import Part
+    from roll_core.spec.train import StateKind
 
 
 Key = TypeVar("Key")
@@ -39,9 +39,9 @@ class Mover:
 
     def __init__(self, role: str, device: torch.device) -> None:
         self._role, self._device = role, device
-        self._away: dict[Part, list[Moved]] = {}
+        self._away: dict[StateKind, list[Moved]] = {}
 
-    def away(self, part: Part, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
+    def away(self, part: StateKind, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Offload the device memory of `tensors`, and drop that of `scratch`.
 
         Memory that is not on the device is skipped. Does nothing if the part is already offloaded.
@@ -61,18 +61,18 @@ class Mover:
         if pin:
             torch.accelerator.empty_cache()
 
-    def back(self, part: Part) -> None:
+    def back(self, part: StateKind) -> None:
         """Load an offloaded part back to the device. Idempotent."""
         for each in self._away.pop(part, ()):
             each.storage.resize_(each.num_bytes)
             if each.host is not None:
                 each.storage.copy_(each.host)
 
-    def is_away(self, part: Part) -> bool:
+    def is_away(self, part: StateKind) -> bool:
         """True if the part is offloaded."""
         return part in self._away
 
-    def need(self, *parts: Part) -> None:
+    def need(self, *parts: StateKind) -> None:
         """Raise `UnsupportedError` if one of `parts` is offloaded and thus not available for computation."""
         missing = [part for part in parts if part in self._away]
         if missing:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, Want
+    from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, WantedOutputs
     from roll_modeling.context_parallel import ContextParallel
 
 
@@ -48,7 +48,7 @@ class TaskModel:
         self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
 
-    def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Compute the requested outputs, with gradients where parameters have them.
 
         Raises `UnsupportedError` for outputs that the task does not have.
@@ -60,7 +60,7 @@ class TaskModel:
         with adapters_off(self.model):
             return self._outputs(micro, want)
 
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         routed_TMK = micro.routed_experts_TMK
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
         values_T = self._values(hidden_TH, micro) if want.values else None

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.spec.visible import visible_devices
+from roll_core.spec.platform import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.platform import EnvVar, Platform, Probe
-from roll_core.spec.torch_build import torch_build
+from roll_core.spec.platform import EnvVar, Platform, Probe, torch_build
 from roll_platform_npu import devices
 
 if TYPE_CHECKING:

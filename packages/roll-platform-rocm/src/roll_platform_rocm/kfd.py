@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.spec.visible import visible_devices
+from roll_core.spec.platform import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.spec.train import MicroBatch, Want
+    from roll_core.spec.train import MicroBatch, WantedOutputs
     from roll_modeling.backbone import LanguageHead
     from roll_modeling.logprobs import HeadRequest
     from roll_modeling.task_model import TaskModel
@@ -35,7 +35,7 @@ class Computation(nn.Module):
         self._task_model = [task_model]
         """In a list, so that it is not registered as a submodule."""
 
-    def forward(self, *, micro: MicroBatch, want: Want) -> dict[str, Tensor]:
+    def forward(self, *, micro: MicroBatch, want: WantedOutputs) -> dict[str, Tensor]:
         """The outputs that are not None, by their names in `TokenOutputs`."""
         return _present(self._task_model[0].outputs(micro, want))
 

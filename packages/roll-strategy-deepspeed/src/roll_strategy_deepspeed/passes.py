@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, TokenOutputs, Want
+    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, TokenOutputs, WantedOutputs
     from roll_strategy_deepspeed.ranks import Ranks
 
 
@@ -37,11 +37,11 @@ class Passes:
         """Number of backward passes since the last optimizer step."""
 
     @torch.no_grad()
-    def score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients. Collective at stage 3."""
         return self._outputs(micro.to(self._ranks.device), want)
 
-    def score_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def score_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches; at stage 3, followed by idle passes if other ranks have more
         microbatches."""
         num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage == 3 else 0
@@ -76,7 +76,7 @@ class Passes:
         self._ranks.raise_together(error)
         return metrics
 
-    def idle_backward(self, want: Want) -> None:
+    def idle_backward(self, want: WantedOutputs) -> None:
         """Backward pass that adds 0 to the gradients.
 
         It runs if other ranks have more microbatches, or if DeepSpeed needs a backward pass before a step.
@@ -88,5 +88,5 @@ class Passes:
         self._engine.backward(loss * self._ranks.size)
         self.num_backwards += 1
 
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         return token_outputs(self._compute(micro=micro, want=want))

@@ -20,7 +20,7 @@ from roll_core.spec.train import (
     StepStats,
     TokenOutputs,
     TrainStrategy,
-    Want,
+    WantedOutputs,
 )
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.fused import fuse
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.spec.train import Part, TrainingSpec
+    from roll_core.spec.train import StateKind, TrainingSpec
     from roll_modeling.backbone import LanguageHead
     from roll_modeling.lora import Adapters
 
@@ -110,7 +110,7 @@ class DeepSpeedStrategy(TrainStrategy):
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
 
         Collective at stage 3: every rank must call it the same number of times. `forward_all` ensures this by idle
@@ -119,7 +119,7 @@ class DeepSpeedStrategy(TrainStrategy):
         self.mover.need("weights")
         return self.passes.score(micro, want)
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
 
         At stage 3, a rank with fewer microbatches than others runs idle passes at the end.
@@ -153,7 +153,7 @@ class DeepSpeedStrategy(TrainStrategy):
             group["lr"] = learning_rate
         if self.stage and not self.passes.num_backwards:
             self.passes.idle_backward(
-                Want(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm")
+                WantedOutputs(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm")
             )
         self.passes.num_backwards = 0
         overflow = self.loss_scale.can_fall
@@ -196,7 +196,7 @@ class DeepSpeedStrategy(TrainStrategy):
                 if parameter is not None:
                     deepspeed.zero.register_external_parameter(self.computation.head, parameter)
 
-    def _check_trains(self, *parts: Part) -> TrainingSpec:
+    def _check_trains(self, *parts: StateKind) -> TrainingSpec:
         """The training settings.
 
         Raises `UnsupportedError` if the strategy is forward-only; also checks that `parts` are onloaded.
@@ -280,19 +280,19 @@ class DeepSpeedStrategy(TrainStrategy):
 
     # -- between phases ------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` to host memory. Tensors that are already in host memory stay there."""
         for part in parts:
             scratch = self.held.scratch() if part == "grads" and self.training is not None else ()
             self.mover.away(part, self._held().get(part, ()), scratch)
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` back into the same tensors."""
         for part in parts:
             self.mover.back(part)
 
-    def _held(self) -> dict[Part, list[Tensor]]:
-        found: dict[Part, list[Tensor]] = {"weights": self.weights.held()}
+    def _held(self) -> dict[StateKind, list[Tensor]]:
+        found: dict[StateKind, list[Tensor]] = {"weights": self.weights.held()}
         if self.training is not None:
             found |= {"grads": self.held.gradients(), "optimizer": self.held.optimizer_state()}
         return found

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.train import LossFn, LossMetrics, Want
+    from roll_core.spec.train import LossFn, LossMetrics, WantedOutputs
     from roll_modeling.process_group import ProcessGroup
     from roll_modeling.task_model import TaskModel
     from roll_strategy_fsdp2.sharding import Root
@@ -53,7 +53,7 @@ class Passes:
             self.task_model: TaskModel = root(make)
         self._free()
 
-    def score(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes without gradients.
 
         If the ranks have different numbers of microbatches, all of them must call `make_up_for` before.
@@ -64,7 +64,7 @@ class Passes:
         finally:
             self._free()
 
-    def make_up_for(self, num_micros: int, want: Want) -> None:
+    def make_up_for(self, num_micros: int, want: WantedOutputs) -> None:
         """Run idle passes until this rank has as many passes as the rank with the most microbatches. Collective."""
         for idle in self._idle(num_micros):
             self._score(idle, want)
@@ -100,7 +100,7 @@ class Passes:
         self.process_group.raise_together(error)
         return found
 
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run the forward pass inside the root. FSDP only hooks tensors that are elements of a tuple, and no views."""
 
         def compute() -> tuple[Tensor | None, ...]:
@@ -110,7 +110,7 @@ class Passes:
         return TokenOutputs(**dict(zip(OUTPUTS, self.root(compute), strict=True)))
 
     @torch.no_grad()
-    def _score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         return self._outputs(micro.to(self.device), want)
 
     def _free(self) -> None:

@@ -14,12 +14,12 @@ from roll_core.spec.train import (
     LossFn,
     LossMetrics,
     MicroBatch,
-    Part,
     PortableState,
+    StateKind,
     StepStats,
     TokenOutputs,
     TrainStrategy,
-    Want,
+    WantedOutputs,
 )
 from roll_core.types import DataRank
 from roll_modeling.backbone import checkpoint_layers
@@ -130,7 +130,7 @@ class FSDP2Strategy(TrainStrategy):
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
 
         Collective: every rank must call it the same number of times.
@@ -138,7 +138,7 @@ class FSDP2Strategy(TrainStrategy):
         (found,) = self.passes.score([micro], want)
         return found
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
 
         Idle passes run immediately; the others run as the iterator is consumed.
@@ -246,7 +246,7 @@ class FSDP2Strategy(TrainStrategy):
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move this rank's shards of `parts` to host memory.
 
         No-op on CPU devices; with `offload_policy` they are on the host.
@@ -256,7 +256,7 @@ class FSDP2Strategy(TrainStrategy):
         for part in parts:
             self.mover.away(part, self._held()[part])
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` back into the same tensors."""
         for part in parts:
             self.mover.back(part)
@@ -266,7 +266,7 @@ class FSDP2Strategy(TrainStrategy):
         held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
         return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
 
-    def _held(self) -> dict[Part, list[Tensor]]:
+    def _held(self) -> dict[StateKind, list[Tensor]]:
         weights = [local(each) for each in self.model.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}

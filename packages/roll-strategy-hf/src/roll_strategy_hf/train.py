@@ -18,12 +18,12 @@ from roll_core.spec.train import (
     LossFn,
     LossMetrics,
     MicroBatch,
-    Part,
     PortableState,
+    StateKind,
     StepStats,
     TokenOutputs,
     TrainStrategy,
-    Want,
+    WantedOutputs,
 )
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.export import write_model
@@ -105,7 +105,7 @@ class HFTrainStrategy(TrainStrategy):
     # -- computing -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run a forward pass without gradients; outputs are on the mesh's device."""
         self.mover.need("weights")
         return self.task_model.outputs(micro.to(self._mesh.device), want)
@@ -280,18 +280,18 @@ class HFTrainStrategy(TrainStrategy):
 
     # -- between phases ------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move the parts to host memory. Parameters keep their identity; their device memory is empty meanwhile."""
         for part in parts:
             self.mover.away(part, self._held()[part])
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Move the parts back to the device, into the same tensors."""
         for part in parts:
             self.mover.back(part)
 
-    def _held(self) -> dict[Part, list[Tensor]]:
-        held: dict[Part, list[Tensor]] = {"weights": [each.data for each in self.model.parameters()]}
+    def _held(self) -> dict[StateKind, list[Tensor]]:
+        held: dict[StateKind, list[Tensor]] = {"weights": [each.data for each in self.model.parameters()]}
         optimizer = self.optimizer
         held["grads"] = [optimizer.flat_grad] if optimizer is not None else []
         held["optimizer"] = optimizer.state() if optimizer is not None else []

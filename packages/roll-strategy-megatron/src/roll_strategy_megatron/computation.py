@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import MicroBatch, Want
+    from roll_core.spec.train import MicroBatch, WantedOutputs
     from roll_strategy_megatron.balancing import Balancing
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
@@ -68,7 +68,7 @@ class Computation:
     def run(
         self,
         micros: Sequence[MicroBatch],
-        want: Want,
+        want: WantedOutputs,
         at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
         *,
         backward: bool,
@@ -98,7 +98,7 @@ class Computation:
 
     def _step(
         self,
-        want: Want,
+        want: WantedOutputs,
         at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
         passages: Iterator[Passage],
         model: Any,
@@ -113,7 +113,9 @@ class Computation:
 
         return model(passage.packing), finish
 
-    def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int, *, balanced: bool) -> list[Passage]:
+    def _passages(
+        self, micros: Sequence[MicroBatch], want: WantedOutputs, fewest: int, *, balanced: bool
+    ) -> list[Passage]:
         """Pack the microbatches and append idle ones at the end.
 
         Replicas that share experts need equal numbers of microbatches; interleaved schedules need a multiple of the
@@ -168,14 +170,14 @@ class Computation:
 
     # -- the last stage ------------------------------------------------------------------------------------------------
 
-    def _outputs(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
+    def _outputs(self, hidden: Tensor, passage: Passage, want: WantedOutputs) -> TokenOutputs:
         """Outputs of a microbatch, complete on each rank of the last stage."""
         if self.task == "causal_lm":
             return self._of_tokens(hidden, passage, want)
         scores_L: Tensor = self.runs[-1].output_layer(hidden)
         return TokenOutputs(values_T=self._spread(scores_L.index_select(0, passage.packing.rows_N), passage))
 
-    def _of_tokens(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
+    def _of_tokens(self, hidden: Tensor, passage: Passage, want: WantedOutputs) -> TokenOutputs:
         packing = passage.packing
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -228,7 +230,7 @@ class Computation:
     # -- to the other stages -------------------------------------------------------------------------------------------
 
     def on_all_stages(
-        self, outputs: TokenOutputs | None, micro: MicroBatch, want: Want, disagreement_T: Tensor | None
+        self, outputs: TokenOutputs | None, micro: MicroBatch, want: WantedOutputs, disagreement_T: Tensor | None
     ) -> TokenOutputs:
         """Broadcast the last stage's outputs to all stages and add `disagreement_T`. Collective over the stages."""
         last = self.parallel.pp.size() - 1

@@ -20,12 +20,12 @@ from roll_core.spec.train import (
     LossFn,
     LossMetrics,
     MicroBatch,
-    Part,
     PortableState,
+    StateKind,
     StepStats,
     TokenOutputs,
     TrainStrategy,
-    Want,
+    WantedOutputs,
 )
 from roll_modeling.model import DTYPES
 from roll_modeling.moving import Mover
@@ -149,14 +149,14 @@ class MegatronStrategy(TrainStrategy):
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; every rank of the replica gets all outputs.
 
         Collective over the replica, and over all ranks if experts are distributed over replicas.
         """
         return self._score([micro], want)[0]
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches, run before this method returns, so that they are pipelined over the
         stages."""
         return iter(self._score(micros, want))
@@ -205,7 +205,7 @@ class MegatronStrategy(TrainStrategy):
         """Clip gradients and run the optimizer step. Collective."""
         return self._require_training().step()
 
-    def _score(self, micros: Sequence[MicroBatch], want: Want) -> list[TokenOutputs]:
+    def _score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> list[TokenOutputs]:
         self._check_wanted(want)
 
         def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
@@ -222,7 +222,7 @@ class MegatronStrategy(TrainStrategy):
             raise UnsupportedError(f"role {self._mesh.role} has no adapters, so there is no base model beneath them")
         return self.lora.off()
 
-    def _check_wanted(self, want: Want) -> None:
+    def _check_wanted(self, want: WantedOutputs) -> None:
         if self.spec.task == "causal_lm" and want.values:
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
         if self.spec.task != "causal_lm" and (want.logprobs or want.entropy or want.topk):
@@ -333,7 +333,7 @@ class MegatronStrategy(TrainStrategy):
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move this rank's shards of `parts` to host memory.
 
         Megatron's parameters are views of weight and gradient buffers; the views stay valid.
@@ -343,7 +343,7 @@ class MegatronStrategy(TrainStrategy):
         for part in parts:
             self.mover.away(part, self._held()[part])
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` back into the same tensors."""
         for part in parts:
             self.mover.back(part)
@@ -353,7 +353,7 @@ class MegatronStrategy(TrainStrategy):
         held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
         return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
 
-    def _held(self) -> dict[Part, list[Tensor]]:
+    def _held(self) -> dict[StateKind, list[Tensor]]:
         weights: list[Tensor] = [each for run in self.runs for each in run.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}

@@ -9,7 +9,7 @@ from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import ModelParallelism
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import check_names, check_rows, check_same, check_same_run
 from roll_testing.losses import LOSSES, SPLITS, TRAINING
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from roll_testing.programs import Raised, Rows, Trained
 
 TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
-SCORES = Want(logprobs=True)
+SCORES = WantedOutputs(logprobs=True)
 
 
 class TrainContractTests(Subject):
@@ -101,16 +101,16 @@ class TrainContractTests(Subject):
     # -- outputs of a forward pass -------------------------------------------------------------------------------------
 
     def test_only_what_was_wanted_is_returned(self, case: Case) -> None:
-        """`forward` must return exactly the outputs that `Want` names.
+        """`forward` must return exactly the outputs that `WantedOutputs` names.
 
         Each must be a detached float32 tensor `[T]` with 0 at the first token of each sequence.
         """
         batch = self.batch()
         size = sum(len(each) for each in batch)
         for want, names in (
-            (Want(logprobs=True), {"logprobs"}),
-            (Want(entropy=True), {"entropy"}),
-            (Want(logprobs=True, entropy=True), {"logprobs", "entropy"}),
+            (WantedOutputs(logprobs=True), {"logprobs"}),
+            (WantedOutputs(entropy=True), {"entropy"}),
+            (WantedOutputs(logprobs=True, entropy=True), {"logprobs", "entropy"}),
         ):
             found = self.run(describe_outputs, self._on_one(case), batch, want)[0]
             check_names(found, dict.fromkeys(names))
@@ -129,9 +129,15 @@ class TrainContractTests(Subject):
         """
         case, batch = self._on_one(case), self.batch()
         if not self.can.topk:
-            expect(self.run(want_undeclared, case, batch, Want(topk=3))[0], UnsupportedError, "top-k of a forward pass")
+            expect(
+                self.run(want_undeclared, case, batch, WantedOutputs(topk=3))[0],
+                UnsupportedError,
+                "top-k of a forward pass",
+            )
         expect(
-            self.run(want_undeclared, case, batch, Want(values=True))[0], UnsupportedError, "values of a language model"
+            self.run(want_undeclared, case, batch, WantedOutputs(values=True))[0],
+            UnsupportedError,
+            "values of a language model",
         )
         for task in TASKS:
             if task not in self.can.tasks:

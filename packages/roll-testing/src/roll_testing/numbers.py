@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
 from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
@@ -37,23 +37,23 @@ class TrainNumberTests(Subject):
 
     def test_logprobs_equal_the_reference(self, case: Case, world_size: int) -> None:
         """Logprobs of every token after the first must equal the reference's, with all sequences in one microbatch."""
-        self._compare(case, Want(logprobs=True), "logprobs")
+        self._compare(case, WantedOutputs(logprobs=True), "logprobs")
 
     def test_logprobs_have_the_temperature_of_the_rollouts(self, case: Case) -> None:
         """Logits must be divided by the temperature before the softmax.
 
         Otherwise logprobs would not be comparable with those of the rollouts.
         """
-        self._compare(case, Want(logprobs=True, temperature=0.5), "logprobs")
+        self._compare(case, WantedOutputs(logprobs=True, temperature=0.5), "logprobs")
 
     def test_entropy_equals_the_reference(self, case: Case) -> None:
         """Entropy must be that of the distribution from which token `t` is sampled, in nats, at the temperature."""
-        self._compare(case, Want(entropy=True, temperature=0.7), "entropy")
+        self._compare(case, WantedOutputs(entropy=True, temperature=0.7), "entropy")
 
     def test_topk_equals_the_reference(self, case: Case) -> None:
         """Top-k logprobs and token ids must equal the reference's, in descending order."""
         self.need(self.can.topk, "topk")
-        self._compare(case, Want(topk=5), "topk_logprobs", "topk_ids")
+        self._compare(case, WantedOutputs(topk=5), "topk_logprobs", "topk_ids")
 
     def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
         """Values must equal the reference's.
@@ -61,7 +61,7 @@ class TrainNumberTests(Subject):
         For task `value` they belong to the state before token `t`, for task `reward` to the sequence up to and
         including token `t`.
         """
-        self._compare(case, Want(values=True), "values")
+        self._compare(case, WantedOutputs(values=True), "values")
 
     @pytest.mark.parametrize("split", ["one by one", "by tokens"])
     def test_outputs_do_not_depend_on_their_neighbours(self, case: Case, split: str) -> None:
@@ -70,7 +70,7 @@ class TrainNumberTests(Subject):
         The test compares one microbatch with splits into single sequences and by tokens.
         """
         batch = self.batch()
-        want = Want(logprobs=True, entropy=True)
+        want = WantedOutputs(logprobs=True, entropy=True)
         whole = self.scored(case, batch, want, WHOLE)
         parts = self.scored(case, batch, want, SPLITS[split])
         for name in ("logprobs", "entropy"):
@@ -81,7 +81,7 @@ class TrainNumberTests(Subject):
 
         The reference computes in float32.
         """
-        self._compare(self._in(case, low_dtype), Want(logprobs=True, entropy=True), "logprobs", "entropy")
+        self._compare(self._in(case, low_dtype), WantedOutputs(logprobs=True, entropy=True), "logprobs", "entropy")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class TrainNumberTests(Subject):
         step = Step(sequences=batch, loss=loss, split=SPLITS["three at a time"])
         (metrics,) = self.trained(case, TRAINING, [step]).metrics
         if self.can.topk:
-            choices = reference.by_sequence(batch, Want(topk=1))["topk_ids"]
+            choices = reference.by_sequence(batch, WantedOutputs(topk=1))["topk_ids"]
             hits = sum(int((choices[each.id][:, 0] == each.tokens)[each.loss_mask].sum()) for each in batch)
             accuracy = hits / sum(int(each.loss_mask.sum()) for each in batch)
             if not np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5):
@@ -192,7 +192,7 @@ class TrainNumberTests(Subject):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _compare(self, case: Case, want: Want, *names: str) -> None:
+    def _compare(self, case: Case, want: WantedOutputs, *names: str) -> None:
         batch, reference = self.batch(), self.reference(case)
         if case.model.task == "causal_lm" and not names[0].startswith("logprobs"):
             want = _with_logprobs(want)
@@ -271,7 +271,7 @@ def _norm(norm: float | Floats) -> Arrays:
     return {NORM: np.asarray(norm, np.float32)}
 
 
-def _with_logprobs(want: Want) -> Want:
+def _with_logprobs(want: WantedOutputs) -> WantedOutputs:
     return replace(want, logprobs=True)
 
 

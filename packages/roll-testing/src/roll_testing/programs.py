@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import LossFn, Part, StepStats, TrainStrategy, Want
+    from roll_core.spec.train import LossFn, StateKind, StepStats, TrainStrategy, WantedOutputs
     from roll_core.types import DataRank, Floats, TrainSequence
     from roll_testing.bench import Arrays, Case, Split, Step
 
@@ -79,7 +79,7 @@ def raised(call: Callable[[], object]) -> Raised | None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split) -> Rows:
+def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs, split: Split) -> Rows:
     """Return outputs of a freshly built model."""
     with built(case, rank) as strategy:
         return outputs(strategy, sequences, want, split)
@@ -143,7 +143,7 @@ def fail_to_build(rank: int, case: Case) -> tuple[Raised | None, Raised | None]:
     return raised(lambda: strategy.build(case.model, mesh_of(case, rank))), raised(strategy.close)
 
 
-def only_score(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, dict[str, Raised | None]]:
+def only_score(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[Rows, dict[str, Raised | None]]:
     """Return the outputs of a role without an optimizer, and the errors of its training calls."""
     with built(case.with_(training=None), rank) as strategy:
         (micro,) = micros(step.sequences, step.sequences, WHOLE)
@@ -154,7 +154,7 @@ def only_score(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, dic
         }
 
 
-def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, Rows, Trained]:
+def live_together(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[Rows, Rows, Trained]:
     """Run a training role and a scoring role in one process.
 
     Return the scorer's outputs before and after a step of the other role, and the training steps.
@@ -172,7 +172,7 @@ def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, 
 
 
 def describe_outputs(
-    rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want
+    rank: int, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs
 ) -> dict[str, tuple[tuple[int, ...], str, bool, float]]:
     """Return shape, dtype, `requires_grad`, and the largest absolute value at first tokens, for each output."""
     with built(case, rank) as strategy:
@@ -190,7 +190,7 @@ def describe_outputs(
         }
 
 
-def want_undeclared(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want) -> Raised | None:
+def want_undeclared(rank: int, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs) -> Raised | None:
     """Return the error of a forward pass."""
     with built(case, rank) as strategy:
         (micro,) = micros(sequences, sequences, WHOLE)
@@ -202,7 +202,7 @@ def build_undeclared(rank: int, case: Case, task: Task) -> Raised | None:
     return fail_to_build(rank, case.with_(model=replace(case.model, task=task)))[0]
 
 
-def look_between(rank: int, case: Case, step: Step, want: Want) -> Trained:
+def look_between(rank: int, case: Case, step: Step, want: WantedOutputs) -> Trained:
     """Run a step with forward passes and an export between backward and the optimizer step."""
     with built(case, rank) as strategy:
         before = weights(strategy)
@@ -270,7 +270,7 @@ def load_damaged(rank: int, case: Case, folder: str) -> Raised | None:
 
 
 def export_after_steps(
-    rank: int, case: Case, steps: Sequence[Step], batch: Sequence[TrainSequence], want: Want, folder: str
+    rank: int, case: Case, steps: Sequence[Step], batch: Sequence[TrainSequence], want: WantedOutputs, folder: str
 ) -> tuple[Arrays, Rows, Raised | None]:
     """Return exported weights and outputs of the trained model, and the error of `export_model` into `folder`."""
     with built(case, rank) as strategy:
@@ -281,7 +281,7 @@ def export_after_steps(
         return held, found, raised(lambda: strategy.export_model(Path(folder)))
 
 
-def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequence[Part]) -> Trained:
+def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequence[StateKind]) -> Trained:
     """Run steps, and offload and onload `parts` before each step, before each optimizer step, and at the end."""
     with built(case, rank) as strategy:
         before = weights(strategy)
@@ -302,7 +302,7 @@ def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequenc
 
 
 def compute_while_away(
-    rank: int, case: Case, step: Step, batch: Sequence[TrainSequence], want: Want
+    rank: int, case: Case, step: Step, batch: Sequence[TrainSequence], want: WantedOutputs
 ) -> tuple[tuple[Rows, Arrays], tuple[Rows, Arrays]]:
     """Return outputs and exported weights after a step, and again with gradients and optimizer offloaded."""
     with built(case, rank) as strategy:
@@ -314,7 +314,7 @@ def compute_while_away(
         return here, away
 
 
-def _away_and_back(strategy: TrainStrategy, parts: Sequence[Part]) -> None:
+def _away_and_back(strategy: TrainStrategy, parts: Sequence[StateKind]) -> None:
     strategy.offload(parts)
     strategy.onload(parts)
 
@@ -330,7 +330,7 @@ class MemoryUsed:
     back: int
 
 
-def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]) -> MemoryUsed:
+def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[StateKind]) -> MemoryUsed:
     """Measure the platform's used bytes before offload, after offload and after onload.
 
     A step runs first, so that all buffers exist.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import check_near, check_rows
 from roll_testing.losses import LOSSES
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.types import TrainSequence
     from roll_testing.bench import Case
 
-WANT = Want(logprobs=True, entropy=True)
+WANT = WantedOutputs(logprobs=True, entropy=True)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys that architectures use for their number of experts."""
 

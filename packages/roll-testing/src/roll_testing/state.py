@@ -10,7 +10,7 @@ import pytest
 from roll_core.errors import UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.train import TrainStrategy, Want
+from roll_core.spec.train import TrainStrategy, WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import BOUNDS, check_names, check_rows, check_same, check_same_run, distance
 from roll_testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import Part
+    from roll_core.spec.train import StateKind
     from roll_core.types import Floats
     from roll_testing.bench import Arrays, Case
     from roll_testing.programs import MemoryUsed, Raised, Trained
 
-PARTS: dict[str, tuple[Part, ...]] = {
+PARTS: dict[str, tuple[StateKind, ...]] = {
     "weights": ("weights",),
     "grads": ("grads",),
     "optimizer": ("optimizer",),
     "all": ("weights", "grads", "optimizer"),
 }
 ASKED = {
-    "causal_lm": ("logprobs", Want(logprobs=True)),
-    "value": ("values", Want(values=True)),
-    "reward": ("values", Want(values=True)),
+    "causal_lm": ("logprobs", WantedOutputs(logprobs=True)),
+    "value": ("values", WantedOutputs(values=True)),
+    "reward": ("values", WantedOutputs(values=True)),
 }
 """Output to compare for a model of each task."""
 MOVED = 1e-4
@@ -96,7 +96,7 @@ class StateTests(Subject):
         held, found, _ = self._exported(case, "causal_lm", tmp_path)
         reference = self.reference(case)
         reference.take(held)
-        expected = reference.by_sequence(self.batch(), Want(logprobs=True))
+        expected = reference.by_sequence(self.batch(), WantedOutputs(logprobs=True))
         check_rows("logprobs by exported weights", found, expected["logprobs"], BOUNDS["fp32"].outputs)
 
     def test_an_exported_model_is_loaded_by_transformers(
@@ -126,8 +126,8 @@ class StateTests(Subject):
     def test_adapters_are_merged_on_export(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """After two steps with LoRA on every linear layer, exported weights must differ from the initial ones.
 
-        The reference with the exported weights must compute the strategy's logprobs. With `Want.base`, the strategy
-        must compute the logprobs of the untrained model.
+        The reference with the exported weights must compute the strategy's logprobs. With `WantedOutputs.base`, the
+        strategy must compute the logprobs of the untrained model.
         """
         self.need_training()
         self.need(self.can.lora, "lora")
@@ -135,7 +135,7 @@ class StateTests(Subject):
         case = case.with_(model=replace(case.model, lora=adapters))
         held, found, _ = self._exported(case, "causal_lm", tmp_path)
         _, found_base, _ = self._exported(case, "causal_lm", tmp_path, base=True)
-        reference, want = self.reference(case), Want(logprobs=True)
+        reference, want = self.reference(case), WantedOutputs(logprobs=True)
         untrained = reference.by_sequence(self.batch(), want)["logprobs"]
         check_rows("logprobs without adapters", found_base, untrained, BOUNDS["fp32"].outputs)
         if distance(held, reference.weights()) < MOVED:
@@ -189,7 +189,7 @@ class StateTests(Subject):
             self.need(self.can.lora, "lora")
             model = replace(model, lora=LoraSpec(targets=("all-linear",), rank=4, alpha=8.0))
         case = case.with_(training=TRAINING, model=model)
-        answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), Want(logprobs=True))
+        answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), WantedOutputs(logprobs=True))
         for rank, ((rows, held), (rows_away, held_away)) in enumerate(answers):
             check_same(f"weights of rank {rank} while the optimizer is away", held_away, held)
             for name, found in rows_away.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.runtime.records.portable_state import opened_portable_state
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import built, outputs
 from roll_testing.bounds import check_rows
 from roll_testing.models import DEEPSEEK, make_batch, write_checkpoint
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from roll_testing.bench import Case
 
 VOCABULARY = 61
-WANT = Want(logprobs=True)
+WANT = WantedOutputs(logprobs=True)
 
 
 def write_biased_checkpoint(folder: Path, *, seed: int) -> tuple[ModelSpec, dict[str, Tensor]]:

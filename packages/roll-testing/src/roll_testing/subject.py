@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import TrainingSpec, Want
+    from roll_core.spec.train import TrainingSpec, WantedOutputs
     from roll_core.types import Floats, TrainSequence
     from roll_testing.bench import Case, Split, Step
     from roll_testing.programs import Trained
@@ -210,7 +210,7 @@ class Subject(Part):
         return found
 
     def scored(
-        self, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split
+        self, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs, split: Split
     ) -> dict[str, dict[str, Floats]]:
         """Return outputs of the whole batch, gathered from the leaders, by output name and then by sequence id."""
         from roll_testing.programs import score

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
 from roll_testing.bench import Case, built, outputs
 from roll_testing.bounds import BOUNDS, check_rows
@@ -55,6 +55,6 @@ def check_against_trainer(
         timeout_s=setup.timeout_s,
     )
     with built(case, 0) as trainer:
-        rows = outputs(trainer, sequences, Want(logprobs=True, temperature=temperature))["logprobs"]
+        rows = outputs(trainer, sequences, WantedOutputs(logprobs=True, temperature=temperature))["logprobs"]
     expected = {key: row[num_prompt[key] :] for key, row in rows.items()}
     check_rows(f"the logprob beside {strategy}'s", found, expected, BOUNDS[setup.model.dtype].outputs)

@@ -17,8 +17,8 @@ from roll_core.errors import MissingRequirementError, PluginError, PythonEnviron
 from roll_core.plugins.requirements import CORE, alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import make_platform
-from roll_core.spec.checks import CheckResult, Level, Situation
 from roll_core.spec.config import RewardConfig
+from roll_core.spec.diagnostics import CheckContext, CheckResult, Level
 from roll_core.spec.providers import (
     CheckProvider,
     InferProvider,
@@ -82,11 +82,11 @@ def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float =
     yield from _plugins(registry)
     yield from _requirements(registry, config, chosen, deadline_s)
     yield from _environments(registry, config, deadline_s)
-    situation = Situation(platform=chosen.platform if chosen is not None else None, config=config)
+    context = CheckContext(platform=chosen.platform if chosen is not None else None, config=config)
     name = chosen.record.name if chosen is not None else ""
     for plugin, record in _records(registry, CheckProvider):
         if record.platform in ("", name):
-            yield from _check(record, plugin.package, situation, deadline_s)
+            yield from _check(record, plugin.package, context, deadline_s)
 
 
 # -- platforms ---------------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def _provider(registry: Registry, role: WorkerConfig) -> Provider:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(record: CheckProvider, package: str, situation: Situation, deadline_s: float) -> Iterator[DoctorFinding]:
+def _check(record: CheckProvider, package: str, context: CheckContext, deadline_s: float) -> Iterator[DoctorFinding]:
     def run() -> list[CheckResult]:
-        results = list(load_target(record.target, owner=f"check {record.name}")(situation))
+        results = list(load_target(record.target, owner=f"check {record.name}")(context))
         for result in results:
             if problem := _nonsense(result):
                 raise CheckFailedError(problem)

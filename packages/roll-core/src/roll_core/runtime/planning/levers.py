@@ -1,7 +1,7 @@
 """Search for the smallest config change that makes a run fit into memory: fewest settings first, then lowest cost.
 
-Candidates are microbatch sizes, gradient checkpointing, and the `MemoryAnswer.levers` of each strategy. Each candidate
-is evaluated with the memory formulas, so `roll-core plan` accepts the proposed config.
+Candidates are microbatch sizes, gradient checkpointing, and the `MemoryEstimate.levers` of each strategy. Each
+candidate is evaluated with the memory formulas, so `roll-core plan` accepts the proposed config.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roll_core.config.weight_transports import Choice, choose_transport
+from roll_core.config.weight_transports import TransportChoice, choose_transport
 from roll_core.errors import PlacementError, PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import choose_executor
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.executors import ExecutorName
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig, WorkerConfig
-    from roll_core.spec.plan import Act
+    from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
 
 WAITING_S = 120
 """Seconds that a run waits for free slots in Ray (`ray_executor.PLACEMENT_S`)."""
-HARDEST: dict[str, tuple[Act, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
+HARDEST: dict[str, tuple[Activity, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Placing:
     """Number of available nodes; None if the Ray cluster was not queried."""
     executor: ExecutorName
     places: Mapping[str, tuple[Place, ...]]
-    weights: Mapping[tuple[str, str], Choice] = field(default_factory=dict)
+    weights: Mapping[tuple[str, str], TransportChoice] = field(default_factory=dict)
     """Weight transport by `(trainer, engine)`."""
     problems: tuple[str, ...] = ()
     """Reasons why the run would not start."""
@@ -128,7 +128,7 @@ def weight_choices(
     platform: Platform,
     executor: ExecutorName,
     places: Mapping[str, tuple[Place, ...]],
-) -> dict[tuple[str, str], Choice]:
+) -> dict[tuple[str, str], TransportChoice]:
     """Weight transport by `(trainer, engine)`, before any self-test.
 
     Raises `UnsupportedError` if no transport connects a pair.

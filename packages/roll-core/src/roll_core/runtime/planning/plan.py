@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
-    from roll_core.spec.plan import Act, Use
+    from roll_core.spec.plan import Activity, MemoryItem
     from roll_core.spec.platform import Platform
 
 PROCESS_BYTES = 500 << 20
@@ -195,12 +195,12 @@ def _load(where: str, phase: Phase, by_role: dict[str, int], free: int | None) -
 
 def _by_memory(role: RoleMemory, phase: Phase, placing: Placing) -> tuple[int, int]:
     """Device and host bytes of one worker in a phase, after the roles that share slots have offloaded."""
-    act: Act = phase.acts.get(role.role, "wait")
+    act: Activity = phase.acts.get(role.role, "wait")
     mine = slots_of(placing.places[role.role])
     crowded = any(mine & slots_of(placing.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
     for use in role.taken(act):
-        if role.makes_room and crowded and use.leaves and _goes(use, act):
+        if role.makes_room and crowded and use.offloads and _goes(use, act):
             # An engine frees this memory; a trainer moves it to the host.
             host += use.num_bytes if role.kind != "generate" and use.on == "device" else 0
         elif use.on == "device":
@@ -210,7 +210,7 @@ def _by_memory(role: RoleMemory, phase: Phase, placing: Placing) -> tuple[int, i
     return (device, host) if _on_slots(role, placing) else (0, device + host)
 
 
-def _goes(use: Use, act: Act) -> bool:
+def _goes(use: MemoryItem, act: Activity) -> bool:
     """True if the role offloads this use in the phase. While publishing, it keeps its weights (`cluster.leases`)."""
     if act == "publish":
         return use.what != "weights"

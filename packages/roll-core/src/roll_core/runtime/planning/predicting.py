@@ -13,7 +13,7 @@ from roll_core.errors import PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.planning.models import adapter_parameters, size_of
 from roll_core.runtime.workers.build import makes_room, model_spec, provider_of
-from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
+from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
 from roll_core.spec.transport import WeightSizes
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from roll_core.runtime.planning.placing import Placing
     from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.plan import Act, Lever, MemoryAnswer, ModelSize
+    from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving, ModelSize
     from roll_core.spec.providers import InferProvider, TrainProvider
 
-ACTS: dict[str, tuple[Act, ...]] = {
+ACTS: dict[str, tuple[Activity, ...]] = {
     "train": ("start", "score", "publish", "backward", "step", "save"),
     "score": ("start", "score"),
     "generate": ("start", "receive", "generate"),
@@ -40,23 +40,23 @@ class RoleMemory:
     strategy: str
     workers: int
     parameters: int = 0
-    uses: tuple[Use, ...] = ()
-    levers: tuple[Lever, ...] = ()
+    uses: tuple[MemoryItem, ...] = ()
+    levers: tuple[MemorySaving, ...] = ()
     makes_room: bool = False
     """True if the role offloads or frees memory while other roles use its slots."""
     unknown: str = ""
     """Reason why the memory is unknown; empty if it is known."""
 
-    def taken(self, act: Act) -> list[Use]:
+    def taken(self, act: Activity) -> list[MemoryItem]:
         """Uses of memory during an activity."""
         return [use for use in self.uses if not use.during or act in use.during]
 
-    def num_bytes(self, act: Act, on: str = "") -> int:
+    def num_bytes(self, act: Activity, on: str = "") -> int:
         """Total bytes during an activity, on `device` or `host`, or on both if `on` is empty."""
         return sum(use.num_bytes for use in self.taken(act) if not on or use.on == on)
 
     @property
-    def acts(self) -> tuple[Act, ...]:
+    def acts(self) -> tuple[Activity, ...]:
         """Activities of a role of this kind."""
         return ACTS.get(self.kind, ())
 
@@ -95,10 +95,10 @@ def _role_memory(
     )
 
 
-def _ask(provider: TrainProvider | InferProvider, question: MemoryQuestion, *, owner: str) -> MemoryAnswer:
+def _ask(provider: TrainProvider | InferProvider, question: MemoryInput, *, owner: str) -> MemoryEstimate:
     formula = load_target(provider.memory, owner=owner)
     try:
-        answer: MemoryAnswer = formula(question)
+        answer: MemoryEstimate = formula(question)
     except Exception as error:  # an error in a plugin's formula must end neither a plan nor a run
         raise PluginError(f"{owner}: {provider.memory} failed: {type(error).__name__}: {error}") from error
     return answer
@@ -116,7 +116,7 @@ def _question(
     placing: Placing,
     provider: TrainProvider | InferProvider,
     slot_bytes: int | None,
-) -> MemoryQuestion:
+) -> MemoryInput:
     spec = model_spec(role, config, Path())
     size = size_of(spec, config)
     added = adapter_parameters(size, spec.lora) if spec.lora is not None else 0
@@ -125,7 +125,7 @@ def _question(
     strategy.check_model_args(worker.model_args.model_dump(exclude_unset=True))
     batch = _Batches(role, worker, config, placing, size)
     places = placing.places[role.name]
-    return MemoryQuestion(
+    return MemoryInput(
         model=size,
         config=strategy,
         task=role.task,
@@ -146,11 +146,11 @@ def _question(
         prompt_tokens=config.prompt_length,
         outputs=math.ceil(placing.pipeline.outputs / len(places)),
         random_weights=spec.random_init is not None,
-        borrows_weights=_borrows(role, config, placing),
+        shares_weights=_borrows(role, config, placing),
     )
 
 
-def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question: MemoryQuestion) -> tuple[Use, ...]:
+def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question: MemoryInput) -> tuple[MemoryItem, ...]:
     """Buffers of the first weight sync in which the role takes part, as estimated by its transport."""
     link = next((link for link in placing.weights if role.name in link), None)
     if link is None:
@@ -162,11 +162,13 @@ def _sync_buffers(role: RoleSpec, config: RunConfig, placing: Placing, question:
         bucket_bytes=config.model_update_buffer_size_mb << 20,
     )
     buffers = load_transport(placing.weights[link].provider).buffers(sizes)
-    act: Act = "publish" if role.name == link[0] else "receive"
+    act: Activity = "publish" if role.name == link[0] else "receive"
     num_bytes = buffers.sender_bytes if role.name == link[0] else buffers.receiver_bytes
     if not num_bytes:
         return ()
-    return (Use(what="sync buffers", num_bytes=num_bytes, formula=buffers.formula, during=(act,), on=buffers.on),)
+    return (
+        MemoryItem(what="sync buffers", num_bytes=num_bytes, formula=buffers.formula, during=(act,), on=buffers.on),
+    )
 
 
 class _Batches:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from roll_core.spec.tracker import Tracker
+    from roll_core.spec.pipeline import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from roll_core.config.secrets import Redactor
 from roll_core.errors import DataError, WorkerDiedError
 from roll_core.runtime.workers.reward import THREADS
-from roll_core.spec.reward import RewardRequest
+from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Group, Reward
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDiedError, chain
-from roll_core.plugins.events import Events
+from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import select_platform
 from roll_core.runtime.planning.comparing import compared
@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.checkpoints import Checkpoint
     from roll_core.runtime.records.record import Outcome
     from roll_core.spec.config import RunConfig
-    from roll_core.spec.pipeline import Pipeline
+    from roll_core.spec.pipeline import Pipeline, Tracker
     from roll_core.spec.providers import PipelineProvider
-    from roll_core.spec.tracker import Tracker
 
 log = logging.getLogger(__name__)
 

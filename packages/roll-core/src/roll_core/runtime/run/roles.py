@@ -25,7 +25,7 @@ from roll_core.runtime.workers.infer import EngineReading, InferWorker, join_rea
 from roll_core.runtime.workers.train import TrainWorker, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.replicas import HealthTimeouts, Routing
     from roll_core.runtime.rollout.requests import FindStop
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.train import LossFn, LossMetrics, Part, StepStats
+    from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
 T = TypeVar("T")
@@ -88,11 +88,11 @@ class GroupTrainRole(TrainRole):
 
     async def leave(self, parts: frozenset[str]) -> None:
         """Offload parts of every rank to the host."""
-        await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[Part]", parts)))
+        await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[StateKind]", parts)))
 
     async def enter(self, parts: frozenset[str]) -> None:
         """Onload parts of every rank to the device."""
-        await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[Part]", parts)))
+        await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[StateKind]", parts)))
 
     def _turn(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
         return self._turns.take({self.name: parts})
@@ -136,17 +136,17 @@ class GroupTrainRole(TrainRole):
         values: bool = False,
         temperature: float = 1.0,
         base: bool = False,
-        first_choices: bool = False,
+        argmax_tokens: bool = False,
     ) -> ScoredSequences:
         if base and not self.config.model_args.trains_adapters:
             raise UnsupportedError(
                 f"{self.name} trains its whole model, not adapters (lora_target): no base model is left to score with"
             )
-        want = Want(
+        want = WantedOutputs(
             logprobs=logprobs,
             entropy=entropy,
             values=values,
-            topk=int(first_choices),
+            topk=int(argmax_tokens),
             temperature=temperature,
             base=base,
         )
@@ -170,7 +170,7 @@ class GroupTrainRole(TrainRole):
             logprobs=in_order("logprobs", logprobs),
             entropy=in_order("entropy", entropy),
             values=in_order("values", values),
-            first_choices=in_order("first_choices", first_choices),
+            argmax_tokens=in_order("argmax_tokens", argmax_tokens),
         )
 
     @override

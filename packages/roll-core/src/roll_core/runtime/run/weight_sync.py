@@ -10,7 +10,7 @@ import numpy as np
 
 from roll_core.config.weight_transports import choose_transport, load_transport
 from roll_core.errors import (
-    ReceiverSilentError,
+    ReceiverTimeoutError,
     RollError,
     StaleWeightsError,
     WeightsUnchangedError,
@@ -175,7 +175,7 @@ class WeightSyncController:
                     await engine.revive()
                     return await link.broadcaster.publish(version, changed_at=changed_at)
                 except (WorkerDiedError, WeightSyncError) as error:
-                    silent = error.ranks if isinstance(error, ReceiverSilentError) else ()
+                    silent = error.ranks if isinstance(error, ReceiverTimeoutError) else ()
                     if not left or not (
                         engine.group.lost or await engine.give_up(silent, f"{error} (model_update_timeout)")
                     ):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
     CorruptTensorError,
-    ReceiverSilentError,
+    ReceiverTimeoutError,
     WeightSyncError,
     WorkerDiedError,
     WorkerTimeoutError,
@@ -198,7 +198,7 @@ class WeightBroadcaster:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _call_off(self, handle: SendHandle) -> None:
-        await asyncio.to_thread(load_transport(self.transport).call_off, handle.address, self.route.options)
+        await asyncio.to_thread(load_transport(self.transport).cancel_transfer, handle.address, self.route.options)
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
         """Call all receivers, including lost ranks, so that the send fails instead of blocking on them."""
@@ -264,9 +264,9 @@ class WeightBroadcaster:
         if not receiving.done():
             raise self._silent(plan, range(plan.num_receivers))
 
-    def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverSilentError:
+    def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverTimeoutError:
         where = f" (it did not read {at})" if at else ""
-        return ReceiverSilentError(
+        return ReceiverTimeoutError(
             f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
             f" {plan.deadline_s:g} s{where}: the engine hangs, or needs a longer model_update_timeout",
             ranks,

@@ -15,14 +15,14 @@ from roll_core.plugins.targets import load_class, load_target
 from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.workers.judge_pool import JudgePool
 from roll_core.spec.config import RewardConfig
-from roll_core.spec.reward import RewardFunction
+from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.providers import RewardProvider
-    from roll_core.spec.reward import RewardRequest
+    from roll_core.spec.rollout import RewardRequest
 
 CLOSE_S = 5.0
 """Seconds that `RewardFunction.close` may take in a child process."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from roll_core.config.model_keys import model_keys
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
@@ -22,6 +21,7 @@ from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weights import WeightReceiver, device_facts
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
+from roll_core.spec.model import model_keys
 from roll_core.types import Completion, CompletionOutput, FinishReason
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.spec.providers import RewardProvider
-    from roll_core.spec.reward import RewardFunction, RewardRequest
+    from roll_core.spec.rollout import RewardFunction, RewardRequest
 
 THREADS = 8
 log = logging.getLogger(__name__)

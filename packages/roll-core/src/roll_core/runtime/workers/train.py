@@ -31,12 +31,12 @@ if TYPE_CHECKING:
         LossFn,
         LossMetrics,
         MicroBatch,
-        Part,
+        StateKind,
         StepStats,
         TokenOutputs,
         TrainingSpec,
         TrainStrategy,
-        Want,
+        WantedOutputs,
     )
     from roll_core.spec.transport import DeviceFacts
     from roll_core.types import DataRank, Floats, TokenIds, Totals, TrainSequence
@@ -59,7 +59,7 @@ class ScoredShare:
     logprobs: list[Floats] | None
     entropy: list[Floats] | None
     values: list[Floats] | None
-    first_choices: list[TokenIds] | None = None
+    argmax_tokens: list[TokenIds] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +114,10 @@ class TrainWorker:
         self.strategy.build(self.model, self.mesh)
         return self.strategy.data_rank
 
-    def score(self, sequences: Sequence[TrainSequence], want: Want) -> ScoredShare:
+    def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredShare:
         """Run forward passes over this rank's share."""
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
-        found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "first_choices": {}}
+        found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "argmax_tokens": {}}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
             for name, tensor_T in _outputs(outputs).items():
                 rows = tensor_T.detach().cpu().numpy()
@@ -132,7 +132,7 @@ class TrainWorker:
             logprobs=in_order("logprobs", want.logprobs),
             entropy=in_order("entropy", want.entropy),
             values=in_order("values", want.values),
-            first_choices=in_order("first_choices", want.topk > 0),
+            argmax_tokens=in_order("argmax_tokens", want.topk > 0),
         )
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
@@ -164,11 +164,11 @@ class TrainWorker:
         """
         return self.sender.send(plan)
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Offload parts of the state to the host."""
         self.strategy.offload(parts)
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Onload parts of the state to the device."""
         self.strategy.onload(parts)
 
@@ -238,5 +238,5 @@ def _outputs(outputs: TokenOutputs) -> dict[str, Tensor]:
     named = {"logprobs": outputs.logprobs_T, "entropy": outputs.entropy_T, "values": outputs.values_T}
     found = {name: tensor_T.float() for name, tensor_T in named.items() if tensor_T is not None}
     if outputs.topk_ids_TK is not None:
-        found["first_choices"] = outputs.topk_ids_TK[:, 0]
+        found["argmax_tokens"] = outputs.topk_ids_TK[:, 0]
     return found

@@ -101,7 +101,7 @@ class CollectiveTransport(WeightTransport):
         )
 
     @override
-    def call_off(self, address: str, options: Mapping[str, str]) -> None:
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
         """Set the key `OFF` for device backends; gloo detects closed connections without it. If the driver cannot
         reach the store, endpoints block until their deadline."""
         if options.get("backend", HOST_BACKEND) == HOST_BACKEND:

@@ -71,7 +71,7 @@ class DiskTransport(WeightTransport):
         return DiskReceiver(setup.address, setup.rank, setup.bucket_bytes)
 
     @override
-    def call_off(self, address: str, options: Mapping[str, str]) -> None:
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):
             Folder(address).remove()
 

@@ -1,11 +1,16 @@
-"""The interface of checks, which `roll-core doctor` runs. Each check examines one thing and suggests a remedy.
+"""The interfaces of checks, which `roll-core doctor` runs, and of known errors, each with a remedy.
 
 A check is a function that a `CheckProvider` refers to. It may read files, query drivers and start programs with a
 timeout; it must not change anything. An exception that it raises is shown as its result.
+
+A plugin lists the errors of its engine in a tuple that a `KnownErrorsProvider` refers to. If a run ends with an
+exception that is not one of ROLL's own, the runtime looks up its first cause and prints the remedy.
+docs/troubleshooting.md has a section for each known error of the core and of the plugins in this repository.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -34,11 +39,11 @@ class CheckResult:
 
     def __post_init__(self) -> None:
         if self.level in ("warning", "error") and not self.remedy:
-            raise ValueError(f"a check found {self.found!r} ({self.level}) and says no remedy")
+            raise ValueError(f"a check found {self.found!r} ({self.level}) without a remedy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class CheckContext:
     """Input of a check."""
 
     platform: Platform | None
@@ -47,7 +52,28 @@ class Situation:
     """Config of the run to start, if one was given."""
 
 
-Check = Callable[[Situation], Iterable[CheckResult]]
+Check = Callable[[CheckContext], Iterable[CheckResult]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownError:
+    """One known error, identified by its text."""
+
+    id: str
+    """Heading of its section in the docs."""
+    pattern: str
+    """Regular expression, searched for in `Type: first line of the message` of the exception and of each of its
+    causes."""
+    cause: str
+    """The cause, in one sentence."""
+    remedy: str
+    """Steps to try, in order. Config keys are given by name."""
+    during: tuple[str, ...] = ()
+    """Worker methods in which the error has this meaning, for example `generate` or `forward_backward`; empty means
+    anywhere. If several entries match, an entry that names the method takes precedence."""
+
+    def __post_init__(self) -> None:
+        re.compile(self.pattern)
 
 
 document_fields(__name__)

@@ -19,7 +19,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from roll_core.spec.tracker import Tracker
+from roll_core.builtin.config import TensorBoardOptions
+from roll_core.spec.pipeline import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,19 +32,12 @@ _NUMBERS = itertools.count()
 
 
 class TensorBoardTracker(Tracker):
-    """Writes event files into `tensorboard/` of the run directory.
-
-    Options: `log_dir`, another directory; `flush_secs` (default 30), minimum seconds between two flushes.
-    """
+    """Writes event files into `tensorboard/` of the run directory. Options: `TensorBoardOptions`."""
 
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
-        unknown = set(options) - {"log_dir", "flush_secs"}
-        if unknown:
-            raise ValueError(
-                f"tracker_kwargs.tensorboard takes log_dir and flush_secs, not {', '.join(sorted(unknown))}"
-            )
-        log_dir = options.get("log_dir") or run_dir / "tensorboard"
-        self._flush_secs, self._flushed = int(options.get("flush_secs", 30)), 0.0
+        valid = TensorBoardOptions.model_validate(dict(options))
+        log_dir = valid.log_dir or run_dir / "tensorboard"
+        self._flush_secs, self._flushed = valid.flush_secs, 0.0
         tf.io.gfile.makedirs(str(log_dir))
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._writer = RecordWriter(tf.io.gfile.GFile(os.path.join(log_dir, name), "wb"))

@@ -1,14 +1,17 @@
-"""Source positions of the values of a composed config. Files are layers, in the order of merging."""
+"""Source positions of the keys and values of a composed config. Files are layers, in the order of merging."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll_core.config.source import KeyPath, Mark, Source
+    from roll_core.config.source import KeyPath, Source
 
 COMMAND_LINE = "command line"
+REFERENCE = re.compile(r"\$\{\s*(\.*)([\w/@-]+(?:[.\[\]][\w/@-]*)*)\s*\}")
+"""Matches an interpolation that refers to a key: the dots of a relative one, and the key."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,17 +44,13 @@ class FileLayer:
             found = found[step]
         return found if isinstance(found, dict) else {}
 
-    def place(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
+    def locate(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
         """Position at which this layer writes the key or the value of `path`; None if it does not."""
-        depth = len(self.package)
-        if path[:depth] != self.package:
+        below = path[len(self.package) :]
+        if path != self.package + below or not below:
             return None
-        below = path[depth:]
-        at = self.inside + below
-        mark: Mark | None = self.source.key_mark(at) if key else self.source.value_mark(at)
-        if mark is None or not below:
-            return None
-        return KeyLocation(index, mark.line, mark.column, self.source.name)
+        mark = self.source.mark(self.inside + below, key=key)
+        return None if mark is None else KeyLocation(index, mark.line, mark.column, self.source.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +60,18 @@ class OverrideLayer:
     path: KeyPath
     value: Any
 
-    def place(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
+    def locate(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
         """The command line, if the override writes `path` or a mapping that contains it."""
-        depth = len(self.path)
-        if path[:depth] != self.path:
+        below = path[len(self.path) :]
+        if path != self.path + below:
             return None
         value = self.value
-        for step in path[depth:]:
+        for step in below:
             if isinstance(value, dict):
-                if step not in {str(each) for each in value}:
+                value = {str(name): each for name, each in value.items()}
+                if step not in value:
                     return None
-                value = next(each for name, each in value.items() if str(name) == step)
+                value = value[step]
             elif not isinstance(value, list):
                 return None
         return KeyLocation(index, 0, 0, COMMAND_LINE)
@@ -86,9 +86,19 @@ class Interpolation:
     """Path that it refers to, if that is in the config."""
     from_environment: bool
 
+    @classmethod
+    def of(cls, text: str, path: KeyPath) -> Interpolation:
+        """The interpolation `text` at `path`."""
+        target: KeyPath | None = None
+        if found := REFERENCE.search(text):
+            dots, reference = found[1], found[2]
+            target = path[: len(path) - len(dots)] if dots else ()
+            target += tuple(step for step in re.split(r"[.\[\]]+", reference) if step)
+        return cls(text, target, "oc.env" in text or "oc.decode" in text)
+
 
 @dataclass(slots=True)
-class Written:
+class Positions:
     """Source positions of keys and values. As in merging, the last layer that writes a path wins."""
 
     name: str
@@ -125,14 +135,11 @@ class Written:
                     return KeyLocation(index, 1, 1, layer.source.name)
         for length in range(len(path), 0, -1):
             # A mapping is located by its key: its value begins one line further down.
-            place = self._exact(path[:length], key=key or length < len(path))
-            if place is not None:
-                return place
+            found = self._exact(path[:length], key=key or length < len(path))
+            if found is not None:
+                return found
         return KeyLocation(0, 0, 0, self.name)
 
     def _exact(self, path: KeyPath, *, key: bool) -> KeyLocation | None:
-        for index in range(len(self.layers) - 1, -1, -1):
-            place = self.layers[index].place(index, path, key=key)
-            if place is not None:
-                return place
-        return None
+        located = (layer.locate(index, path, key=key) for index, layer in reversed(list(enumerate(self.layers))))
+        return next((each for each in located if each is not None), None)

@@ -39,7 +39,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
     require_boxed: bool = options["require_boxed"]
     float_rounding: int = options["float_rounding"]
 
-    def judge(response: str, truths: list[str]) -> dict[str, Any]:
+    def score(response: str, truths: list[str]) -> dict[str, Any]:
         expected = [parse_truth(truth) for truth in truths]
         if require_boxed and "\\boxed" not in response:
             return {"value": 0.0, "answer": ""}
@@ -47,7 +47,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
         right = any(verify(each, answers, float_rounding=float_rounding, timeout_seconds=None) for each in expected)
         return {"value": float(right), "answer": next((each[:200] for each in answers if isinstance(each, str)), "")}
 
-    return judge
+    return score
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Config schemas of the built-in rewards: `rewards.<domain>` with `reward: math_rule` or `reward: function`."""
+"""Config schemas of the built-in rewards, policy losses and trackers. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import NonNegativeInt, PositiveInt, RewardConfig
+from roll_core.spec.config import Config, NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -65,3 +65,19 @@ class FunctionConfig(RewardConfig):
 
         reason = check(self.function, columns, timeout_s)
         return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}
+
+
+class PolicyLossOptions(Config):
+    """Options (`pg_options`) of the policy losses `ppo` and `vanilla`."""
+
+    log_ratio_clamp: PositiveFloat = 20.0
+    """Maximum absolute logarithm of the importance ratio; beyond it a token has no gradient."""
+
+
+class TensorBoardOptions(Config):
+    """Options of the TensorBoard tracker (`tracker_kwargs.tensorboard`)."""
+
+    log_dir: str | None = None
+    """Directory of the event files. Default: `tensorboard/` of the run directory."""
+    flush_secs: PositiveInt = 30
+    """Minimum time in seconds between two flushes of the event file."""
