@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from roll_testing import InferStrategyConformance
-from roll_testing.packaging import PackagingTests
-from roll_testing.refusals import RefusalTests
+from roll_testing.packaging import PackagingTests, RefusalTests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]  # the first of them waits for the suite
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from roll_modeling.host_memory import release_pages
+from roll_modeling.offload import release_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 

@@ -96,7 +96,7 @@ def export(rank, case: Case, folder, piece_bytes):
     """A directory that transformers loads; the most bytes of tensors that were there because of it, and the bytes of
     what this rank holds anyway."""
     with patch("roll_modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
-        with LiveBytes(strategy._held()["weights"]) as count:
+        with LiveBytes(strategy.part_tensors()["weights"]) as count:
             strategy.export_model(Path(folder))
         return count.most, strategy.memory()["weights"]
 
@@ -162,7 +162,7 @@ def move_away(rank, case: Case, batch, step):
     refused."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
-        held = strategy._held()
+        held = strategy.part_tensors()
         trained = sum(prod(shape) for shape in strategy.export_state().shapes.values())
 
         def behind():

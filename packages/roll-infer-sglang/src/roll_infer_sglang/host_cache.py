@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll_modeling.host_memory import release_pages
+from roll_modeling.offload import release_pages
 
 AFTER = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"

@@ -100,7 +100,7 @@ class BucketWriter:
         """Fall back to host memory if any of the engine's processes reports a failure (a non-empty string)."""
         failure = next((each for each in failures if each), "")
         if failure:
-            log.warning("weights go into the engine by the host, because a bucket on its devices failed: %s", failure)
+            log.warning("weight updates use host memory, because a test bucket on the devices failed: %s", failure)
             self._devices = ()
             self.close()
 
@@ -186,7 +186,7 @@ class _DeviceMemory(_Memory):
     def __init__(self, num_bytes: int, devices: Sequence[str]) -> None:
         kind = device_memory(devices[0])
         if kind is None:
-            raise RuntimeError(f"memory of {devices[0]} cannot be lent")
+            raise RuntimeError(f"memory of {devices[0]} cannot be shared with other processes")
         self._kind = kind
         self._on = {device: kind.allocate(num_bytes, device) for device in devices}
         self.tensor = self._on[devices[0]]
@@ -261,10 +261,10 @@ class Incoming:
         name, tensor = next(self._tensors)
         entry = self._expected.pop(name, None)
         if entry is None:
-            raise UnexpectedTensorError(f"{self._who}: was sent {name}, which the manifest does not have, or has once")
+            raise UnexpectedTensorError(f"{self._who}: received {name}, which the manifest lacks, or a second time")
         if dtype_name(tensor) != entry.dtype or tuple(tensor.shape) != entry.shape:
             raise CorruptTensorError(
-                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest says"
+                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest has"
                 f" {entry.dtype} {list(entry.shape)}"
             )
         return name, tensor
@@ -273,7 +273,7 @@ class Incoming:
         """Raise `MissingTensorError` if a tensor of the manifest did not arrive."""
         if self._expected:
             raise MissingTensorError(
-                f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
+                f"{self._who}: {min(self._expected)} is missing in version {self._version}"
                 f" ({len(self._expected)} such tensors)"
             )
 

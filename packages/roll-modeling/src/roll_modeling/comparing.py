@@ -71,8 +71,8 @@ def refuse(who: str, engine: str, manifest: WeightManifest, answers: Iterable[Ma
     for answer in answers:
         if unknown := answer["unknown"]:
             raise UnexpectedTensorError(
-                f"{who}: was sent {unknown[0]}, which {engine}'s model does not have, or holds in a form that cannot be"
-                f" read back ({len(unknown)} such tensors)"
+                f"{who}: received {unknown[0]}, which {engine}'s model lacks or cannot read back"
+                f" ({len(unknown)} such tensors)"
             )
         for name, shape in answer["shapes"].items():
             raise CorruptTensorError(f"{who}: {name} is {sent[name]} in the manifest, and {shape} in {engine}'s model")

@@ -37,8 +37,8 @@ def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: 
     """Write the master weights, rounded to the model's dtype."""
     if not description.is_dir():
         raise CheckpointMismatchError(
-            f"{description.parent} does not say what model it is of: it is one that transformers does not make, so"
-            " there is no directory for transformers to load"
+            f"{description.parent} has no description of its model: transformers does not support it, so"
+            " the checkpoint cannot be converted to a directory for transformers"
         )
     spec = replace(spec, path=str(description), random_init=None, config_overrides={}, tokenizer="")
     model = empty_model(spec)
@@ -47,8 +47,8 @@ def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: 
     buffers = stored_buffers(model)
     if lacking := buffers.keys() - state.buffers.keys():
         raise CheckpointMismatchError(
-            f"{description.parent} lacks {min(lacking)}, which no optimizer steps and the model computes with: go on"
-            " with that run, and convert its next checkpoint"
+            f"{description.parent} lacks {min(lacking)}, a buffer that the model needs: resume that run,"
+            " and convert its next checkpoint"
         )
     whole = {name: state.read(name).master.to(each.dtype) for name, each in parameters.items()}
     model.load_state_dict(whole | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)

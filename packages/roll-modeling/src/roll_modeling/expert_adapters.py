@@ -60,8 +60,8 @@ class ExpertAdapters:
         if any(len(shape) > 2 for name, shape in state.shapes.items() if f".lora_A.{ADAPTER}." in name):
             if not self._form.is_by_tensor:
                 raise UnsupportedError(
-                    f"the state has adapters of experts, and of a {model.config.model_type} transformers stores several"
-                    " tensors as one: they cannot be converted here; export/ of the run has them"
+                    f"the state has adapters of experts, which cannot be converted: transformers stores several"
+                    f" tensors of a {model.config.model_type} as one; use the run's export/ instead"
                 )
             self.places = dict(self._find(model, state))
         self.linear = {path for path, each in model.named_modules() if isinstance(each, nn.Linear)}

@@ -58,10 +58,6 @@ class Weights:
         )
         self._ranks.wait()
 
-    def identity(self) -> dict[str, Any] | None:
-        """Identity of the base model and adapters, which must match when training resumes; None without adapters."""
-        return self._adapters.identity(self.whole) if self._adapters is not None else None
-
     def whole(self, parameter: Tensor) -> Tensor:
         """The parameter itself, or a gathered copy if it is sharded."""
         if not hasattr(parameter, "ds_id"):

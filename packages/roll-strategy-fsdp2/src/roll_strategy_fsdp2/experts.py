@@ -72,9 +72,7 @@ def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh)
     modules = model.base_model.named_modules()
     found = {name: each for name, each in modules if plan.get(generic(name)) == EXCHANGED}
     if not found:
-        raise UnsupportedError(
-            f"transformers brings no plan for expert parallelism with {type(model).__name__}; leave ep_size out"
-        )
+        raise UnsupportedError(f"transformers has no expert-parallel plan for {type(model).__name__}; remove ep_size")
     for name, module in found.items():
         _exchange(name, module, mesh, alone)
     return list(found.values())
@@ -103,16 +101,15 @@ def _cut_experts(path: str, module: Any, mesh: DeviceMesh, key: str) -> list[Use
     """Assign an equal number of experts to each rank. `key` is the configuration key named in errors."""
     if not hasattr(module, "_is_expert_parallel"):
         raise UnsupportedError(
-            f"{path}: experts of class {type(module).__name__} cannot be spread over ranks in this version of"
-            f" transformers; leave {key} out"
+            f"{path}: experts of class {type(module).__name__} cannot be distributed over ranks in this version of"
+            f" transformers; remove {key}"
         )
     total, size = int(module.num_experts), mesh.size()
     uses = []
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.shape[0] != total or total % size:
             raise PlacementError(
-                f"{key} {size} does not divide the {total} experts of {path}, of which each rank holds some; {name} is"
-                f" {tuple(parameter.shape)}"
+                f"{key} {size} does not divide the {total} experts of {path}; {name} has shape {tuple(parameter.shape)}"
             )
         distribute(module, name, mesh, Shard(0))
         uses.append(Use(module, name, Shard(0)))

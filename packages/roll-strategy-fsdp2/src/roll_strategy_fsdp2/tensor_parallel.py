@@ -79,14 +79,13 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
         del plan[name]
     if not plan:
         raise UnsupportedError(
-            f"transformers brings no plan for tensor parallelism with {type(model).__name__}; leave"
-            " tensor_model_parallel_size out"
+            f"transformers has no tensor-parallel plan for {type(model).__name__}; remove tensor_model_parallel_size"
         )
     for name, style in plan.items():
         if style not in STYLES:
             raise UnsupportedError(
-                f"{type(model).__name__}: the plan for tensor parallelism makes {name} {style!r}, which is not known"
-                f" here ({', '.join(STYLES)} are); leave tensor_model_parallel_size out"
+                f"{type(model).__name__}: the tensor-parallel plan has style {style!r} for {name}, supported are"
+                f" {', '.join(STYLES)}; remove tensor_model_parallel_size"
             )
         if style != "colwise":
             continue
@@ -98,9 +97,9 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
         forgotten += [f"{name.rpartition('.')[0]}.{own}" for own, _ in parent.named_parameters(recurse=False)]
         if forgotten:
             raise UnsupportedError(
-                f"{type(model).__name__}: the plan for tensor parallelism cuts {name} and says nothing of"
-                f" {forgotten[0]}, whose gradient may then be wrong; a newer transformers may know, or leave"
-                " tensor_model_parallel_size out"
+                f"{type(model).__name__}: the tensor-parallel plan shards {name} but does not contain"
+                f" {forgotten[0]}, whose gradient may then be wrong; use another version of transformers, or remove"
+                " tensor_model_parallel_size"
             )
 
 
@@ -112,7 +111,7 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
         heads = getattr(config, what, None)
         if isinstance(heads, int) and heads % size:
             raise PlacementError(
-                f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; choose a"
+                f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; use a"
                 f" divisor of {heads}"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -64,10 +64,6 @@ class Weights:
             writes=dist.get_rank() == 0,
         )
         dist.barrier()
-
-    def identity(self) -> dict[str, Any] | None:
-        """Identity of the base model and adapters, which must match when training resumes; None without adapters."""
-        return self._adapters.identity(self.whole) if self._adapters is not None else None
 
     def whole(self, parameter: Tensor) -> Tensor:
         """The full tensor: trained adapters in float32, base-model parameters in the compute dtype."""

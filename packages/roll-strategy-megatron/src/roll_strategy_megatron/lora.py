@@ -74,7 +74,7 @@ class Lora:
         Megatron's layers.
         """
         if spec.lora is None:
-            raise AssertionError("asked only of models with adapters")
+            raise AssertionError("the spec has no adapters")
         self.spec, self.lora, self.base = spec, spec.lora, base
         inside, self.expert_targets = _expert_targets(base, spec)
         # A model on the meta device, only for module names, parameter names and export.
@@ -154,8 +154,8 @@ class Lora:
             lacking = [each for each in together if each not in by_base]
             if lacking:
                 raise UnsupportedError(
-                    f"additional_target takes {plain} but not {', '.join(lacking)}: Megatron has them in one"
-                    " tensor, which is trained in full or not"
+                    f"additional_target selects {plain} but not {', '.join(lacking)}: Megatron has them in one"
+                    " tensor, so select all or none"
                 )
             trained = tuple(by_base[each] for each in together)
             own = Rule(mcore=trained[0], hf=trained, transform=rule.transform)
@@ -197,8 +197,8 @@ class Lora:
         """
         if self.lora.extra_modules:
             raise UnsupportedError(
-                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
-                " engine that is sent these alone would not have it"
+                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full: an engine with only the"
+                " adapters would lack it"
             )
         for name, whole in self._factors_of_layers():
             yield name.replace(f".{ADAPTER}.", "."), whole * self.lora.scale if _side(name) == "B" else whole
@@ -273,7 +273,7 @@ def _target(base: Bridge, name: str) -> Target:
     weight = f"{path}.weight"
     rule, layer = base.groups[weight]
     if layer < 0:
-        raise UnsupportedError(f"lora_target: {path} stands outside of the layers, and Megatron has no adapter for it")
+        raise UnsupportedError(f"lora_target: {path} is outside the layers, where adapters are not supported")
     names = base._hf_names(rule, layer)
     outputs, inputs = base.shapes[weight]
     return Target(
@@ -316,8 +316,8 @@ def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:
     inside = tuple(each for each in lora.targets if each not in of_experts or _names_a_layer(base, each))
     if not inside:
         raise ModelError(
-            f"lora_target: {', '.join(sorted(of_experts))} are layers of experts alone; name a layer that all tokens go"
-            " through as well, for example o_proj"
+            f"lora_target: {', '.join(sorted(of_experts))} are layers of experts only; add a layer that all tokens"
+            " pass through, for example o_proj"
         )
     return replace(lora, targets=inside), found
 

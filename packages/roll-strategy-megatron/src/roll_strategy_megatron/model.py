@@ -265,8 +265,8 @@ def frequencies(hf: PreTrainedModel) -> Tensor:
     rotary: Any = hf.get_submodule("model.rotary_emb")
     if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(
-            f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; the bridge"
-            " knows default, linear, llama3, and yarn where it only changes frequencies"
+            f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; supported"
+            " are default, linear, llama3, and yarn if it only changes frequencies"
         )
     found: Tensor = rotary.inv_freq.detach().clone().float()
     return found

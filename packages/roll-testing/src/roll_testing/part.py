@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -151,6 +152,23 @@ def _refuse_silent_overrides(cls: type[Part]) -> None:
                     f"{cls.__name__} overrides {name}, a standard test of the conformance kit, without saying why:"
                     " mark it with @pytest.mark.xfail(reason=..., strict=True)"
                 )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit torch to one thread inside the block.
+
+    Small matrix products are slower on several threads, which compete with each other and with those of ranks and
+    engines.
+    """
+    import torch
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def hf_plugins() -> tuple[Plugin, ...]:

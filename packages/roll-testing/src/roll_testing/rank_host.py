@@ -118,7 +118,7 @@ def take(rank: Rank, results: dict[int, Any]) -> str:
         code = rank.process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         rank.connection.close()
-        return f"rank {rank.number} died ({how}) without an answer{rank.tail()}"
+        return f"rank {rank.number} exited ({how}) without a result{rank.tail()}"
     rank.connection.close()
     if not succeeded:
         return f"rank {rank.number} raised\n{value}{rank.tail()}"
@@ -134,8 +134,8 @@ def silent(ranks: list[Rank], results: dict[int, Any], timeout_s: float) -> str:
             os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(STACKS_S)
     names = ", ".join(str(rank.number) for rank in missing)
-    answered = f"; answered: {', '.join(map(str, sorted(results)))}" if results else ""
-    return f"no answer from rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
+    answered = f"; returned: {', '.join(map(str, sorted(results)))}" if results else ""
+    return f"no result of rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
 
 
 # -- in the rank process -----------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def check_replay(
     (right,) = run(score, on_hf_train(case), batch, WANT, WHOLE)
     (plain,) = run(score, on_hf_train(case), [replace(each, routed_experts=None) for each in batch], WANT, WHOLE)
     moved = max(float(np.abs(row - plain["logprobs"][key]).max()) for key, row in right["logprobs"].items())
-    assert moved > 0.01, "nothing would be seen if nothing were replayed"
+    assert moved > 0.01, "the test would pass without replay: the experts hardly change the logprobs"
     answers = run(score, case, batch, WANT, WHOLE)
     for name, rows in right.items():
         found = {key: row for each in answers for key, row in each.get(name, {}).items()}
@@ -93,4 +93,4 @@ def _check_steps(answers: Sequence[Trained], right: Trained) -> None:
             assert each.stats[at].grad_norm == pytest.approx(stats.grad_norm, rel=1e-4)
     went = {name: leaders[0].after[name] - each for name, each in leaders[0].before.items()}
     should = {name: right.after[name] - each for name, each in leaders[0].before.items()}
-    check_near("the way that the weights went", went, should, 1e-4)
+    check_near("the change of the weights", went, should, 1e-4)

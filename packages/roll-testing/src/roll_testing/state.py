@@ -138,8 +138,9 @@ class StateTests(Subject):
         reference, want = self.reference(case), Want(logprobs=True)
         untrained = reference.by_sequence(self.batch(), want)["logprobs"]
         check_rows("logprobs without adapters", found_base, untrained, BOUNDS["fp32"].outputs)
-        if distance(held, reference.weights()) < MOVED:
-            raise AssertionError("two steps with adapters left the exported weights where they were")
+        assert distance(held, reference.weights()) >= MOVED, (
+            "two steps with adapters hardly changed the exported weights"
+        )
         reference.take(held)
         trained = reference.by_sequence(self.batch(), want)["logprobs"]
         check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
@@ -157,9 +158,8 @@ class StateTests(Subject):
         for version, (held, exported) in enumerate(sent, 1):
             check_names(held, exported)
             if odd := sorted(name for name in exported if held[name] != exported[name]):
-                raise AssertionError(f"version {version}: the receiver holds another {odd[0]} than is exported")
-        if sent[0][0] == sent[1][0]:
-            raise AssertionError("the second publish brought the weights of the first, though a step lies between them")
+                raise AssertionError(f"version {version}: {odd[0]} of the receiver is not the exported one")
+        assert sent[0][0] != sent[1][0], "the second publish had the weights of the first, despite a step between them"
 
     # -- offload -------------------------------------------------------------------------------------------------------
 
@@ -211,15 +211,14 @@ class StateTests(Subject):
         large = case.with_(training=TRAINING, model=models("large"))
         used: Sequence[MemoryUsed] = self.run(offload_and_measure, large, self._steps(1)[0], PARTS[parts])
         for rank, each in enumerate(used):
-            if each.held <= 0:
-                raise AssertionError(f"memory() of rank {rank} does not say what {parts} hold")
-            if each.before - each.away < RETURNED * each.held:
-                raise AssertionError(
-                    f"rank {rank}: {parts} hold {each.held:,} bytes, but moving them away freed only"
-                    f" {each.before - each.away:,}: something still refers to them"
-                )
-            if each.back - each.away < RETURNED * each.held:
-                raise AssertionError(f"rank {rank}: onload took only {each.back - each.away:,} of {each.held:,} bytes")
+            assert each.held > 0, f"memory() of rank {rank} has no bytes for {parts}"
+            assert each.before - each.away >= RETURNED * each.held, (
+                f"rank {rank}: {parts} have {each.held:,} bytes, but offload freed only"
+                f" {each.before - each.away:,}: something still references them"
+            )
+            assert each.back - each.away >= RETURNED * each.held, (
+                f"rank {rank}: onload allocated only {each.back - each.away:,} of {each.held:,} bytes"
+            )
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -252,5 +251,4 @@ def _same_tokenizer(exported: Path, source: str) -> None:
     from transformers import AutoTokenizer
 
     found, expected = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (str(exported), source))
-    if found != expected:
-        raise AssertionError(f"the tokenizer beside the exported model has {len(found)} tokens, not those of {source}")
+    assert found == expected, f"the tokenizer beside the exported model has {len(found)} tokens, not those of {source}"

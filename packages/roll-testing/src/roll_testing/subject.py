@@ -13,9 +13,8 @@ from roll_core.errors import PluginError
 from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
 from roll_testing.losses import GRADIENT
 from roll_testing.models import LARGE, QWEN3, make_batch, write_checkpoint
-from roll_testing.part import Part, registry
+from roll_testing.part import Part, one_thread, registry
 from roll_testing.ranks import RankHost, free_port
-from roll_testing.threads import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

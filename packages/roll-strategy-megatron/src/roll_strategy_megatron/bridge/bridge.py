@@ -107,7 +107,7 @@ class Bridge:
                     layer=int(numbers.get("layer") or 0) if "layer" in numbers else -1,
                     expert=int(numbers["expert"]) if "expert" in numbers else -1,
                 )
-        raise ModelError(f"no rule of the bridge names Megatron's tensor {whole}")
+        raise ModelError(f"the bridge has no rule for Megatron's tensor {whole}")
 
     def _buffers(self, runs: Sequence[PackedModel]) -> dict[str, Tensor]:
         """This rank's buffers of the architecture's rules, by Hugging Face names."""
@@ -221,7 +221,7 @@ class Bridge:
         ignored = [re.compile(each) for each in self.architecture.ignored]
         left = source.names - expected - self.spare
         _refuse(
-            "nothing takes these tensors of the files:",
+            "the files have unused tensors:",
             sorted(name for name in left if not any(each.fullmatch(name) for each in ignored)),
         )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.weights import digest, memory_token
-from roll_testing.bounds import check_names
 from roll_testing.infer.subject import InferSubject
+from roll_testing.infer.weights import has_digests
+from roll_testing.programs import expect, raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,11 +49,7 @@ class AdapterTests(InferSubject):
         for seed, targets in enumerate((layers, layers, some or layers[:1])):
             adapter = self.published(drawn(stored, targets, seed), setup.model)
             receipt = engine.publish(adapter)
-            check_names(receipt.digests, adapter)
-            held = receipt.digests
-            wrong = [name for name, each in adapter.items() if held[name] not in (digest(each), memory_token(each))]
-            if wrong:
-                raise AssertionError(f"the receipt's digest of {wrong[0]} is not that of what was sent")
+            has_digests(receipt, adapter, "the adapter")
             self.check_answers(engine, setup, answers, merged(stored, adapter))
 
     def test_an_adapter_that_does_not_fit_is_named(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
@@ -73,15 +70,8 @@ class AdapterTests(InferSubject):
             ({**good, **surprise}, {**good, **surprise}, UnexpectedTensorError, next(iter(surprise))),
             (good, {**good, name: longer}, CorruptTensorError, name),
         ):
-            try:
-                engine.publish(announced, sent=list(sent.items()))
-            except kind as error:
-                if culprit not in str(error):
-                    raise AssertionError(f"the error does not name {culprit}: {error}") from error
-            except WeightSyncError as error:
-                raise AssertionError(f"expected {kind.__name__}, not {type(error).__name__}: {error}") from error
-            else:
-                raise AssertionError(f"an adapter whose {culprit} does not fit raised nothing")
+            error = raised(partial(engine.publish, announced, sent=list(sent.items())))
+            expect(error, kind, f"an adapter whose {culprit} does not fit", culprit)
             engine.publish(good)
         self.check_answers(engine, setup, answers, merged(stored, good))
 

@@ -7,6 +7,7 @@ import json
 import math
 import urllib.request
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from roll_core.errors import RollError, UnsupportedError
 from roll_core.spec.weights import make_manifest
 from roll_testing.infer.engine import Engine, ask, together
 from roll_testing.infer.subject import InferSubject
+from roll_testing.programs import Raised, expect, raised
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,21 +44,18 @@ class InferContractTests(InferSubject):
         """
         requests = [ask(self.prompt(3), n=3, max_new_tokens=4), ask(self.prompt(5), max_new_tokens=2)]
         for request, completion in zip(requests, engine.generate(*requests), strict=True):
-            if (completion.id, len(completion.outputs)) != (request.id, request.n):
-                raise AssertionError(
-                    f"{request.n} outputs of {request.id} were asked for, {len(completion.outputs)} of {completion.id}"
-                    " came"
-                )
+            assert (completion.id, len(completion.outputs)) == (request.id, request.n), (
+                f"expected {request.n} outputs of {request.id}, found {len(completion.outputs)} of {completion.id}"
+            )
             for output in completion.outputs:
                 for name, kind in FORM.items():
                     array = getattr(output, name)
                     if not isinstance(array, np.ndarray) or array.dtype != kind:
                         found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
                         raise AssertionError(f"{name} is {found}; expected a numpy array of {kind.__name__}")
-                    if array.shape != (request.params.max_new_tokens,):
-                        raise AssertionError(
-                            f"{name} has shape {array.shape} for {request.params.max_new_tokens} tokens"
-                        )
+                    assert array.shape == (request.params.max_new_tokens,), (
+                        f"{name} has shape {array.shape} for {request.params.max_new_tokens} tokens"
+                    )
                 if not bool(np.isfinite(output.logprobs).all()) or bool((output.logprobs > 0).any()):
                     raise AssertionError(f"logprobs are {output.logprobs}; expected finite ones of at most 0")
 
@@ -76,8 +75,8 @@ class InferContractTests(InferSubject):
             sizes = [len(output.token_ids) for output in completion.outputs]
             if completion.id != request.id or sizes != [request.params.max_new_tokens] * request.n:
                 raise AssertionError(
-                    f"{request.id} asked for {request.n} outputs of {request.params.max_new_tokens} tokens;"
-                    f" {completion.id} has outputs of {sizes} tokens"
+                    f"{request.id}: expected {request.n} outputs of {request.params.max_new_tokens} tokens;"
+                    f" found {completion.id} with outputs of {sizes} tokens"
                 )
 
     def test_metrics_are_numbers(self, engine: Engine) -> None:
@@ -89,12 +88,10 @@ class InferContractTests(InferSubject):
         for _ in range(2):
             found = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
             wrong = {name: value for name, value in found.items() if not math.isfinite(float(value))}
-            if wrong:
-                raise AssertionError(f"metrics have to be finite: {wrong}")
+            assert not wrong, f"metrics must be finite: {wrong}"
             if unknown := set(engine.strategy.metric_kinds) - set(found):
                 raise AssertionError(f"metric_kinds names {sorted(unknown)}, which metrics() does not have")
-            if names and names != set(found):
-                raise AssertionError(f"metrics change their names: {sorted(names ^ set(found))}")
+            assert not names or names == set(found), f"the names of the metrics changed: {sorted(names ^ set(found))}"
             names = set(found)
             engine.generate(ask(self.prompt(3)))
 
@@ -107,14 +104,14 @@ class InferContractTests(InferSubject):
         URL if and only if an endpoint is declared.
         """
         if not self.can.prompt_logprobs:
-            _expect(
-                lambda: engine.generate(ask(self.prompt(4), prompt_logprobs=True)), UnsupportedError, "prompt_logprobs"
-            )
-        request = replace(ask(self.prompt(4)), routed_experts=True)
-        _expect(lambda: engine.generate(request), UnsupportedError, "routed_experts")
+            request = ask(self.prompt(4), prompt_logprobs=True)
+            expect(raised(lambda: engine.generate(request)), UnsupportedError, "a request with prompt_logprobs")
+        routed = replace(ask(self.prompt(4)), routed_experts=True)
+        expect(raised(lambda: engine.generate(routed)), UnsupportedError, "a request with routed_experts")
         url = engine.strategy.endpoint()
-        if bool(url) != self.can.endpoint:
-            raise AssertionError(f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}")
+        assert bool(url) == self.can.endpoint, (
+            f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}"
+        )
 
     def test_the_endpoint_lists_its_models(self, engine: Engine) -> None:
         """`GET <endpoint>/models` must list at least one model, as OpenAI's API does.
@@ -128,8 +125,7 @@ class InferContractTests(InferSubject):
             with urllib.request.urlopen(f"{url}/models", timeout=30) as answer:
                 return len(json.load(answer)["data"])
 
-        if not engine.run(lambda: asyncio.to_thread(models)):
-            raise AssertionError(f"{url}/models names no model")
+        assert engine.run(lambda: asyncio.to_thread(models)), f"{url}/models lists no model"
 
     def test_what_makes_no_sense_is_refused(self, engine: Engine) -> None:
         """An invalid request must raise a `RollError` with a reason.
@@ -147,9 +143,8 @@ class InferContractTests(InferSubject):
         }.items():
             good = ask(self.prompt(3))
             found = _each(engine, request, good)
-            _is_refusal(found[0], RollError, what)
-            if isinstance(found[1], BaseException):
-                raise AssertionError(f"a request beside one with {what} failed") from found[1]
+            expect(_error_of(found[0]), RollError, what)
+            assert _error_of(found[1]) is None, f"a valid request next to one with {what} raised {found[1]}"
 
     def test_a_request_longer_than_the_context_is_refused(self, engine: Engine) -> None:
         """A request must raise a `RollError` if its prompt is too long, or leaves too little room for `max_new_tokens`.
@@ -161,9 +156,13 @@ class InferContractTests(InferSubject):
         for prompt, new in ((self.context + 8, 4), (self.context - 8, 64)):
             numbers = {str(prompt), str(prompt + new), str(self.context)}
             found = _each(engine, ask(self.prompt(prompt), max_new_tokens=new))
-            said = _is_refusal(found[0], RollError, f"a prompt of {prompt} tokens with {new} new ones")
-            if not any(number in said for number in numbers):
-                raise AssertionError(f"the error does not say how long is too long ({self.context}): {said}")
+            error = _error_of(found[0])
+            expect(error, RollError, f"a prompt of {prompt} tokens with {new} new ones")
+            assert error is not None
+            assert any(number in error.message for number in numbers), (
+                f"the error has no length of the prompt, of both together ({prompt + new}) or of the context"
+                f" ({self.context}): {error}"
+            )
         engine.generate(ask(self.prompt(self.context - 8), max_new_tokens=8))
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
@@ -183,8 +182,7 @@ class InferContractTests(InferSubject):
         found = engine.run(act)
         self.check_logprobs(setup, answers, others, found)
         sizes = [len(completion.outputs[0].token_ids) for completion in found]
-        if sizes != [40, 40, 40]:
-            raise AssertionError(f"another call was cancelled: of 40 tokens each {sizes} were drawn")
+        assert sizes == [40, 40, 40], f"expected 40 tokens each next to a cancelled call, found {sizes}"
 
     def test_a_cancelled_call_draws_no_more(self, engine: Engine) -> None:
         """A cancelled call must soon stop generating, because its tokens slow down other requests.
@@ -198,7 +196,7 @@ class InferContractTests(InferSubject):
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
             await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the other runs
             if cancelled.done():
-                pytest.skip(f"{self.name} had drawn 400 tokens before 6 others: nothing is under way here")
+                pytest.skip(f"{self.name} generates 400 tokens before 6 others: no running request to cancel")
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             drawn: list[float] = []
@@ -209,8 +207,9 @@ class InferContractTests(InferSubject):
             return drawn
 
         drawn = engine.run(act)
-        if drawn[-1] != PIECE:
-            raise AssertionError(f"a call was cancelled; while {PIECE} tokens were asked for, {drawn} were drawn")
+        assert drawn[-1] == PIECE, (
+            f"after a cancelled call, requests of {PIECE} tokens counted {drawn} generated tokens"
+        )
 
     def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
         """`generate` and `update_weights` must raise before `start`. `stop` must never raise, even if called twice."""
@@ -224,10 +223,14 @@ class InferContractTests(InferSubject):
         }
         try:
             for name, call in calls.items():
-                _expect(lambda call=call: engine.run(call), Exception, f"{name} before start")  # type: ignore[misc]
+                expect(raised(partial(engine.run, call)), Exception, f"{name} before start")
             engine.run(strategy.stop)
         finally:
             engine.close()
+
+
+def _error_of(found: Completion | BaseException) -> Raised | None:
+    return Raised.of(found) if isinstance(found, BaseException) else None
 
 
 async def _at_once(call: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -241,24 +244,3 @@ def _each(engine: Engine, *requests: GenerateRequest) -> list[Completion | BaseE
         return await asyncio.gather(*[engine.strategy.generate(each) for each in requests], return_exceptions=True)
 
     return engine.run(act)
-
-
-def _expect(call: Callable[[], object], kind: type[Exception], doing: str) -> str:
-    """Return the message of the error that `call` raises; fail if it raises none."""
-    try:
-        call()
-    except AssertionError:
-        raise
-    except Exception as error:
-        return _is_refusal(error, kind, doing)
-    raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
-
-
-def _is_refusal(found: object, kind: type[Exception], doing: str) -> str:
-    if not isinstance(found, BaseException):
-        raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
-    if not isinstance(found, kind):
-        raise AssertionError(f"{doing} raised {type(found).__name__}: {found}; expected {kind.__name__}") from found
-    if len(str(found).split()) < 3:
-        raise AssertionError(f"{doing} raised {type(found).__name__}: {found}: it gives no reason")
-    return str(found)

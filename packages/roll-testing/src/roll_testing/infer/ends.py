@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from roll_core.errors import UnsupportedError
 from roll_testing.infer.engine import ask
 from roll_testing.infer.models import CLEAR
 from roll_testing.infer.subject import FIRST_ORDINARY, InferSubject
@@ -50,8 +52,7 @@ class EndTests(InferSubject):
                     _is(output, places[0] + 1, "stop", int(output.token_ids[places[0]]))
                 else:
                     _is(output, 120, "length", None)
-        if not ended:
-            raise AssertionError("no response of 120 tokens had an end token: the model gives it too little")
+        assert ended, "no response of 120 tokens had an end token: the model gives end tokens too little probability"
 
     def test_stop_token_ids_end_a_response(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """A response must end at the first of its `stop_token_ids`. The token is kept and named by `stop`."""
@@ -65,14 +66,19 @@ class EndTests(InferSubject):
         _is(output, end + 1, "stop", tokens[end])
         _begins(output, tokens)
 
-    def test_ignore_eos_goes_on_whatever_is_drawn(self, engine: Engine) -> None:
-        """With `ignore_eos`, a response must continue past the model's end tokens and its `stop_token_ids`."""
+    def test_ignore_eos_goes_on_whatever_is_drawn(self, engine: Engine, setup: Setup) -> None:
+        """With `ignore_eos`, a response must continue past end tokens, `stop_token_ids` and `stop` strings."""
         everything = tuple(range(self.vocab_size))
         found = engine.generate(
             *[ask(self.prompt(3 + i), max_new_tokens=40, stop_token_ids=everything) for i in (0, 1)]
         )
         for completion in found:
             _is(completion.outputs[0], 40, "length", None)
+        greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": LENGTH}
+        response = engine.generate(ask(self.prompt(5), **greedy))[0].outputs[0].token_ids.tolist()
+        stop = self._text(setup.model, response)[1:3]
+        with contextlib.suppress(UnsupportedError):  # `test_a_stop_string_ends_a_response_and_is_kept` checks it
+            _is(engine.generate(ask(self.prompt(5), stop=(stop,), **greedy))[0].outputs[0], LENGTH, "length", None)
 
     def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """End tokens and stop ids must be masked before `min_new_tokens`.
@@ -94,8 +100,9 @@ class EndTests(InferSubject):
         output = engine.generate(request)[0].outputs[0]
         self.check_greedy(answers, prompt, output.token_ids, banned=ends, banned_until=8)
         places = [i for i, token in enumerate(output.token_ids.tolist()) if token in ends]
-        if places and places[0] < 8:
-            raise AssertionError(f"{output.token_ids.tolist()} has one of {sorted(ends)} among the first 8 tokens")
+        assert not places or places[0] >= 8, (
+            f"{output.token_ids.tolist()} has one of {sorted(ends)} among the first 8 tokens"
+        )
         if places:
             _is(output, places[0] + 1, "stop", int(output.token_ids[places[0]]))
         else:
@@ -136,8 +143,7 @@ class EndTests(InferSubject):
                     known.setdefault("it", (request.prompt_ids, tokens, places[0]))
             if known:
                 break
-        if not known:
-            raise AssertionError("every greedy response of the model ends or repeats itself: give it larger weights")
+        assert known, "every greedy response of the model ends or repeats itself: give it larger weights"
         found: tuple[TokenIds, list[int], int] = known["it"]
         return found
 
@@ -152,18 +158,15 @@ class EndTests(InferSubject):
 
 def _is(output: CompletionOutput, number: int, reason: str, stop: str | int | None) -> None:
     found = (len(output.token_ids), output.finish_reason, output.stop)
-    if found != (number, reason, stop):
-        raise AssertionError(
-            f"a response of {found[0]} tokens ended by {found[1]!r} with stop {found[2]!r}; expected {number} tokens,"
-            f" {reason!r}, {stop!r}"
-        )
-    if not len(output.logprobs) == len(output.versions) == number:
-        raise AssertionError(
-            f"{number} tokens have {len(output.logprobs)} logprobs and {len(output.versions)} versions"
-        )
+    assert found == (number, reason, stop), (
+        f"a response of {found[0]} tokens ended by {found[1]!r} with stop {found[2]!r}; expected {number} tokens,"
+        f" {reason!r}, {stop!r}"
+    )
+    assert len(output.logprobs) == len(output.versions) == number, (
+        f"{number} tokens have {len(output.logprobs)} logprobs and {len(output.versions)} versions"
+    )
 
 
 def _begins(output: CompletionOutput, tokens: list[int] | tuple[int, ...]) -> None:
     found = output.token_ids.tolist()
-    if found != list(tokens)[: len(found)]:
-        raise AssertionError(f"the response is {found}; most likely is {list(tokens)}")
+    assert found == list(tokens)[: len(found)], f"the response is {found}; the most likely tokens are {list(tokens)}"

@@ -59,19 +59,19 @@ class LifecycleTests(InferSubject):
             return Attempt(request, lambda: engine.strategy.abort([request.id]))
 
         request, returned, completion = self._interrupted(engine, fresh)
-        if [each.id for each in returned] != [request.id]:
-            raise AssertionError(f"abort returned {[each.id for each in returned]}; expected {[request.id]}")
+        assert [each.id for each in returned] == [request.id], (
+            f"abort returned {[each.id for each in returned]}; expected {[request.id]}"
+        )
         self.check_logprobs(setup, answers, [request, request], [completion, returned[0]])
         for output, again in zip(completion.outputs, returned[0].outputs, strict=True):
-            if output.token_ids.tolist() != again.token_ids.tolist():
-                raise AssertionError(
-                    f"abort returned {len(again.token_ids)} tokens, generate {len(output.token_ids)}: they have to be"
-                    " the same"
-                )
-            if output.finish_reason != "abort":
-                raise AssertionError(f"an aborted output ended by {output.finish_reason!r}")
-            if not len(output.token_ids):
-                raise AssertionError(f"tokens were drawn while another request drew {SHORT}, but none was kept")
+            assert output.token_ids.tolist() == again.token_ids.tolist(), (
+                f"abort returned {len(again.token_ids)} tokens, generate returned {len(output.token_ids)}; they must be"
+                " the same"
+            )
+            assert output.finish_reason == "abort", f"an aborted output ended by {output.finish_reason!r}"
+            assert len(output.token_ids), (
+                f"an aborted output has no tokens; another request generated {SHORT} meanwhile"
+            )
 
     def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Aborting a request must not affect another one that runs beside it."""
@@ -89,8 +89,9 @@ class LifecycleTests(InferSubject):
         self._interrupted(engine, fresh)
         completions = [engine.run(partial(result, each)) for each in beside]
         for completion in completions:
-            if len(completion.outputs[0].token_ids) != 60:
-                raise AssertionError(f"the request beside it has {len(completion.outputs[0].token_ids)} of 60 tokens")
+            assert len(completion.outputs[0].token_ids) == 60, (
+                f"a request next to an aborted one has {len(completion.outputs[0].token_ids)} of 60 tokens"
+            )
         self.check_logprobs(setup, answers, others, completions)
 
     def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
@@ -98,8 +99,7 @@ class LifecycleTests(InferSubject):
         done = ask(self.prompt(3))
         engine.generate(done)
         found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
-        if found:
-            raise AssertionError(f"aborting a request that is done and one that never was returned {found}")
+        assert not found, f"aborting a finished and an unknown request returned {found}"
 
     def test_requests_go_on_under_new_weights(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """With `in_flight_update`, a running request must continue to its full length under new weights.
@@ -150,10 +150,10 @@ class LifecycleTests(InferSubject):
         request, (entered, ended), completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         if found := set(entered.outputs[0].versions.tolist()) - {new}:
-            raise AssertionError(f"an update to version {new} broke off, and tokens were drawn with versions {found}")
+            raise AssertionError(f"after a failed update to version {new}, tokens were generated with versions {found}")
         if len(ended.outputs[0].token_ids) or ended.outputs[0].finish_reason != "abort":
             raise AssertionError(
-                f"an update broke off, and a request that came then and was aborted has"
+                f"a request that was submitted after a failed update, and aborted, has"
                 f" {len(ended.outputs[0].token_ids)} tokens, ended by {ended.outputs[0].finish_reason!r}"
             )
         olds = [self._num_old(output, old, new) for output in completion.outputs]
@@ -178,18 +178,16 @@ class LifecycleTests(InferSubject):
 
         for _ in range(GROUPS):
             before, told, found = engine.run(act)
-            if before:
-                raise AssertionError(f"nothing runs, and progress is told of {[each.id for each in before]}")
+            assert not before, f"progress() reported {[each.id for each in before]} although no request is running"
             parts = [_beginnings(told, completion) for completion in found]
             sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
             if max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
-                raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
+                raise AssertionError(f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens")
             ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
             if len(sizes - {0}) >= 2 and {True, False} in ended:
                 return
-        if len(sizes - {0}) < 2:
-            raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
-        raise AssertionError("no output of a group was told to have ended while others of it went on")
+        assert len(sizes - {0}) >= 2, f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens"
+        raise AssertionError("progress() reported no finished output of a group while others of the group were running")
 
     def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
         """`progress` must return prefixes of the final tokens, logprobs and versions, even during a weight update.
@@ -231,8 +229,9 @@ class LifecycleTests(InferSubject):
         mine = [each for each in updated if each.id == request.id]
         for index, output in enumerate(output for each in mine for output in each.outputs):
             num = len(output.token_ids)
-            if num < LONG and not any(len(each.outputs[index].token_ids) > num for each in parts):
-                raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
+            assert num >= LONG or any(len(each.outputs[index].token_ids) > num for each in parts), (
+                f"{LONG - num} tokens were generated after the update, but progress() reported none of them"
+            )
 
     def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Tokens and logprobs must be the same after `sleep`, `wake` and a publish of the same weights.
@@ -248,10 +247,9 @@ class LifecycleTests(InferSubject):
                 engine.run(act)
             engine.publish(weights)
             after = engine.generate(again)[0].outputs[0]
-            if after.token_ids.tolist() != before.token_ids.tolist():
-                raise AssertionError(
-                    f"greedy tokens were {before.token_ids.tolist()} before a sleep, {after.token_ids.tolist()} after"
-                )
+            assert after.token_ids.tolist() == before.token_ids.tolist(), (
+                f"greedy tokens were {before.token_ids.tolist()} before a sleep, {after.token_ids.tolist()} after"
+            )
             if not np.allclose(after.logprobs, before.logprobs, atol=self.bound(setup)):
                 off = float(np.abs(after.logprobs - before.logprobs).max())
                 raise AssertionError(f"logprobs differ by up to {off:.3g} after a sleep")
@@ -277,10 +275,7 @@ class LifecycleTests(InferSubject):
             gc.collect()
         left = sorted(kept)
         engine.run(engine.strategy.wake)
-        if left:
-            raise AssertionError(
-                f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
-            )
+        assert not left, f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -288,19 +283,19 @@ class LifecycleTests(InferSubject):
         """Return the number of tokens before an update; fail unless all others of `LONG` came after it."""
         found: list[int] = output.versions.tolist()
         if len(found) != LONG or output.finish_reason != "length":
-            raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
+            raise AssertionError(f"{len(found)} of {LONG} tokens were generated, ended by {output.finish_reason!r}")
         num_old = found.count(old)
         if found != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
             changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
             raise AssertionError(
-                f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
+                f"tokens have the versions {sorted(set(found))}, changing at {changes}; expected some of"
                 f" version {old} and then all of {new}"
             )
         return num_old
 
     def _need_progress(self, engine: Engine) -> None:
         if engine.run(engine.strategy.progress) is None:
-            pytest.skip(f"{self.name} does not tell what it has drawn")
+            pytest.skip(f"{self.name} does not report progress")
 
     def _updated(
         self, engine: Engine, setup: Setup, update: Callable[[], Awaitable[list[Completion]]]
@@ -330,7 +325,7 @@ class LifecycleTests(InferSubject):
         old: list[int] = []
         found = until_interrupted(once, lambda each: each is None or was_whole(each[2], LONG, old[-1]))
         if found is None:
-            pytest.skip(f"{self.name} had drawn {LONG} tokens before {SHORT} others: nothing is under way here")
+            pytest.skip(f"{self.name} generates {LONG} tokens before {SHORT} others: no request can be interrupted")
         return found
 
 
@@ -380,8 +375,7 @@ async def _update(engine: Engine, weights: Mapping[str, Tensor]) -> None:
 
 async def _progress(strategy: InferStrategy) -> list[Completion]:
     found = await strategy.progress()
-    if found is None:
-        raise AssertionError("progress was told before, and is not while requests run")
+    assert found is not None, "progress() returned a list before, but None while requests run"
     return found
 
 
@@ -405,11 +399,11 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completion]:
     """Return the reports of this request; fail unless each output is a prefix of the final one."""
     found = [each for each in told if each.id == whole.id]
-    if not found:
-        raise AssertionError("progress told nothing of a request that ran")
+    assert found, "progress() did not report a running request"
     for each in found:
-        if len(each.outputs) != len(whole.outputs):
-            raise AssertionError(f"progress told of {len(each.outputs)} outputs; {len(whole.outputs)} were asked for")
+        assert len(each.outputs) == len(whole.outputs), (
+            f"progress() reported {len(each.outputs)} outputs, expected {len(whole.outputs)}"
+        )
         for part, output in zip(each.outputs, whole.outputs, strict=True):
             _check_beginning(part, output)
     return found
@@ -419,12 +413,10 @@ def _check_beginning(part: CompletionOutput, whole: CompletionOutput) -> None:
     num = len(part.token_ids)
     for name in ("token_ids", "logprobs", "versions"):
         told, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
-        if told != right:
-            raise AssertionError(f"progress told {name} {told[:8]}… of an output that had {right[:8]}… in the end")
+        assert told == right, f"progress() reported {name} {told[:8]}…, the final output has {right[:8]}…"
     if part.finish_reason == "abort":
         return
-    if (num, part.finish_reason, part.stop) != (len(whole.token_ids), whole.finish_reason, whole.stop):
-        raise AssertionError(
-            f"progress told of an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; the output"
-            f" ended by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
-        )
+    assert (num, part.finish_reason, part.stop) == (len(whole.token_ids), whole.finish_reason, whole.stop), (
+        f"progress() reported an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; it ended"
+        f" by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
+    )

@@ -35,18 +35,23 @@ class InferNumberTests(InferSubject):
             self.check_greedy(answers, request.prompt_ids, completion.outputs[0].token_ids)
 
     def test_greedy_answers_repeat(self, engine: Engine) -> None:
-        """Equal sets of greedy requests must have equal tokens and logprobs, bit for bit."""
+        """Equal sets of greedy requests must have equal tokens and logprobs, bit for bit.
+
+        All outputs of a greedy request must have the same tokens.
+        """
         first, second = (
             engine.generate(*[ask(self.prompt(length), n=2, temperature=0.0) for length in LENGTHS]) for _ in range(2)
         )
         for one, other in zip(first, second, strict=True):
+            streams = {tuple(output.token_ids.tolist()) for output in one.outputs}
+            assert len(streams) == 1, f"outputs of one greedy request differ: {sorted(streams)}"
             for output, again in zip(one.outputs, other.outputs, strict=True):
-                if output.token_ids.tolist() != again.token_ids.tolist():
-                    raise AssertionError(
-                        f"the same request was answered {output.token_ids.tolist()} and then {again.token_ids.tolist()}"
-                    )
-                if not np.array_equal(output.logprobs, again.logprobs):
-                    raise AssertionError("the same requests had the same tokens, but other logprobs")
+                assert output.token_ids.tolist() == again.token_ids.tolist(), (
+                    f"equal greedy requests returned {output.token_ids.tolist()} and then {again.token_ids.tolist()}"
+                )
+                assert np.array_equal(output.logprobs, again.logprobs), (
+                    "equal greedy requests returned equal tokens but different logprobs"
+                )
 
     def test_logprobs_equal_the_reference(self, engine: Engine, setup: Setup, answers: Answers) -> None:
         """Logprobs of tokens sampled at temperature 1 must equal the reference's.
@@ -110,7 +115,7 @@ class InferNumberTests(InferSubject):
             requests.append(ask(self.prompt(20)))
             *asked, other = engine.generate(*requests)
             if other.prompt_logprobs is not None or any(each.prompt_logprobs is None for each in asked):
-                raise AssertionError("prompt logprobs have to be there where they are asked for, and only there")
+                raise AssertionError("prompt logprobs must be returned if requested, and only then")
             found = {each.id: each.prompt_logprobs for each in asked if each.prompt_logprobs is not None}
             expected = {each.id: answers.prompt_logprobs(each.prompt_ids) for each in requests[:-1]}
             check_rows("prompt logprob", found, expected, self.bound(setup))

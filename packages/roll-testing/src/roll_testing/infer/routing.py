@@ -63,7 +63,7 @@ class RoutingTests(InferSubject):
                 if request.routed_experts:
                     _check(output.routed_experts, np.concatenate([request.prompt_ids, output.token_ids]), module)
                 elif output.routed_experts is not None:
-                    raise AssertionError(f"{request.id} did not ask for routed_experts and got them")
+                    raise AssertionError(f"{request.id} did not request routed_experts but got them")
 
 
 def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
@@ -76,8 +76,8 @@ def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
     if len(wrong):
         at, layer = wrong[0]
         raise AssertionError(
-            f"token {at} went through experts {sorted(found[at, layer].tolist())} of layer {layer}; the router's logits"
-            f" are largest at {chosen[at, layer].tolist()}"
+            f"token {at}: experts {sorted(found[at, layer].tolist())} of layer {layer} were returned; router logits are"
+            f" largest at {chosen[at, layer].tolist()}"
         )
 
 

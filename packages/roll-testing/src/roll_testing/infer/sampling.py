@@ -70,10 +70,9 @@ class SamplingTests(InferSubject):
         together = self.answered(engine, "seed", *crowd[:5], *seeded, *crowd[5:])[5:9]
         for request, completion in zip(seeded, together, strict=True):
             alone = engine.generate(ask(request.prompt_ids, n=2, seed=request.params.seed, max_new_tokens=24))[0]
-            if _tokens(alone) != _tokens(completion):
-                raise AssertionError(
-                    f"with seed {request.params.seed} came {_tokens(completion)} in a crowd and {_tokens(alone)} alone"
-                )
+            assert _tokens(alone) == _tokens(completion), (
+                f"seed {request.params.seed} gave tokens {_tokens(completion)} in a batch and {_tokens(alone)} alone"
+            )
 
     def test_output_i_depends_on_the_seed_and_i(self, engine: Engine) -> None:
         """Output i must depend only on the seed and i, not on `n`.
@@ -88,19 +87,18 @@ class SamplingTests(InferSubject):
             ask(prompt, n=2, seed=11, max_new_tokens=24),
             ask(prompt, n=2, seed=12, max_new_tokens=24),
         )
-        if _tokens(wide)[:2] != _tokens(narrow):
-            raise AssertionError(f"output 0 and 1 of seed 11 are {_tokens(narrow)} of 2 and {_tokens(wide)[:2]} of 4")
+        assert _tokens(wide)[:2] == _tokens(narrow), (
+            f"output 0 and 1 of seed 11 are {_tokens(narrow)} of 2 and {_tokens(wide)[:2]} of 4"
+        )
         streams = [tuple(each) for each in (*_tokens(wide), *_tokens(following))]
-        if len(set(streams)) < len(streams):
-            raise AssertionError(f"outputs of seeds 11 and 12 repeat each other: {streams}")
+        assert len(set(streams)) >= len(streams), f"outputs of seeds 11 and 12 repeat each other: {streams}"
 
     def test_requests_without_a_seed_differ(self, engine: Engine) -> None:
         """Requests without a seed must differ from each other, and so must the outputs of one request."""
         prompt = self.prompt(4)
         found = [engine.generate(*[ask(prompt, n=2, max_new_tokens=24) for _ in range(3)]) for _ in range(2)]
         streams = [tuple(each) for completions in found for completion in completions for each in _tokens(completion)]
-        if len(set(streams)) < len(streams):
-            raise AssertionError(f"requests without a seed repeat each other: {streams}")
+        assert len(set(streams)) >= len(streams), f"requests without a seed repeat each other: {streams}"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from roll_testing.infer.engine import ask
 from roll_testing.infer.interrupting import is_open, result, stopped, until_interrupted
 from roll_testing.infer.subject import TIGHT, InferSubject
 from roll_testing.infer.trainer import check_against_trainer
-from roll_testing.refusals import RefusalTests
+from roll_testing.packaging import RefusalTests
+from roll_testing.programs import expect, raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,18 +105,14 @@ class StartingTests(RefusalTests, InferSubject):
             return ended, late
 
         _, late = engine.run(act)
-        if not isinstance(late, Exception):
-            raise AssertionError(f"a request after stop was answered: {late}")
+        assert isinstance(late, Exception), f"a request after stop returned {late}, expected an error"
 
     def test_a_model_that_is_not_there_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
         """`start` must raise a `RollError` that contains the missing model path. `stop` must not raise afterwards."""
         self.need(bool(setup.model.path), "a model that is loaded from a path")
         nowhere = str(tmp_path / "no-such-model")
         engine = fresh(setup.with_(model=replace(setup.model, path=nowhere)))
-        with pytest.raises(RollError) as caught:
-            engine.start()
-        if nowhere not in str(caught.value):
-            raise AssertionError(f"the error does not say which model: {caught.value}")
+        expect(raised(engine.start), RollError, "starting with a model path that does not exist", nowhere)
         engine.run(engine.strategy.stop)
 
     def test_more_than_the_cache_holds_is_answered(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
@@ -133,8 +130,9 @@ class StartingTests(RefusalTests, InferSubject):
         self.check_logprobs(setup, answers, requests, found)
         for request, completion in zip(requests, found, strict=True):
             sizes = [len(output.token_ids) for output in completion.outputs]
-            if sizes != [request.params.max_new_tokens] * 2:
-                raise AssertionError(f"{request.params.max_new_tokens} tokens were asked for twice; {sizes} were drawn")
+            assert sizes == [request.params.max_new_tokens] * 2, (
+                f"{request.params.max_new_tokens} tokens were requested twice, found {sizes}"
+            )
 
     def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
         """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
@@ -145,7 +143,7 @@ class StartingTests(RefusalTests, InferSubject):
         engine.start()
         processes = self.processes(engine.strategy)
         if not processes:
-            pytest.skip(f"{self.name} names no processes of its own")
+            pytest.skip(f"{self.name} has no processes() to kill")
 
         async def act() -> asyncio.Task[Completion] | None:
             running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
@@ -159,15 +157,7 @@ class StartingTests(RefusalTests, InferSubject):
             return None
 
         running = until_interrupted(lambda: engine.run(act, PROMPT_S), lambda each: each is None)
-        if running is None:
-            raise AssertionError("400 tokens were drawn before the engine could be killed, each time")
-        try:
-            found = engine.run(lambda: result(running), PROMPT_S)
-        except AssertionError:
-            raise
-        except Exception as error:
-            if len(str(error).split()) < 3:
-                raise AssertionError(f"the error does not say what happened: {error!r}") from error
-        else:
-            raise AssertionError(f"the engine was killed, and yet it answered {found}")
+        assert running is not None, "the engine generated 400 tokens before it could be killed, in every attempt"
+        error = raised(lambda: engine.run(lambda: result(running), PROMPT_S))
+        expect(error, Exception, "a request of an engine that was killed")
         engine.run(engine.strategy.stop)

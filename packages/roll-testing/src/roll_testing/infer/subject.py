@@ -21,8 +21,7 @@ from roll_testing.infer.engine import Engine, Setup, ask
 from roll_testing.infer.models import CLEAR, END, SMALL, Answers
 from roll_testing.infer.trainer import trains_in
 from roll_testing.models import write_checkpoint
-from roll_testing.part import Part
-from roll_testing.threads import one_thread
+from roll_testing.part import Part, one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,7 +87,7 @@ class InferSubject(Part):
     def need_exact(self, setup: Setup) -> None:
         """Skip the test unless it runs in fp32: in lower precision, rounding could hide a mistake."""
         if setup.model.dtype != "fp32":
-            pytest.skip(f"{self.name} does not compute in fp32 here, and coarser numbers decide nothing")
+            pytest.skip(f"{self.name} does not support fp32 here, and rounding in lower precision could hide a mistake")
 
     def need_trainer(self, setup: Setup) -> None:
         """Skip the test if no train strategy supports the model in its dtype."""
@@ -234,7 +233,7 @@ class InferSubject(Part):
             return engine.generate(*requests)
         except UnsupportedError as error:
             if parameter not in str(error):
-                raise AssertionError(f"{parameter} was refused without being named: {error}") from error
+                raise AssertionError(f"{parameter} was refused by an error without its name: {error}") from error
             pytest.skip(f"{self.name} refuses {parameter}: {error}")
 
     def seed(self, engine: Engine, number: int) -> int | None:
@@ -281,11 +280,10 @@ class InferSubject(Part):
         """
         below, _ = answers.shortfall(prompt, response, **rules)
         wrong = np.flatnonzero(below > CLEAR)
-        if len(wrong):
-            raise AssertionError(
-                f"token {wrong[0]} of the response {response.tolist()} to {prompt.tolist()} is not the most likely one:"
-                f" its logit is {below[wrong[0]]:.3g} below the largest"
-            )
+        assert not wrong.size, (
+            f"token {wrong[0]} of the response {response.tolist()} to {prompt.tolist()} is not the most likely one:"
+            f" its logit is {below[wrong[0]]:.3g} below the largest"
+        )
 
     def check_answers(
         self,
@@ -308,10 +306,12 @@ class InferSubject(Part):
         before = answers.logprobs(*tokens)
         if weights is not None:
             answers.take(weights)
-            if float(np.abs(answers.logprobs(*tokens) - before).max()) < SEEN * self.bound(setup):
-                raise AssertionError("the reference answers as before: the change is too small to be seen")
+            assert float(np.abs(answers.logprobs(*tokens) - before).max()) >= SEEN * self.bound(setup), (
+                "the new weights hardly change the logprobs of the reference: change them more"
+            )
         self.check_logprobs(setup, answers, requests, found)
         for completion in found:
             versions = {int(each) for output in completion.outputs for each in output.versions}
-            if versions != {engine.version}:
-                raise AssertionError(f"tokens are of weight version {sorted(versions)}, published was {engine.version}")
+            assert versions == {engine.version}, (
+                f"tokens have weight versions {sorted(versions)}, expected {engine.version}"
+            )
