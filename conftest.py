@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from roll_testing.part import Part
+    from roll_testing.kit import Part
 
 # Under `uv run pytest` Ray would give every worker an environment resolved anew, from a copy of the working directory.
 # It reads this once, when it is imported.

@@ -15,7 +15,7 @@ from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_testing.errors import mentions, refused
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 SFT = """

@@ -21,7 +21,7 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_testing.errors import mentions, refused
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 MODULE = "acme_parts_of_a_test"
 PARTS = """

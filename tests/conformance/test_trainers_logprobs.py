@@ -13,8 +13,8 @@ from roll_testing.errors import refused
 from roll_testing.infer.engine import Setup, ask
 from roll_testing.infer.models import SMALL, Answers
 from roll_testing.infer.trainer import check_against_trainer, trains_in
+from roll_testing.kit import registry
 from roll_testing.models import write_checkpoint
-from roll_testing.part import registry
 from roll_testing.reference import TransformersModel
 
 VOCABULARY = 40

@@ -184,7 +184,7 @@ def test_a_response_ends_with_the_end_token_which_is_kept_and_named(with_engine)
     assert len(ended.logprobs) == len(ended.versions) == place + 1
 
 
-def test_ignore_eos_goes_on_whatever_is_drawn(with_engine):
+def test_ignore_eos_continues_past_every_end(with_engine):
     free = free_run(with_engine, stop_token_ids=tuple(range(VOCABULARY)))
     assert (len(free.token_ids), free.finish_reason, free.stop) == (60, "length", None)
 
@@ -403,7 +403,7 @@ def test_logits_that_are_not_finite_fail_the_request_by_name_and_the_engine_reco
     assert tokens(after) == tokens(with_engine(together(some(seed=7))))
 
 
-def test_a_stopped_engine_says_so(with_engine):
+def test_requests_after_stop_raise(with_engine):
     async def act(engine):
         await engine.generate(request("a", [3], max_new_tokens=2))
         await engine.stop()

@@ -27,7 +27,7 @@ from roll_core.spec.providers import (
 )
 from roll_core.spec.reward import RewardFunction
 from roll_testing.errors import mentions, refused
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 
 def plugin(package, version="1.0", *providers, **fields):

@@ -37,7 +37,7 @@ def check(asked):
         (request(repetition_penalty=0.0), ("repetition_penalty", "0.0")),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked, facts):
+def test_invalid_requests_are_refused(asked, facts):
     with refused(DataError, *facts):
         check(asked)
 

@@ -20,7 +20,7 @@ from roll_modeling.layout import adjacent
 from roll_testing.bench import Case
 from roll_testing.errors import refused
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 

@@ -7,7 +7,7 @@ import pytest
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
 from roll_testing.errors import mentions, refused
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 RUN = """\
 pipeline: sft

@@ -14,7 +14,7 @@ from roll_testing.errors import refused
 from roll_testing.losses import TRAINING
 from roll_testing.models import write_checkpoint
 from roll_testing.replaying import check_replay
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 MIXTURE = {key: value for key, value in MOE.items() if key != "vocab_size"}
 SPREAD = {

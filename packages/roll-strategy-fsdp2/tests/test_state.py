@@ -37,7 +37,7 @@ from roll_testing.bench import Case
 from roll_testing.errors import refused
 from roll_testing.ranks import RanksFailedError
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 BF16 = {"dtype": "bf16"}
 TENSOR = {"tensor_model_parallel_size": 2}

@@ -253,11 +253,11 @@ def fail_to_build_in(rank, case: Case, environment):
 def configure(rank, settings, keys):
     """What making Megatron's config raises."""
     from roll_strategy_megatron.config import MegatronConfig
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
     from roll_strategy_megatron.model import make_config
 
     spec, config = ModelSpec(random_init={"model_type": "qwen3"}), MegatronConfig.model_validate(keys)
-    return raised(lambda: make_config(settings, config, spec, torch.float32, Make(engine=False)))
+    return raised(lambda: make_config(settings, config, spec, torch.float32, LayerSpec(engine=False)))
 
 
 def lacking_engine_older_than(rank, version):

@@ -12,7 +12,7 @@ from roll_core.config.loading import load
 from roll_core.errors import ConfigError
 from roll_strategy_megatron.config import ARCHITECTURES, REFUSED, MegatronConfig, runs
 from roll_testing.errors import mentions
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 RUN = """\
 pipeline: sft

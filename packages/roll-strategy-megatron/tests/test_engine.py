@@ -46,7 +46,7 @@ from test_lora import SOME, WITH_NORMS, check_adapters_of_experts, check_against
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_strategy_megatron.config import MegatronConfig
-from roll_strategy_megatron.engine import Make, choose
+from roll_strategy_megatron.engine import LayerSpec, choose
 from roll_testing.bounds import check_same, distance
 from roll_testing.errors import mentions
 from roll_testing.models import QWEN3
@@ -252,11 +252,16 @@ def test_what_cannot_be_is_refused_by_name(run, tmp_path, model, config, environ
 @pytest.mark.parametrize(
     ("given", "device", "settings", "expected"),
     [
-        ({"dtype": "bf16"}, "cuda:1", {}, Make(engine=True, grouped=True, fused_norms=True)),
-        ({"dtype": "bf16", "lora": SOME}, "cuda:1", {}, Make(engine=True, grouped=True, fused_norms=False)),
-        ({"dtype": "fp32"}, "cuda:1", {}, Make(engine=False)),
-        ({"dtype": "bf16"}, "cpu", {}, Make(engine=False)),
-        ({"dtype": "bf16"}, "cuda:1", {"window_size": (3, 0)}, Make(engine=False)),
+        ({"dtype": "bf16"}, "cuda:1", {}, LayerSpec(engine=True, grouped=True, fused_norms=True)),
+        (
+            {"dtype": "bf16", "lora": SOME},
+            "cuda:1",
+            {},
+            LayerSpec(engine=True, grouped=True, fused_norms=False),
+        ),
+        ({"dtype": "fp32"}, "cuda:1", {}, LayerSpec(engine=False)),
+        ({"dtype": "bf16"}, "cpu", {}, LayerSpec(engine=False)),
+        ({"dtype": "bf16"}, "cuda:1", {"window_size": (3, 0)}, LayerSpec(engine=False)),
     ],
     ids=["bf16 on CUDA", "with adapters", "float32", "on a CPU", "a window over ranks"],
 )
@@ -265,7 +270,7 @@ def test_where_nothing_is_said_it_is_taken_for_what_it_is_good_for(monkeypatch, 
     config = MegatronConfig(context_parallel_size=2)
     assert choose(config, ModelSpec(path="here", **given), torch.device(device), settings) == expected
     monkeypatch.setattr("roll_strategy_megatron.engine.lacking_engine", lambda: "it is not installed")
-    assert choose(config, ModelSpec(path="here", **given), torch.device(device), settings) == Make(engine=False)
+    assert choose(config, ModelSpec(path="here", **given), torch.device(device), settings) == LayerSpec(engine=False)
 
 
 SAYS = "from roll_strategy_megatron.engine import lacking_engine; print(lacking_engine())"

@@ -28,7 +28,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, RanksFailedError, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 FOUR = QWEN3 | {"num_hidden_layers": 4}
 TP = {"tensor_model_parallel_size": 2}

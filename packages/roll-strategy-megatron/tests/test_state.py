@@ -24,7 +24,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import export_between, go_on
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roll_core.types import WeightManifest
 
 
-class Held(Protocol):
+class EngineTensor(Protocol):
     """Location of a Hugging Face model's tensor in an engine."""
 
     @property
@@ -35,8 +35,8 @@ def entries(manifest: WeightManifest) -> list[tuple[str, list[int]]]:
 
 def compare(
     announced: Iterable[tuple[str, Sequence[int]]],
-    locate: Callable[[str], Held | None],
-    held: Iterable[tuple[str, Held]],
+    locate: Callable[[str], EngineTensor | None],
+    held: Iterable[tuple[str, EngineTensor]],
 ) -> dict[str, Any]:
     """Compare announced tensors with the model of this process; returns plain values.
 

@@ -66,17 +66,17 @@ def _write_adapted(
         spec = replace(spec, path=base_model, random_init=None)
     model = load_model(spec)
     of_experts = ExpertAdapters(model, state, lora)
-    adapters = add_adapters(model, replace(spec, lora=of_experts.beside()))
+    adapters = add_adapters(model, replace(spec, lora=of_experts.linear_spec()))
     trained = adapters.trained()
     shapes = {name: tuple(each.shape) for name, each in trained.items()} | of_experts.shapes
     check_same(state, shapes, adapters=adapters, identity=adapters.identity())
     for name, each in trained.items():
         each.data.copy_(state.read(name).master)
     if adapters.lora.export == "adapter":
-        if of_experts.places:
+        if of_experts.layers:
             adapters.also_targets(of_experts.names)
-        adapters.export(out, trained | of_experts.apart())
-    elif of_experts.places:
+        adapters.export(out, trained | of_experts.factors())
+    elif of_experts.layers:
         of_experts.write_merged(adapters, spec, out)
     else:
         write_model(model, spec, adapters.state_dict(), out)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Make:
+class LayerSpec:
     """Implementation of a model's layers."""
 
     engine: bool
@@ -44,7 +44,7 @@ class Make:
     """
 
 
-def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, settings: Mapping[str, Any]) -> Make:
+def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, settings: Mapping[str, Any]) -> LayerSpec:
     """Choose the layer implementation. `settings` are the arguments of Megatron's `TransformerConfig`.
 
     Raises `UnsupportedError` if the config requires Transformer Engine and it cannot be used, and `ModelError` if
@@ -66,8 +66,8 @@ def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, setti
             )
     _check_environment(config)
     if reason:
-        return Make(engine=False)
-    return Make(engine=True, grouped=config.moe_grouped_gemm is not False, fused_norms=model.lora is None)
+        return LayerSpec(engine=False)
+    return LayerSpec(engine=True, grouped=config.moe_grouped_gemm is not False, fused_norms=model.lora is None)
 
 
 def lacking_engine() -> str:

@@ -28,7 +28,7 @@ from roll_strategy_megatron.latent_attention import LatentAttention
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
 
 
 class Norm(nn.RMSNorm):
@@ -51,7 +51,11 @@ def mixtures(config: TransformerConfig) -> list[int]:
 
 
 def block_spec(
-    config: TransformerConfig, make: Make, run: int | None, balancing: Balancing | None, scale: float | None
+    config: TransformerConfig,
+    make: LayerSpec,
+    run: int | None,
+    balancing: Balancing | None,
+    scale: float | None,
 ) -> TransformerBlockSubmodules:
     """Layer specs of one model chunk (`run`) of this rank.
 
@@ -68,7 +72,7 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_engine().layer_norm() if make.engine else Norm)
 
 
-def _local_spec(config: TransformerConfig, make: Make, scale: float | None, *, mixture: bool) -> ModuleSpec:
+def _local_spec(config: TransformerConfig, make: LayerSpec, scale: float | None, *, mixture: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         qk_layernorm=config.qk_layernorm,
@@ -87,7 +91,7 @@ def _local_spec(config: TransformerConfig, make: Make, scale: float | None, *, m
     return spec
 
 
-def _engine_spec(config: TransformerConfig, make: Make, scale: float | None, *, mixture: bool) -> ModuleSpec:
+def _engine_spec(config: TransformerConfig, make: LayerSpec, scale: float | None, *, mixture: bool) -> ModuleSpec:
     from roll_strategy_megatron.engine_attention import EngineAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(

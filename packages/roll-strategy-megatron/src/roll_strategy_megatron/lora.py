@@ -17,8 +17,8 @@ import torch
 from roll_core.errors import ModelError, UnsupportedError
 from roll_modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
 from roll_modeling.model import empty_model
-from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors, stand_on
-from roll_strategy_megatron.bridge.bridge import Bridge, Held, mark
+from roll_strategy_megatron.adapters import Adapter, attach, cut_of, partial_factors
+from roll_strategy_megatron.bridge.bridge import Bridge, Shard, mark
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 
@@ -54,10 +54,10 @@ class Target:
         return f"{self.path.replace(f'{EXPERT}.', '')}.lora_{side}.{ADAPTER}.weight"
 
 
-class Carrier(Bridge):
+class AdapterBridge(Bridge):
     """Bridge for the trained parameters: the LoRA factors of every target, and modules trained in full."""
 
-    def __init__(self, base: Bridge, held: list[Held], groups: dict[str, tuple[Rule, int]], shapes: dict[str, Any]):
+    def __init__(self, base: Bridge, held: list[Shard], groups: dict[str, tuple[Rule, int]], shapes: dict[str, Any]):
         """Build the bridge from its parts. Collective over the stages."""
         self.sizes, self.parallel, self.num_experts = base.sizes, base.parallel, base.num_experts
         self.tied, self.held, self.groups, self.shapes = False, held, groups, shapes
@@ -93,7 +93,7 @@ class Lora:
             shapes[name] = tuple(names[name].shape)
         order = [*names, *(each for each in shapes if each not in names)]
         known = groups | more_groups
-        self.carrier = Carrier(
+        self.adapter_bridge = AdapterBridge(
             base, [*held, *more], {name: known[name] for name in order}, {name: shapes[name] for name in order}
         )
         self._draw()
@@ -107,11 +107,11 @@ class Lora:
 
     def _factors(
         self, owners: dict[int, nn.Module]
-    ) -> tuple[list[Held], dict[str, tuple[Rule, int]], dict[str, tuple[int, ...]]]:
-        places: dict[tuple[str, int], list[Held]] = {}
+    ) -> tuple[list[Shard], dict[str, tuple[Rule, int]], dict[str, tuple[int, ...]]]:
+        places: dict[tuple[str, int], list[Shard]] = {}
         for each in self.base.held:
             places.setdefault((each.rule.mcore, each.layer), []).append(each)
-        held: list[Held] = []
+        held: list[Shard] = []
         groups: dict[str, tuple[Rule, int]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         rank, experts = self.lora.rank, self.base.num_experts
@@ -126,10 +126,10 @@ class Lora:
                 factors = self._adapter(owners[id(place.parameter)], place, target).add(target.part, rank)
                 for (_, rule), factor in zip(rules.items(), factors, strict=True):
                     mark(factor, rule, self.base.parallel)
-                    held.append(Held(parameter=factor, rule=rule, layer=-1, expert=place.expert))
+                    held.append(Shard(parameter=factor, rule=rule, layer=-1, expert=place.expert))
         return held, groups, shapes
 
-    def _adapter(self, linear: nn.Module, place: Held, target: Target) -> Adapter:
+    def _adapter(self, linear: nn.Module, place: Shard, target: Target) -> Adapter:
         if place.parameter not in self.adapters:
             group = self.base.parallel.etp if place.rule.is_expert else self.base.parallel.tp
             ranks = group.size()
@@ -139,13 +139,13 @@ class Lora:
                 num_groups=self.base.sizes.num_groups // ranks,
             )
             adapter = Adapter(linear, place, target.num_parts, sizes, group, scale=self.lora.scale)
-            stand_on(linear, adapter)
+            attach(linear, adapter)
             self.adapters[place.parameter] = adapter
         return self.adapters[place.parameter]
 
-    def _whole_modules(self, names: list[str]) -> tuple[list[Held], dict[str, tuple[Rule, int]]]:
+    def _whole_modules(self, names: list[str]) -> tuple[list[Shard], dict[str, tuple[Rule, int]]]:
         """Modules trained in full: their parameters, beside a copy of the original values."""
-        held: list[Held] = []
+        held: list[Shard] = []
         groups: dict[str, tuple[Rule, int]] = {}
         by_base = {plain: name for name, plain in self.extras.items()}
         for plain in by_base:
@@ -165,7 +165,7 @@ class Lora:
                 if first and place.rule is rule and place.layer == layer:
                     place.parameter.requires_grad_(True)
                     self.originals[place.parameter] = place.parameter.detach().clone()
-                    held.append(Held(parameter=place.parameter, rule=own, layer=-1, expert=-1))
+                    held.append(Shard(parameter=place.parameter, rule=own, layer=-1, expert=-1))
         return held, groups
 
     @torch.no_grad()
@@ -177,11 +177,11 @@ class Lora:
         drawn = self.described.drawn()
         generator = torch.Generator().manual_seed(self.spec.seed)
         for target in self.expert_targets:
-            whole = torch.empty(self.carrier.shapes[target.name("A")])
+            whole = torch.empty(self.adapter_bridge.shapes[target.name("A")])
             drawn[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
-        for held in self.carrier.by_rule().values():
+        for held in self.adapter_bridge.by_rule().values():
             if held[0].rule.hf[0] in drawn:
-                for parameter, share in self.carrier.shares_of(held, drawn.__getitem__):
+                for parameter, share in self.adapter_bridge.shares_of(held, drawn.__getitem__):
                     parameter.copy_(share)
 
     # -- as others read them -------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Lora:
     def _factors_of_layers(self) -> Iterator[tuple[str, Tensor]]:
         """All trained tensors, with one tensor per expert."""
         paths = {target.name(side): target for target in self.expert_targets for side in "AB"}
-        for name, whole in self.carrier.export(lambda parameter: parameter.detach(), torch.float32):
+        for name, whole in self.adapter_bridge.export(lambda parameter: parameter.detach(), torch.float32):
             if name not in paths:
                 yield name, whole
                 continue

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
     from roll_strategy_megatron.packing import Packing
     from roll_strategy_megatron.parallel import Parallel
     from roll_strategy_megatron.router_replay import RouterReplay
@@ -97,7 +97,7 @@ class PackedModel(GPTModel):  # type: ignore[misc]
 
 
 def make_config(
-    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: Make
+    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: LayerSpec
 ) -> TransformerConfig:
     """Build Megatron's `TransformerConfig`. Raises `ModelError` for settings that Megatron rejects."""
     try:
@@ -187,7 +187,7 @@ def make_balancing(settings: TransformerConfig, config: MegatronConfig, device: 
 
 def make_runs(
     config: TransformerConfig,
-    make: Make,
+    make: LayerSpec,
     num_runs: int,
     sizes: Sizes,
     hf: PreTrainedModel,
@@ -208,7 +208,7 @@ def make_runs(
 
 def _make_run(
     config: TransformerConfig,
-    make: Make,
+    make: LayerSpec,
     run: int,
     num_runs: int,
     sizes: Sizes,

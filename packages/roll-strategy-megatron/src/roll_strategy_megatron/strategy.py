@@ -113,7 +113,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
         self.bridge.load(source, self.dtype)
         source.close()
         self.lora = Lora(self.runs, self.bridge, model) if model.lora is not None else None
-        self.trained: Bridge = self.bridge if self.lora is None else self.lora.carrier
+        self.trained: Bridge = self.bridge if self.lora is None else self.lora.adapter_bridge
         wrapped: list[Any] = list(self.runs)
         if self.training is not None:
             how = DistributedDataParallelConfig(

@@ -27,7 +27,7 @@ from roll_testing.programs import (
     train,
     want_undeclared,
 )
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
 SCORES = Want(logprobs=True)
 
 
-class TrainContractTests(Subject):
+class TrainContractTests(TrainKit):
     """Calls in every order in which a run may make them."""
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class TrainContractTests(Subject):
         for rank, error in enumerate(self.run(close_twice, case.with_(training=TRAINING), self._step())):
             assert error is None, f"close, called again on rank {rank}, raised {error}"
 
-    def test_a_model_that_is_not_there_is_named(self, case: Case, tmp_path: Path) -> None:
+    def test_a_missing_model_is_named(self, case: Case, tmp_path: Path) -> None:
         """`build` must raise a `RollError` that contains the missing model path. `close` must not raise afterwards."""
         self.need(bool(case.model.path), "a model that is loaded from a path")
         nowhere = str(tmp_path / "no-such-model")
@@ -116,7 +116,7 @@ class TrainContractTests(Subject):
                     f" at first tokens; expected ({size},), float32, without gradients, 0"
                 )
 
-    def test_what_is_not_declared_is_refused(self, case: Case) -> None:
+    def test_undeclared_features_are_refused(self, case: Case) -> None:
         """Undeclared features must be refused.
 
         Top-k, if undeclared, and `values` of a language model must raise `UnsupportedError`. Building a model for an
@@ -136,7 +136,7 @@ class TrainContractTests(Subject):
         """A model with a scalar head has no logprobs, so requesting them must raise `UnsupportedError`."""
         expect(self.run(want_undeclared, self._on_one(case), self.batch(), SCORES)[0], UnsupportedError, "logprobs")
 
-    def test_looking_changes_nothing(self, case: Case, world_size: int) -> None:
+    def test_forward_passes_change_nothing(self, case: Case, world_size: int) -> None:
         """Forward passes and exports between backward and the optimizer step must not change the step, bit for bit."""
         self.need_training()
         case = case.with_(training=TRAINING)
@@ -190,7 +190,7 @@ class TrainContractTests(Subject):
         if len(sizes) != 1 or leaders != list(range(places[0].size)):
             raise AssertionError(f"the data ranks of {world_size} ranks do not fit together: {places}")
 
-    def test_all_ranks_hold_the_same_weights(self, case: Case, several: int) -> None:
+    def test_all_ranks_have_the_same_weights(self, case: Case, several: int) -> None:
         """After a step, all leaders must export identical bits.
 
         All ranks must report the same gradient norm and learning rate.

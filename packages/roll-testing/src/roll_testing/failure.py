@@ -12,7 +12,7 @@ from roll_testing.bounds import check_same, check_same_run
 from roll_testing.losses import LOSSES, SPLITS, TRAINING, SpoiltGradient, SpoiltLoss
 from roll_testing.packaging import RefusalTests
 from roll_testing.programs import expect, load_damaged, refuse_a_loss, save_between, spoil_a_step, train
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ SPOILT = 4
 """Index of the sequence that makes a step non-finite: the longest one, which is on one rank only."""
 
 
-class FailureTests(RefusalTests, Subject):
+class FailureTests(RefusalTests, TrainKit):
     """Every error must be a class of `roll_core.errors`."""
 
     _run = CONFIG

@@ -13,7 +13,7 @@ from roll_core.spec.train import Want
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
 from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ NORM = "the norm of the gradient"
 """Key of the gradient norm, beside the parameter names, if steps are compared instead of gradients."""
 
 
-class TrainNumberTests(Subject):
+class TrainNumberTests(TrainKit):
     """Compares the strategy with `Reference`, and with itself when the batch is split differently."""
 
     # -- outputs -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from roll_core.config.loading import load
 from roll_core.errors import ConfigError, MissingRequirementError
 from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import check_part, load_target
-from roll_testing.part import Part, registry
+from roll_testing.kit import Kit, registry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +38,8 @@ print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 """
 
 
-class PackagingTests(Part):
-    """These tests run without the engine, except for `test_the_class_keeps_the_contract`."""
+class PackagingTests(Kit):
+    """These tests run without the engine, except for `test_the_class_implements_the_contract`."""
 
     def test_it_is_found_by_its_name(self) -> None:
         """The registry must find the part among the installed plugins by the name that configs use."""
@@ -69,14 +69,14 @@ class PackagingTests(Part):
                 f"listing {self.name} imports {', '.join(heavy)}: move these imports to where they are used"
             )
 
-    def test_its_record_travels(self) -> None:
+    def test_its_record_can_be_pickled(self) -> None:
         """The record must equal itself after pickling, because records are pickled on their way to the workers."""
         ours, theirs = multiprocessing.Pipe()
         with ours, theirs:
             ours.send(self.provider)
             assert theirs.recv() == self.provider, "the record does not equal itself after pickling"
 
-    def test_the_class_keeps_the_contract(self) -> None:
+    def test_the_class_implements_the_contract(self) -> None:
         """The class must implement every abstract method of its contract. Its capabilities must equal the record's."""
         self._engine_or_skip()
         check_part(self.provider, owner=self.name)
@@ -101,7 +101,7 @@ class PackagingTests(Part):
             for each in alternatives(need):
                 Requirement(each)
 
-    def test_without_its_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_engine_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A `MissingRequirementError` must name each missing distribution and the pip command to install it."""
         needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
         needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
@@ -129,7 +129,7 @@ class PackagingTests(Part):
         } | {name.replace("-", "_") for name in needed}
 
 
-class RefusalTests(Part):
+class RefusalTests(Kit):
     """Configs that `roll-core check` must refuse before a strategy starts. These tests need only the record."""
 
     _run: ClassVar[str]

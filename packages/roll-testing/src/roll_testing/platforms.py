@@ -48,7 +48,7 @@ class PlatformConformance(PackagingTests):
         if not self.answers.first.found:
             pytest.skip(f"platform {self.name} is not found: {self.answers.first.why}")
 
-    def test_the_class_bears_the_name_of_the_record(self) -> None:
+    def test_the_class_has_the_name_of_the_record(self) -> None:
         """The class must have the name of its record. Configs use the record's name, strategies the class's."""
         assert self.answers.name == self.provider.name, (
             f"{self.provider.name} was looked up, but its class has the name {self.answers.name!r}"
@@ -56,13 +56,13 @@ class PlatformConformance(PackagingTests):
 
     # -- probing -------------------------------------------------------------------------------------------------------
 
-    def test_probing_twice_says_the_same(self) -> None:
+    def test_probing_twice_returns_the_same(self) -> None:
         """Two probes must give the same result, because the hardware does not change in between."""
         assert self.answers.first.found == self.answers.second.found, (
             f"the first probe returned {self.answers.first}, the second {self.answers.second}"
         )
 
-    def test_it_says_what_it_saw(self) -> None:
+    def test_the_probe_states_a_reason(self) -> None:
         """`probe().why` must be one line that states what was seen, both if hardware was found and if not."""
         why = self.answers.first.why
         if not why.strip() or "\n" in why:
@@ -74,11 +74,11 @@ class PlatformConformance(PackagingTests):
             f"{self.answers.first}, but device_count() is {self.answers.device_count}"
         )
 
-    def test_asking_changes_nothing(self) -> None:
+    def test_queries_change_nothing(self) -> None:
         """Querying a platform must not change the environment, the working directory, signal handlers or threads."""
         assert not self.answers.changes, f"querying the platform changed {'; '.join(self.answers.changes)}"
 
-    def test_asking_leaves_no_device_open(self) -> None:
+    def test_queries_leave_no_device_open(self) -> None:
         """Querying a platform must leave no device open.
 
         A device context uses device memory and prevents forking processes. `memory` is not queried here.
@@ -169,7 +169,7 @@ class PlatformConformance(PackagingTests):
         if type(total) is not int or type(used) is not int or not (0 <= used <= total) or not total > 2**20:
             raise AssertionError(f"memory(0) is {memory}, expected bytes, of which some are used")
 
-    def test_memory_counts_what_is_put_there(self) -> None:
+    def test_memory_counts_allocations(self) -> None:
         """Allocating 256 MiB must raise the used memory by at least 90 % of that.
 
         Skipped if slots share the host's memory.

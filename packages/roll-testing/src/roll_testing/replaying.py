@@ -15,9 +15,9 @@ from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import Want
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import check_near, check_rows
+from roll_testing.kit import registry
 from roll_testing.losses import LOSSES
 from roll_testing.models import make_batch
-from roll_testing.part import registry
 from roll_testing.programs import Trained, score, train
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from roll_testing.programs import (
 )
 from roll_testing.publishing import IN_ONE_PROCESS
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ RETURNED = 0.9
 """Minimum share of the bytes reported by `memory()` that offloading must free."""
 
 
-class StateTests(Subject):
+class StateTests(TrainKit):
     """Comparisons are bit for bit, unless a test states another bound."""
 
     # -- save and load -------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class StateTests(Subject):
         check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
 
     @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-    def test_a_receiver_holds_what_is_published(self, case: Case, world_size: int, transport: str) -> None:
+    def test_a_receiver_gets_the_published_weights(self, case: Case, world_size: int, transport: str) -> None:
         """After each of two steps, the digests of a receiver must equal those of the exported weights.
 
         The second publish must differ from the first.
@@ -164,7 +164,7 @@ class StateTests(Subject):
     # -- offload -------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("parts", PARTS)
-    def test_moving_parts_away_and_back_changes_no_number(self, case: Case, world_size: int, parts: str) -> None:
+    def test_offload_and_onload_change_no_number(self, case: Case, world_size: int, parts: str) -> None:
         """Offload and onload must not change any number.
 
         They run before each step, and between backward and the optimizer step.
@@ -196,7 +196,7 @@ class StateTests(Subject):
                 check_rows(f"{name} of rank {rank} while the optimizer is away", found, rows[name], 0.0)
 
     @pytest.mark.parametrize("parts", ["optimizer", "all"])
-    def test_what_is_moved_away_gives_its_memory_back(
+    def test_offload_frees_memory(
         self, case: Case, models: Callable[[str], ModelSpec], world_size: int, parts: str
     ) -> None:
         """Offloading must free at least 90 % of the bytes that `memory()` reports for the parts.

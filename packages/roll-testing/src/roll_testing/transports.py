@@ -118,7 +118,7 @@ class WeightTransportConformance(PackagingTests):
             thread.start()
         return threads
 
-    def test_it_says_whether_it_is_available(self) -> None:
+    def test_available_returns_a_reason_or_none(self) -> None:
         """`available` must return None, or a reason why the transport is not available."""
         facts = [RoleFacts(role=name, workers=(WorkerFacts(host="here", pid=pid),)) for pid, name in enumerate("ab")]
         reason = load_transport(self.provider).available(*facts)
@@ -127,7 +127,7 @@ class WeightTransportConformance(PackagingTests):
         )
 
     @pytest.mark.parametrize("num_receivers", [1, 3])
-    def test_receivers_hold_what_was_sent(self, num_receivers: int) -> None:
+    def test_receivers_get_what_was_sent(self, num_receivers: int) -> None:
         """Receivers must get all tensors bit for bit, in three publishes over the same endpoints.
 
         `send` must return the entries of the tensors that it sent, with their digests.

@@ -42,7 +42,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class Shard:
     """A parameter of this rank, and the tensor that it is a shard of."""
 
     parameter: nn.Parameter
@@ -89,7 +89,7 @@ class Bridge:
 
     # -- what belongs together -----------------------------------------------------------------------------------------
 
-    def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Held:
+    def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Shard:
         """Match a parameter with its rule. Indices in `name` are local to the chunk and the rank."""
 
         def expert(match: re.Match[str]) -> str:
@@ -101,7 +101,7 @@ class Bridge:
             found = rule.pattern.fullmatch(whole)
             if found is not None:
                 numbers = found.groupdict()
-                return Held(
+                return Shard(
                     parameter=parameter,
                     rule=rule,
                     layer=int(numbers.get("layer") or 0) if "layer" in numbers else -1,
@@ -165,14 +165,14 @@ class Bridge:
         for name, buffer in self.buffers.items():
             buffer.copy_(get(name))
 
-    def _read(self, held: Held, source: Source) -> Tensor:
+    def _read(self, held: Shard, source: Source) -> Tensor:
         """Read one shard. Only the tensors of its rule are in memory meanwhile."""
         parts = [source.get(name) for name in self._source_names(held.rule, held.layer, held.expert, source)]
         if held.rule.is_expert and not self._kept_apart(held.rule, held.layer, source):
             parts = [part[held.expert] for part in parts]
         return self.share(held, parts)
 
-    def share(self, held: Held, parts: Sequence[Tensor]) -> Tensor:
+    def share(self, held: Shard, parts: Sequence[Tensor]) -> Tensor:
         """This rank's shard of Hugging Face's full tensors. Raises `ModelError` for wrong shapes."""
         group = self.parallel.etp if held.rule.is_expert else self.parallel.tp
         whole = held.rule.transform.join(parts, self.sizes)
@@ -185,14 +185,14 @@ class Bridge:
             )
         return cut.reshape(held.parameter.shape)
 
-    def by_rule(self) -> dict[tuple[str, int], list[Held]]:
+    def by_rule(self) -> dict[tuple[str, int], list[Shard]]:
         """This rank's parameters by rule name and layer; the experts of a layer are in one list."""
-        found: dict[tuple[str, int], list[Held]] = {}
+        found: dict[tuple[str, int], list[Shard]] = {}
         for each in self.held:
             found.setdefault((each.rule.mcore, each.layer), []).append(each)
         return found
 
-    def shares_of(self, held: Sequence[Held], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def shares_of(self, held: Sequence[Shard], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The shards of the parameters in one entry of `by_rule`.
 
         `get` returns full tensors by transformers' names; it is called once per name.
@@ -262,7 +262,7 @@ class Bridge:
                 parts = self._parts(rule, mine[(rule.mcore, layer)], read)
                 yield from zip(self._hf_names(rule, layer), parts, strict=True)
 
-    def _parts(self, rule: Rule, held: Sequence[Held], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
+    def _parts(self, rule: Rule, held: Sequence[Shard], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
         """Hugging Face's tensors, gathered from the shards of the ranks of this stage."""
         if not rule.is_expert:
             return self._split(rule, read(held[0].parameter), self.parallel.tp)

@@ -78,7 +78,7 @@ class Adapted(Live):
 class AdaptedTests:
     """Tests use the engine of the author's fixture `live`, and leave it with an adapter loaded."""
 
-    def test_requests_go_on_under_the_next_adapter(self, live: Adapted) -> None:
+    def test_requests_continue_under_the_next_adapter(self, live: Adapted) -> None:
         """A running request must continue under the next adapter.
 
         Each token must have the version and the logprob of the adapter that generated it.
@@ -103,9 +103,7 @@ class AdaptedTests:
         live.check(before, tokens[: len(PROMPT) + first], output.logprobs[:first])
         live.check(after, tokens, output.logprobs[first:])
 
-    def test_the_endpoint_answers_with_the_adapter_and_by_another_name_with_the_model_beneath(
-        self, live: Adapted
-    ) -> None:
+    def test_the_endpoint_serves_the_adapter_and_the_base_model(self, live: Adapted) -> None:
         """The endpoint must serve the adapter under the role's name.
 
         It must serve the base model under that name with `-base`.

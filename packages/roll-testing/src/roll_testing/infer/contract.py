@@ -16,7 +16,7 @@ import pytest
 from roll_core.errors import RollError, UnsupportedError
 from roll_core.spec.weights import make_manifest
 from roll_testing.infer.engine import Engine, ask, together
-from roll_testing.infer.subject import InferSubject
+from roll_testing.infer.kit import InferKit
 from roll_testing.programs import Raised, expect, raised
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from roll_core.types import Completion, GenerateRequest
     from roll_testing.infer.engine import Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
 PIECE = 40
 """Tokens of a request that is generated between two reads of the metrics."""
@@ -32,12 +32,12 @@ LOOKS = 8
 FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
 
 
-class InferContractTests(InferSubject):
+class InferContractTests(InferKit):
     """Order of calls, form of completions, and requests that must be refused."""
 
     # -- completions ---------------------------------------------------------------------------------------------------
 
-    def test_answers_have_their_form(self, engine: Engine) -> None:
+    def test_completions_have_their_form(self, engine: Engine) -> None:
         """A completion must have the request's id and `n` outputs.
 
         Arrays must be numpy `[R]` of the dtypes that `CompletionOutput` states; logprobs must be finite and at most 0.
@@ -59,7 +59,7 @@ class InferContractTests(InferSubject):
                 if not bool(np.isfinite(output.logprobs).all()) or bool((output.logprobs > 0).any()):
                     raise AssertionError(f"logprobs are {output.logprobs}; expected finite ones of at most 0")
 
-    def test_many_requests_at_once_are_each_answered(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_many_concurrent_requests_complete(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Each of 48 concurrent requests must get its own completion, with correct logprobs.
 
         Their lengths and settings differ.
@@ -70,7 +70,7 @@ class InferContractTests(InferSubject):
             for i in range(48)
         ]
         found = engine.generate(*requests)
-        self.check_logprobs(setup, answers, requests, found)
+        self.check_logprobs(setup, oracle, requests, found)
         for request, completion in zip(requests, found, strict=True):
             sizes = [len(output.token_ids) for output in completion.outputs]
             if completion.id != request.id or sizes != [request.params.max_new_tokens] * request.n:
@@ -97,7 +97,7 @@ class InferContractTests(InferSubject):
 
     # -- capabilities and refusals -------------------------------------------------------------------------------------
 
-    def test_what_is_not_declared_is_refused(self, engine: Engine) -> None:
+    def test_undeclared_features_are_refused(self, engine: Engine) -> None:
         """Undeclared features must be refused with `UnsupportedError`: prompt logprobs, and routed experts.
 
         Routed experts must also be refused by an engine that was not started to return them. `endpoint()` must return a
@@ -127,7 +127,7 @@ class InferContractTests(InferSubject):
 
         assert engine.run(lambda: asyncio.to_thread(models)), f"{url}/models lists no model"
 
-    def test_what_makes_no_sense_is_refused(self, engine: Engine) -> None:
+    def test_invalid_requests_are_refused(self, engine: Engine) -> None:
         """An invalid request must raise a `RollError` with a reason.
 
         A valid request that runs at the same time must succeed.
@@ -167,7 +167,7 @@ class InferContractTests(InferSubject):
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
-    def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Cancelling a call must not affect the calls beside it and after it."""
         others = [ask(self.prompt(4 + i), temperature=0.0, max_new_tokens=40) for i in range(3)]
 
@@ -180,11 +180,11 @@ class InferContractTests(InferSubject):
             return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
 
         found = engine.run(act)
-        self.check_logprobs(setup, answers, others, found)
+        self.check_logprobs(setup, oracle, others, found)
         sizes = [len(completion.outputs[0].token_ids) for completion in found]
         assert sizes == [40, 40, 40], f"expected 40 tokens each next to a cancelled call, found {sizes}"
 
-    def test_a_cancelled_call_draws_no_more(self, engine: Engine) -> None:
+    def test_a_cancelled_call_stops_generating(self, engine: Engine) -> None:
         """A cancelled call must soon stop generating, because its tokens slow down other requests.
 
         Only for engines that count `generated_tokens` while they generate.
@@ -211,10 +211,10 @@ class InferContractTests(InferSubject):
             f"after a cancelled call, requests of {PIECE} tokens counted {drawn} generated tokens"
         )
 
-    def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
+    def test_calls_before_start_raise(self, setup: Setup, oracle: Oracle) -> None:
         """`generate` and `update_weights` must raise before `start`. `stop` must never raise, even if called twice."""
         engine = Engine(setup)
-        strategy, weights = engine.strategy, self.published(answers.weights(), setup.model)
+        strategy, weights = engine.strategy, self.published(oracle.weights(), setup.model)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "generate": lambda: strategy.generate(ask(self.prompt(3))),
             "update_weights": lambda: strategy.update_weights(

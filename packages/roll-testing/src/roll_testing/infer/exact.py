@@ -58,7 +58,7 @@ def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
     return found
 
 
-class Draws:
+class SampledTokens:
     """Sampled tokens, each compared with the exact distribution that it should come from.
 
     The mass of all tokens that are likelier than the sampled one, plus a random part of its own mass, is uniform in

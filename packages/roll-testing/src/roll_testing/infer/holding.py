@@ -98,7 +98,7 @@ class HoldingTests:
         assert set(live.strategy.metrics()) == set(found)
         assert live.strategy.metrics()["generated_tokens"] == 0
 
-    def test_a_sleeping_engine_gives_the_memory_of_its_cache_back(self, live: Live) -> None:
+    def test_sleep_frees_the_memory_of_the_cache(self, live: Live) -> None:
         """`sleep` must free most of the KV cache that different prompts have filled: at least 40 % of its size.
 
         On a CPU, the memory of the engine's processes shows it.
@@ -119,7 +119,7 @@ class HoldingTests:
         live.publish()
         assert len(live.generate("after", PROMPT).outputs[0].token_ids) == 8
 
-    def test_an_engine_that_slept_answers_nobody_before_weights_are_published(self, live: Live) -> None:
+    def test_an_engine_that_slept_refuses_requests_before_a_publish(self, live: Live) -> None:
         """An engine must refuse weights while it sleeps.
 
         After `wake`, it must refuse requests until weights are published.

@@ -17,8 +17,8 @@ from roll_core.errors import WeightSyncError
 from roll_core.spec.weights import make_manifest
 from roll_testing.infer.engine import ask
 from roll_testing.infer.interrupting import result, until_interrupted, was_whole
+from roll_testing.infer.kit import FIRST_ORDINARY, InferKit
 from roll_testing.infer.models import moved
-from roll_testing.infer.subject import FIRST_ORDINARY, InferSubject
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy
     from roll_core.types import Completion, CompletionOutput, GenerateRequest, TokenIds
     from roll_testing.infer.engine import Engine, Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
 LONG = 400
 """Tokens of a response that is interrupted."""
@@ -45,10 +45,10 @@ GROUPS = 10
 between two polls."""
 
 
-class LifecycleTests(InferSubject):
+class LifecycleTests(InferKit):
     """A short request beside a long one shows when the long one is running."""
 
-    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """`abort` and `generate` must return the same tokens generated so far, with correct logprobs.
 
         `finish_reason` must be `abort`.
@@ -62,7 +62,7 @@ class LifecycleTests(InferSubject):
         assert [each.id for each in returned] == [request.id], (
             f"abort returned {[each.id for each in returned]}; expected {[request.id]}"
         )
-        self.check_logprobs(setup, answers, [request, request], [completion, returned[0]])
+        self.check_logprobs(setup, oracle, [request, request], [completion, returned[0]])
         for output, again in zip(completion.outputs, returned[0].outputs, strict=True):
             assert output.token_ids.tolist() == again.token_ids.tolist(), (
                 f"abort returned {len(again.token_ids)} tokens, generate returned {len(output.token_ids)}; they must be"
@@ -73,7 +73,7 @@ class LifecycleTests(InferSubject):
                 f"an aborted output has no tokens; another request generated {SHORT} meanwhile"
             )
 
-    def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Aborting a request must not affect another one that runs beside it."""
         others: list[GenerateRequest] = []
         beside: list[asyncio.Task[Completion]] = []
@@ -92,7 +92,7 @@ class LifecycleTests(InferSubject):
             assert len(completion.outputs[0].token_ids) == 60, (
                 f"a request next to an aborted one has {len(completion.outputs[0].token_ids)} of 60 tokens"
             )
-        self.check_logprobs(setup, answers, others, completions)
+        self.check_logprobs(setup, oracle, others, completions)
 
     def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
         """`abort` must ignore unknown and finished ids, and return nothing for them."""
@@ -101,7 +101,7 @@ class LifecycleTests(InferSubject):
         found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
         assert not found, f"aborting a finished and an unknown request returned {found}"
 
-    def test_requests_go_on_under_new_weights(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_requests_continue_under_new_weights(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """With `in_flight_update`, a running request must continue to its full length under new weights.
 
         Each token must have the version under which it was sampled. Tokens before the update must have the old weights'
@@ -117,11 +117,11 @@ class LifecycleTests(InferSubject):
         request, _, completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         olds = [self._num_old(output, old, new) for output in completion.outputs]
-        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may start a step later
-        self.check_answers(engine, setup, answers, weights)
+        self.check_logprobs(setup, oracle, [request], [completion], until=min(olds))  # one may start a step later
+        self.check_outputs(engine, setup, oracle, weights)
 
-    def test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next(
-        self, engine: Engine, setup: Setup, answers: Answers
+    def test_nothing_is_generated_between_a_failed_update_and_the_next(
+        self, engine: Engine, setup: Setup, oracle: Oracle
     ) -> None:
         """With `in_flight_update`, an engine must not generate between a failed update and the next one.
 
@@ -157,10 +157,10 @@ class LifecycleTests(InferSubject):
                 f" {len(ended.outputs[0].token_ids)} tokens, ended by {ended.outputs[0].finish_reason!r}"
             )
         olds = [self._num_old(output, old, new) for output in completion.outputs]
-        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))
-        self.check_answers(engine, setup, answers, weights)
+        self.check_logprobs(setup, oracle, [request], [completion], until=min(olds))
+        self.check_outputs(engine, setup, oracle, weights)
 
-    def test_progress_tells_what_is_drawn(self, engine: Engine) -> None:
+    def test_progress_reports_generated_tokens(self, engine: Engine) -> None:
         """`progress` must return growing prefixes of what `generate` returns in the end.
 
         It must show which outputs of a group have finished. Only for engines that report progress.
@@ -189,7 +189,7 @@ class LifecycleTests(InferSubject):
         assert len(sizes - {0}) >= 2, f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens"
         raise AssertionError("progress() reported no finished output of a group while others of the group were running")
 
-    def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
+    def test_progress_reports_versions_during_an_update(self, engine: Engine, setup: Setup) -> None:
         """`progress` must return prefixes of the final tokens, logprobs and versions, even during a weight update.
 
         Only for engines with `in_flight_update` that report progress.
@@ -233,7 +233,7 @@ class LifecycleTests(InferSubject):
                 f"{LONG - num} tokens were generated after the update, but progress() reported none of them"
             )
 
-    def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Tokens and logprobs must be the same after `sleep`, `wake` and a publish of the same weights.
 
         The test repeats this once. `sleep` and `wake` must be idempotent.
@@ -253,9 +253,9 @@ class LifecycleTests(InferSubject):
             if not np.allclose(after.logprobs, before.logprobs, atol=self.bound(setup)):
                 off = float(np.abs(after.logprobs - before.logprobs).max())
                 raise AssertionError(f"logprobs differ by up to {off:.3g} after a sleep")
-        self.check_answers(engine, setup, answers)
+        self.check_outputs(engine, setup, oracle)
 
-    def test_nothing_is_kept_of_shared_tensors_in_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_a_sleeping_engine_keeps_no_shared_tensors(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A sleeping engine must keep no reference to shared tensors, so that the trainer can free their memory."""
         self.need(self.can.sleeps and "shared" in self.can.weight_transports, "sleeps and the transport shared")
         weights = self.published(moved(self.stored(setup), 22), setup.model)
@@ -268,7 +268,7 @@ class LifecycleTests(InferSubject):
             shared[name] = torch.from_numpy(memory).view(each.dtype)
             del memory
         engine.publish(shared, shared=True)
-        self.check_answers(engine, setup, answers, weights)
+        self.check_outputs(engine, setup, oracle, weights)
         engine.run(engine.strategy.sleep)
         shared.clear()
         if kept:  # reference cycles may still hold it; collecting always would be slow

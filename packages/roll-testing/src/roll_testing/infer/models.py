@@ -36,7 +36,7 @@ CLEAR = 1e-2
 """Minimum difference of two logits whose order is certain. Smaller ones may be reordered by rounding in sums."""
 
 
-class Answers:
+class Oracle:
     """Outputs of the reference model with its current weights."""
 
     def __init__(self, model: ReferenceModel) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from roll_testing.infer.engine import ask
+from roll_testing.infer.kit import InferKit
 from roll_testing.infer.models import CLEAR, SMALL
-from roll_testing.infer.subject import InferSubject
 from roll_testing.models import write_checkpoint
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MIXTURE: Mapping[str, Any] = {
 }
 
 
-class RoutingTests(InferSubject):
+class RoutingTests(InferKit):
     """Compares with the router's logits as transformers computes them, one whole sequence at a time."""
 
     def mixture(self, folder: Path) -> ModelSpec:

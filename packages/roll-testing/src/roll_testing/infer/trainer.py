@@ -11,7 +11,7 @@ from roll_core.spec.train import Want
 from roll_core.types import TrainSequence
 from roll_testing.bench import Case, built, outputs
 from roll_testing.bounds import BOUNDS, check_rows
-from roll_testing.part import registry
+from roll_testing.kit import registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from roll_testing.bench import Step, as_array
 from roll_testing.bounds import BOUNDS, check_names, check_near, check_same_run, distance
 from roll_testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
 from roll_testing.programs import expect, export_between, go_on, import_foreign, train
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ ROUNDING = 1e-6
 DONE = 2
 
 
-class PortableTests(Subject):
+class PortableTests(TrainKit):
     """Tests of strategies that declare `portable_state`."""
 
     def test_a_portable_state_equals_the_references(
@@ -51,7 +51,7 @@ class PortableTests(Subject):
         for kind, expected in reference.state().items():
             check_near(f"exported {kind}", found[kind], expected, BOUNDS["fp32"].steps)
 
-    def test_a_run_goes_on_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
+    def test_a_run_resumes_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """A run must resume from a state that plain torch exported after two steps.
 
         Gradient norms, learning rates and weights of two more steps must equal torch's. What the strategy computed
@@ -79,7 +79,7 @@ class PortableTests(Subject):
                 check_near(f"the change of the weights of rank {rank}", moved, due, BOUNDS["fp32"].steps)
 
     @pytest.mark.parametrize("trained", ["a model", "adapters", "nothing yet"])
-    def test_a_run_goes_on_from_its_own_portable_state(
+    def test_a_run_resumes_from_its_own_portable_state(
         self, case: Case, world_size: int, trained: str, tmp_path: Path
     ) -> None:
         """A run resumed from its own portable state must equal an uninterrupted one within 1e-6.

@@ -1,4 +1,4 @@
-"""`Part`: base class of the conformance kits. It finds the part under test in the plugin registry, as a run does."""
+"""`Kit`: base class of the conformance kits. It finds the part under test in the plugin registry, as a run does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HF_PACKAGES = "roll-infer-hf,roll-strategy-hf"
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
 
-class Part:
+class Kit:
     """One plugin part under test. Authors override class attributes and methods without a leading underscore."""
 
     name: ClassVar[str] = ""
@@ -136,7 +136,7 @@ def registry() -> Registry:
     return load_registry()
 
 
-def _refuse_silent_overrides(cls: type[Part]) -> None:
+def _refuse_silent_overrides(cls: type[Kit]) -> None:
     """Raise `TypeError` if a class overrides a standard test without a strict xfail that states the reason."""
     for standard in cls.__mro__[1:]:
         if not standard.__module__.startswith("roll_testing."):
