@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 from fsdp2_programs import TINY
 
-from roll_core.errors import ModelError, PlacementError, UnsupportedError, WorkerError
-from roll_core.spec.config import StrategyConfig
+from roll_core.errors import ModelError, PlacementError, WorkerError
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_modeling.model import load_model
 from roll_modeling.process_group import ProcessGroup
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import find_layers, make_meshes
-from roll_strategy_fsdp2.strategy import FSDP2Strategy
 from roll_testing.errors import refused
 
 
@@ -52,10 +50,3 @@ def test_roles_of_one_rank_share_a_process_and_others_do_not():
     assert dist.is_initialized()
     two.close()
     assert not dist.is_initialized()
-
-
-def test_another_configuration_is_refused():
-    strategy = FSDP2Strategy(StrategyConfig(), None)
-    with refused(UnsupportedError, "FSDP2Config"):
-        strategy.build(ModelSpec(random_init=TINY), MeshInfo(role="reference"))
-    strategy.close()

@@ -44,7 +44,7 @@ class ModelWeights(Loader):
             following = await asyncio.to_thread(next, incoming, None)
             trial = self._writer.trial(following[1]) if following is not None else None
             if trial is not None:
-                self._writer.judge(await engine.collective_rpc("roll_opening_failure", args=(trial.plain(),)))
+                self._writer.check_trial(await engine.collective_rpc("roll_opening_failure", args=(trial.plain(),)))
             while following is not None:
                 bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)
                 await engine.update_weights(WeightTransferUpdateRequest(bucket.plain()))

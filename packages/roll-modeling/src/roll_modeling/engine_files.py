@@ -28,7 +28,7 @@ class EngineFiles:
     tokenizer: str
     """Directory or hub id; empty if the model has no tokenizer."""
     end_ids: tuple[int, ...]
-    """End-of-sequence ids."""
+    """End-of-sequence ids of the model."""
     config: Any
     """Config of transformers, with the overrides applied."""
     scratch: Path

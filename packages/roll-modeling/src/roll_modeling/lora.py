@@ -117,7 +117,7 @@ class Adapters:
         """Trained parameters by name: A and B of every target, and the copies of extra modules."""
         return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
 
-    def drawn(self) -> dict[str, Tensor]:
+    def initial_factors(self) -> dict[str, Tensor]:
         """Initial A `[R, I]` of every target by name, equal to those of `add_adapters`.
 
         For strategies that store the parameters elsewhere, while `model` is on the device `meta`.
@@ -196,12 +196,12 @@ class Adapters:
             self._base_digest = weights_digest((base_name(name), full(each)) for name, each in base.items())
         return {"base_model": self._base_digest, "rank": self.lora.rank, "alpha": self.lora.alpha}
 
-    def refuse_other(self, saved: dict[str, Any] | None, here: dict[str, Any], place: object) -> None:
+    def check_identity(self, saved: Mapping[str, Any] | None, here: Mapping[str, Any], place: object) -> None:
         """Raise `CheckpointError` unless `saved`, the adapters' identity stored at `place`, equals `here`."""
-        if saved == here:
-            return
         if saved is None:
             raise CheckpointError(f"{place}: has a whole model, but this role trains adapters (lora_target)")
+        if saved == here:
+            return
         if saved.get("base_model") != here["base_model"]:
             source = self._spec.path or "the model of random_init"
             raise CheckpointError(f"{place}: its adapters were trained on a base model other than {source}")

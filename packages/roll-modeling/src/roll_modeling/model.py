@@ -149,8 +149,8 @@ def new_value_head(spec: ModelSpec, width: int) -> Tensor:
     Weights are normal with standard deviation 1 / (width + 1), so initial values are near 0 for every width. The result
     depends only on `spec.seed`, so callers that read the model tensor by tensor get the same head.
     """
-    drawn = torch.empty(1, width, dtype=torch.float32)
-    return drawn.normal_(0.0, 1.0 / (width + 1), generator=torch.Generator().manual_seed(spec.seed))
+    weight = torch.empty(1, width, dtype=torch.float32)
+    return weight.normal_(0.0, 1.0 / (width + 1), generator=torch.Generator().manual_seed(spec.seed))
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------

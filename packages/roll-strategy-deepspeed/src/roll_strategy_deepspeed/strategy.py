@@ -21,12 +21,11 @@ from roll_modeling.optimizer import adamw, schedule
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
-from roll_strategy_deepspeed import whole_optimizer
+from roll_strategy_deepspeed import workarounds
 from roll_strategy_deepspeed.checkpoint import load_state, save_state
 from roll_strategy_deepspeed.computation import Computation, GatheredHead
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
-from roll_strategy_deepspeed.loss_scale import LossScale
-from roll_strategy_deepspeed.optimizer_state import OptimizerState
+from roll_strategy_deepspeed.optimizer_state import LossScale, OptimizerState
 from roll_strategy_deepspeed.passes import Passes
 from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.ranks import Ranks
@@ -168,7 +167,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.engine = deepspeed.initialize(model=self.computation, optimizer=optimizer, config=settings)[0]
         self.engine.eval()
         if optimizer is not None and self.training is not None and not clips_itself(self.config, self.spec):
-            whole_optimizer.guard(self.engine, optimizer, self.training.max_grad_norm)
+            workarounds.add_norm_and_clipping(self.engine, optimizer, self.training.max_grad_norm)
         if self.stage == 3 and self.task_model.head is not None:
             layer = cast("nn.Linear", self.model.get_output_embeddings())
             for parameter in (layer.weight, layer.bias):

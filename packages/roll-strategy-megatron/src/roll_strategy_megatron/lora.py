@@ -174,14 +174,14 @@ class Lora:
 
         Experts' A are sampled from one generator with the model's seed.
         """
-        drawn = self.described.drawn()
+        initial = self.described.initial_factors()
         generator = torch.Generator().manual_seed(self.spec.seed)
         for target in self.expert_targets:
             whole = torch.empty(self.adapter_bridge.shapes[target.name("A")])
-            drawn[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
+            initial[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
         for held in self.adapter_bridge.by_rule().values():
-            if held[0].rule.hf[0] in drawn:
-                for parameter, share in self.adapter_bridge.shares_of(held, drawn.__getitem__):
+            if held[0].rule.hf[0] in initial:
+                for parameter, share in self.adapter_bridge.shares_of(held, initial.__getitem__):
                     parameter.copy_(share)
 
     # -- as others read them -------------------------------------------------------------------------------------------

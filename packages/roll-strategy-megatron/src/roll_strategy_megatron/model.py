@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from roll_core.errors import ModelError
 from roll_strategy_megatron.balancing import Balancing
-from roll_strategy_megatron.layers import block_spec, mixtures
-from roll_strategy_megatron.scalar_head import ScalarHead
+from roll_strategy_megatron.layers import ScalarHead, block_spec, mixtures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -113,7 +113,7 @@ class QuickStartTests:
     engine: ClassVar[str]
     """Name of the infer strategy."""
     settings: ClassVar[Mapping[str, Any]] = {}
-    """Its `strategy_config`."""
+    """`strategy_config` of the engine."""
     repository: ClassVar[Path]
     """Root of the repository, which has `examples/quickstart`."""
 

@@ -41,9 +41,9 @@ def with_experts(batch: Sequence[TrainSequence], architecture: Mapping[str, Any]
     top_k = architecture["num_experts_per_tok"]
     rng, found = np.random.default_rng(seed), []
     for at, each in enumerate(batch):
-        drawn = np.argsort(rng.random((len(each) - 1, layers, experts)), axis=-1)[..., :top_k]
-        known = {2: 3, 4: 0}.get(at, len(drawn))
-        found.append(replace(each, routed_experts=drawn[:known].astype(np.uint8) if at != 0 else None))
+        sampled = np.argsort(rng.random((len(each) - 1, layers, experts)), axis=-1)[..., :top_k]
+        known = {2: 3, 4: 0}.get(at, len(sampled))
+        found.append(replace(each, routed_experts=sampled[:known].astype(np.uint8) if at != 0 else None))
     return found
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ModelError
-from roll_strategy_megatron.bridge.names import own_name
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 from roll_strategy_megatron.parallel import joined
@@ -35,6 +34,16 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+ENGINE_NAMES = tuple(
+    (re.compile(rf"(decoder\.layers\.\d+\.){theirs}"), rf"\g<1>{ours}")
+    for theirs, ours in (
+        (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
+        (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\g<2>_layernorm.weight"),
+        (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\g<3>.\g<2>.weight"),
+    )
+)
+"""Names of Transformer Engine's parameters, and of Megatron's own layers, which rules and checkpoints use."""
 OUTPUT, TIED = "output_layer.weight", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 SHOWN = 5
@@ -309,6 +318,15 @@ def _over_stages(run: PackedModel, name: str) -> str:
         return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."
 
     return own_name(LAYER.sub(layer, name))
+
+
+def own_name(name: str) -> str:
+    """Map a name of Transformer Engine's parameters to that in Megatron's own layers; other names are unchanged."""
+    for pattern, ours in ENGINE_NAMES:
+        found = pattern.fullmatch(name)
+        if found is not None:
+            return found.expand(ours)
+    return name
 
 
 def _named(pattern: str, layer: int, expert: int) -> str:

@@ -22,7 +22,7 @@ from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeight
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
 from roll_testing.errors import refused
-from roll_testing.infer.adapters import RANK, drawn, merged
+from roll_testing.infer.adapters import RANK, merged, random_adapter
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from roll_testing.infer.live import Live, biased, request
 
@@ -58,9 +58,9 @@ class Adapted(Live):
         super().close()
         self._folder.cleanup()
 
-    def drawn(self, seed: int) -> dict[str, Tensor]:
+    def random_adapter(self, seed: int) -> dict[str, Tensor]:
         """Return a random adapter of `LAYERS`."""
-        return drawn(self.base, LAYERS, seed)
+        return random_adapter(self.base, LAYERS, seed)
 
     def take(self, adapter: Mapping[str, Tensor]) -> None:
         """Replace the trainer's model by the base model with this adapter merged."""
@@ -83,7 +83,7 @@ class AdaptedTests:
 
         Each token must have the version and the logprob of the adapter that generated it.
         """
-        before, after = live.drawn(1), live.drawn(2)
+        before, after = live.random_adapter(1), live.random_adapter(2)
 
         async def update_meanwhile() -> Completion:
             await live.update(list(before.items()))
@@ -108,7 +108,7 @@ class AdaptedTests:
 
         It must serve the base model under that name with `-base`.
         """
-        adapter = live.drawn(3)
+        adapter = live.random_adapter(3)
         live.publish(list(adapter.items()))
         for model, weights in (("actor_infer", adapter), ("actor_infer-base", {})):
             body = {"model": model, "prompt": PROMPT, "max_tokens": 5, "temperature": 1.0, "ignore_eos": True}
@@ -121,7 +121,7 @@ class AdaptedTests:
 
         It must not change the loaded adapter.
         """
-        adapter = live.drawn(4)
+        adapter = live.random_adapter(4)
         live.publish(list(adapter.items()))
         half = {name: each for name, each in adapter.items() if name != f"{LAYERS[0]}.lora_B.weight"}
         with refused(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):

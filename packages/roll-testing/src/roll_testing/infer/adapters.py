@@ -47,7 +47,7 @@ class AdapterTests(InferKit):
         layers = _layers(stored)
         some = [layer for layer in layers if layer.rpartition(".")[2] in ("q_proj", "down_proj")]
         for seed, targets in enumerate((layers, layers, some or layers[:1])):
-            adapter = self.published(drawn(stored, targets, seed), setup.model)
+            adapter = self.published(random_adapter(stored, targets, seed), setup.model)
             receipt = engine.publish(adapter)
             has_digests(receipt, adapter, "the adapter")
             self.check_outputs(engine, setup, oracle, merged(stored, adapter))
@@ -60,7 +60,7 @@ class AdapterTests(InferKit):
         self.need(self.can.lora, "lora")
         engine = self._serving(fresh, setup)
         stored = self.stored(setup)
-        good = self.published(drawn(stored, _layers(stored), 5), setup.model)
+        good = self.published(random_adapter(stored, _layers(stored), 5), setup.model)
         name = list(good)[len(good) // 2]
         rest = {each: tensor for each, tensor in good.items() if each != name}
         longer = torch.cat([good[name]] * 2)
@@ -84,7 +84,7 @@ class AdapterTests(InferKit):
         engine, oracle = self._serving(fresh, setup), self.oracle_of(setup.model)
         stored = self.published(self.stored(setup), setup.model)
         oracle.take(stored)
-        adapter = self.published(drawn(stored, _layers(stored), 6), setup.model)
+        adapter = self.published(random_adapter(stored, _layers(stored), 6), setup.model)
         engine.publish(adapter)
         self.check_outputs(engine, setup, oracle, merged(stored, adapter))
 
@@ -107,7 +107,7 @@ def _layers(weights: Mapping[str, Tensor]) -> list[str]:
     return [name for name in found if "embed" not in name and not name.startswith("lm_head")]
 
 
-def drawn(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
+def random_adapter(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Return a random adapter under the names of `TrainStrategy.export_adapters`.
 
     It changes each layer by more than half of the layer's own size.

@@ -138,6 +138,6 @@ class StrategyReplica(Replica):
 
     @override
     async def progress(self) -> list[Completion] | None:
-        told = await self._strategy.progress()
-        self.known |= {each.id: each for each in told or ()}
-        return told
+        report = await self._strategy.progress()
+        self.known |= {each.id: each for each in report or ()}
+        return report

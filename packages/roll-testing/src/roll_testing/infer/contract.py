@@ -199,16 +199,16 @@ class InferContractTests(InferKit):
                 pytest.skip(f"{self.name} generates 400 tokens before 6 others: no running request to cancel")
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
-            drawn: list[float] = []
-            while len(drawn) < LOOKS and PIECE not in drawn:
+            counted: list[float] = []
+            while len(counted) < LOOKS and PIECE not in counted:
                 engine.strategy.metrics()
                 await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=PIECE))
-                drawn.append(engine.strategy.metrics()["generated_tokens"])
-            return drawn
+                counted.append(engine.strategy.metrics()["generated_tokens"])
+            return counted
 
-        drawn = engine.run(act)
-        assert drawn[-1] == PIECE, (
-            f"after a cancelled call, requests of {PIECE} tokens counted {drawn} generated tokens"
+        counted = engine.run(act)
+        assert counted[-1] == PIECE, (
+            f"after a cancelled call, requests of {PIECE} tokens counted {counted} generated tokens"
         )
 
     def test_calls_before_start_raise(self, setup: Setup, oracle: Oracle) -> None:

@@ -74,17 +74,17 @@ class SampledTokens:
     def add(self, logits: Logits, tokens: TokenIds) -> None:
         """Add tokens; `tokens[t]` was sampled from `logits[t]`. Fails if a token has probability 0."""
         probs = probabilities(logits, self.params)
-        drawn = np.take_along_axis(probs, tokens[:, None], -1)
-        judged = clear(logits, self.params)
-        for at in np.flatnonzero(judged & (drawn[:, 0] == 0))[:1]:
+        chosen = np.take_along_axis(probs, tokens[:, None], -1)
+        certain = clear(logits, self.params)
+        for at in np.flatnonzero(certain & (chosen[:, 0] == 0))[:1]:
             rank = int((logits[at] > logits[at, tokens[at]]).sum()) + 1
             raise AssertionError(
                 f"token {tokens[at]} was sampled, but {self.params} excludes it: its rank by probability is {rank}, and"
                 f" only {int((probs[at] > 0).sum())} are kept"
             )
-        above = np.where(probs > drawn, probs, 0).sum(-1)
-        level = np.where(probs == drawn, probs, 0).sum(-1)
-        self._places += (above + level * self._random.random(len(tokens)))[judged].tolist()
+        above = np.where(probs > chosen, probs, 0).sum(-1)
+        level = np.where(probs == chosen, probs, 0).sum(-1)
+        self._places += (above + level * self._random.random(len(tokens)))[certain].tolist()
 
     def statistic(self) -> float:
         """Return the chi-square statistic over equally likely bins."""

@@ -173,13 +173,13 @@ class LifecycleTests(InferKit):
             long = ask(self.prompt(5), max_new_tokens=LONG)
             group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
             running = [asyncio.create_task(engine.strategy.generate(each)) for each in (long, group)]
-            told = await _told(engine.strategy, running)
-            return before, told, [each.result() for each in running]
+            reports = await _reports_of(engine.strategy, running)
+            return before, reports, [each.result() for each in running]
 
         for _ in range(GROUPS):
-            before, told, found = engine.run(act)
+            before, reports, found = engine.run(act)
             assert not before, f"progress() reported {[each.id for each in before]} although no request is running"
-            parts = [_beginnings(told, completion) for completion in found]
+            parts = [_beginnings(reports, completion) for completion in found]
             sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
             if max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
                 raise AssertionError(f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens")
@@ -197,7 +197,7 @@ class LifecycleTests(InferKit):
         self.need(self.can.in_flight_update, "in_flight_update")
         self._need_progress(engine)
         weights = self.published(moved(self.stored(setup), 23), setup.model)
-        told: list[Completion] = []
+        reports: list[Completion] = []
         telling: list[asyncio.Task[None]] = []
 
         def fresh() -> Attempt:
@@ -205,7 +205,7 @@ class LifecycleTests(InferKit):
 
         async def ask_once() -> list[Completion]:
             found = await _progress(engine.strategy)
-            told.extend(found)
+            reports.extend(found)
             return found
 
         async def tell() -> None:
@@ -225,7 +225,7 @@ class LifecycleTests(InferKit):
             request, updated, found = self._interrupted(engine, fresh)
         finally:
             engine.run(lambda: _cancelled(telling))
-        parts = _beginnings(told, found)
+        parts = _beginnings(reports, found)
         mine = [each for each in updated if each.id == request.id]
         for index, output in enumerate(output for each in mine for output in each.outputs):
             num = len(output.token_ids)
@@ -347,7 +347,7 @@ class Attempt:
 
     request: GenerateRequest
     act: Callable[[], Awaitable[Sequence[Completion]]]
-    """Interrupts it."""
+    """Interrupts the request."""
     begin: Callable[[], object] = lambda: None
     """Called once the request is submitted."""
 
@@ -379,13 +379,13 @@ async def _progress(strategy: InferStrategy) -> list[Completion]:
     return found
 
 
-async def _told(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
+async def _reports_of(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
     """Return all reports of progress until all requests have finished."""
-    told: list[Completion] = []
+    reports: list[Completion] = []
     while not all(each.done() for each in running):
-        told += await _progress(strategy)
+        reports += await _progress(strategy)
         await asyncio.wait(running, timeout=ASK_S, return_when=asyncio.ALL_COMPLETED)
-    return told
+    return reports
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -396,9 +396,9 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
             raise found
 
 
-def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completion]:
+def _beginnings(reports: Sequence[Completion], whole: Completion) -> list[Completion]:
     """Return the reports of this request; fail unless each output is a prefix of the final one."""
-    found = [each for each in told if each.id == whole.id]
+    found = [each for each in reports if each.id == whole.id]
     assert found, "progress() did not report a running request"
     for each in found:
         assert len(each.outputs) == len(whole.outputs), (
@@ -412,8 +412,8 @@ def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completio
 def _check_beginning(part: CompletionOutput, whole: CompletionOutput) -> None:
     num = len(part.token_ids)
     for name in ("token_ids", "logprobs", "versions"):
-        told, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
-        assert told == right, f"progress() reported {name} {told[:8]}…, the final output has {right[:8]}…"
+        reports, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
+        assert reports == right, f"progress() reported {name} {reports[:8]}…, the final output has {right[:8]}…"
     if part.finish_reason == "abort":
         return
     assert (num, part.finish_reason, part.stop) == (len(whole.token_ids), whole.finish_reason, whole.stop), (
