@@ -37,7 +37,7 @@ class ModelWeights(Published):
         following = await asyncio.to_thread(next, incoming, None)
         trial = self._writer.trial(following[1]) if following is not None else None
         if trial is not None:
-            self._writer.judge(await self._transfer.act("open", bucket=trial.plain()))
+            self._writer.check_trial(await self._transfer.act("open", bucket=trial.plain()))
         try:
             while following is not None:
                 bucket, following = await asyncio.to_thread(self._writer.fill, incoming, following)

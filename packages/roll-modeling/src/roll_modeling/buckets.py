@@ -78,8 +78,8 @@ class BucketWriter:
     def trial(self, tensor: Tensor) -> BucketInfo | None:
         """Bucket with test data, for `opening_failure` in each of the engine's processes.
 
-        Pass their results to `check_trial`. Returns None if tensors like `tensor` do not stay on a device, or if the test
-        already ran.
+        Pass their results to `check_trial`. Returns None if tensors like `tensor` do not stay on a device, or if the
+        test already ran.
         """
         import torch
 
