@@ -30,8 +30,8 @@ KITS = [
 ]
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "answers"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
-INTERNAL |= {"need_exact", "answers_of", "stored", "prompt", "bound", "published", "answered", "seed"}
-INTERNAL |= {"check_logprobs", "check_greedy", "check_answers", "need_trainer"}
+INTERNAL |= {"need_exact", "oracle_of", "stored", "prompt", "bound", "published", "generate_or_skip", "seed"}
+INTERNAL |= {"check_logprobs", "check_greedy", "check_outputs", "need_trainer"}
 PUBLIC = [
     (text, name)
     for text, subject in ((STRATEGIES, TrainKit), (ENGINES, InferKit))

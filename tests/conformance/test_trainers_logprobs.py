@@ -11,7 +11,7 @@ from roll_core.spec.providers import InferProvider
 from roll_core.types import Completion, CompletionOutput
 from roll_testing.errors import refused
 from roll_testing.infer.engine import Setup, ask
-from roll_testing.infer.models import SMALL, Answers
+from roll_testing.infer.models import SMALL, Oracle
 from roll_testing.infer.trainer import check_against_trainer, trains_in
 from roll_testing.kit import registry
 from roll_testing.models import write_checkpoint
@@ -29,7 +29,7 @@ def setup(request, tmp_path_factory):
 
 def answered(setup, request, spoil=lambda logprobs: logprobs):
     """What an engine would answer whose logprobs are the reference's, or those spoiled."""
-    answers = Answers(TransformersModel(setup.model))
+    answers = Oracle(TransformersModel(setup.model))
     outputs = []
     for index in range(request.n):
         tokens = np.random.default_rng((index, len(request.prompt_ids))).integers(2, VOCABULARY, 6 + index)
