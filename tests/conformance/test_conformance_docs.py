@@ -28,7 +28,7 @@ KITS = [
     (PLATFORMS, PlatformConformance),
     (TRANSPORTS, WeightTransportConformance),
 ]
-INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "answers"}
+INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "oracle"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
 INTERNAL |= {"need_exact", "oracle_of", "stored", "prompt", "bound", "published", "generate_or_skip", "seed"}
 INTERNAL |= {"check_logprobs", "check_greedy", "check_outputs", "need_trainer"}

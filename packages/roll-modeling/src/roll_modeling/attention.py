@@ -9,7 +9,7 @@ Shapes: T flat tokens, H query heads, K key/value heads (H a multiple of K), D h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from roll_modeling.context_parallel import ContextParallel
-
 
 NAME = "roll_flat"
 """Name of this attention in transformers."""
+
+
+class SharedAttention(Protocol):
+    """Attention over tokens that several ranks share, such as `context_parallel.ContextParallel`."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
+        """Same as `flat_attention`, for this rank's share of the tokens."""
+        ...
 
 
 @dataclass(eq=False)
@@ -34,7 +40,7 @@ class FlatLayout:
     """Lengths of the sequences in one forward pass; passed to every layer as `roll_layout`."""
 
     lengths: tuple[int, ...]
-    context: ContextParallel | None = None
+    context: SharedAttention | None = None
     """Attention across the ranks that share the tokens; None on one rank."""
     num_calls: int = field(default=0)
     """Number of attention layers that have run. Layers that mix tokens in other ways are not counted."""
