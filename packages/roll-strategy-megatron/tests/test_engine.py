@@ -225,28 +225,28 @@ def test_it_goes_on_where_other_layers_have_left_off(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "environment", "kind", "said"),
+    ("model", "config", "environment", "kind", "named"),
     [
-        (MISTRAL, ENGINE | sizes(cp=2), {}, UnsupportedError, "no attention within a window where ranks share"),
-        (MIXTURE, {"moe_grouped_gemm": True}, {}, UnsupportedError, "these are Megatron's own: the device is cpu"),
-        (QWEN3, {"attention_backend": "flash"}, {}, UnsupportedError, "attention_backend: flash is of Transformer"),
+        (MISTRAL, ENGINE | sizes(cp=2), {}, UnsupportedError, ["context_parallel_size"]),
+        (MIXTURE, {"moe_grouped_gemm": True}, {}, UnsupportedError, ["moe_grouped_gemm: true", "cpu"]),
+        (QWEN3, {"attention_backend": "flash"}, {}, UnsupportedError, ["attention_backend: flash"]),
         (
             QWEN3,
             ENGINE | {"attention_backend": "fused"},
             {"NVTE_FLASH_ATTN": "1"},
             ModelError,
-            "NVTE_FLASH_ATTN is 1 in the environment, and attention_backend: fused makes it 0",
+            ["NVTE_FLASH_ATTN", "1", "attention_backend: fused", "0"],
         ),
     ],
     ids=["window over ranks", "grouped on a CPU", "backend of other layers", "variables that contradict"],
 )
-def test_what_cannot_be_is_refused_by_name(run, tmp_path, model, config, environment, kind, said):
+def test_what_cannot_be_is_refused_by_name(run, tmp_path, model, config, environment, kind, named):
     ranks = config.get("context_parallel_size", 1)
     case = case_of(Arrangement(ranks=ranks, model=model, config=config), tmp_path)
     error, _ = run(fail_to_build_in, case, environment)[0]
     assert error is not None
     assert error.kinds[0] == kind.__name__, error
-    assert said in error.message
+    assert mentions(error.message, *named)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ SPOILT = (
     ("format 1", lambda folder: rewrite(folder, format=1)),
     ("lm_head.weight", lambda folder: rewrite(folder, parameters=["other.weight"])),
     ("embed_tokens.weight", lambda folder: (folder / "written-0.json").write_text("{}")),
-    ("HeaderTooSmall", lambda folder: max(folder.glob("state-*.safetensors")).write_bytes(b"\0" * 7)),
+    ("header", lambda folder: max(folder.glob("state-*.safetensors")).write_bytes(b"\0" * 7)),
     ("random.safetensors", lambda folder: (folder / "random.safetensors").write_bytes(b"\0" * 9)),
 )
 """What the error names, and what is done to a state."""
