@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
-PACKAGES: tuple[str, ...] = ()
+PACKAGES: tuple[str, ...] = (
+    "packages/roll-modeling/src",
+    "packages/roll-strategy-deepspeed/src",
+    "packages/roll-strategy-fsdp2/src",
+    "packages/roll-strategy-hf/src",
+    "packages/roll-strategy-megatron/src",
+    "packages/roll-testing/src",
+)
 """Folders of sources whose error and log messages are checked as well."""
 
 MAX_COLUMNS = 100

@@ -11,10 +11,12 @@ from roll_core.errors import UnsupportedError
 from roll_core.spec.train import Part, PortableState, TrainStrategy
 from roll_modeling.lora import Adapters, add_adapters
 from roll_modeling.offload import Offloader
+from roll_modeling.pieces import write_gathered
 from roll_modeling.portable_state import check_same, stored_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -75,8 +77,29 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         return parameter
 
     def _identity(self) -> dict[str, Any] | None:
-        """Base model and adapters, which must match when training resumes; None without adapters. Collective."""
+        """Base model and adapters, which must match on resume; None without adapters. Collective."""
         return self.adapters.identity(self._whole) if self.adapters is not None else None
+
+    def _write_gathered(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        shape_of: Callable[[Tensor], tuple[int, ...]] = lambda each: tuple(each.shape),
+    ) -> None:
+        """Write a directory that transformers loads: the model, or only the adapters with `lora_export: adapter`.
+
+        Rank 0 writes. `shape_of` is the whole shape of a parameter. Collective.
+        """
+        write_gathered(
+            self.model,
+            spec,
+            path,
+            adapters=self.adapters,
+            exported=self.export_weights(),
+            whole=self._whole,
+            shape_of=shape_of,
+            writes=self._mesh.rank == 0,
+        )
 
     # -- portable state ------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.adapters = self._add_adapters()
         if self.config.fused and self.ranks.device.type == "cpu":
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
-        self.weights = Weights(self.model, model, self.adapters, self.ranks)
+        self.weights = Weights(self.model, self.adapters)
         self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
         if self.training is not None and model.gradient_checkpointing:
             checkpoint_layers(self.model)
@@ -185,9 +185,10 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         return self.weights.whole(parameter)
 
     def export_model(self, path: Path) -> None:
-        """Write a Hugging Face model directory; see `Weights.write`. Collective."""
+        """Write a Hugging Face model directory, or only the adapters. Collective."""
         self.offloader.need("weights")
-        self.weights.write(path)
+        self._write_gathered(path, self.spec, lambda each: tuple(getattr(each, "ds_shape", each.shape)))
+        self.ranks.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 

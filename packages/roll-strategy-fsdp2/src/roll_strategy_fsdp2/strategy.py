@@ -159,8 +159,9 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         return self.weights.whole(parameter)
 
     def export_model(self, path: Path) -> None:
-        """Write a Hugging Face model directory; see `Weights.write`. Collective."""
-        self.weights.write(path)
+        """Write a Hugging Face model directory, or only the adapters. Collective."""
+        self._write_gathered(path, self.weights.spec)
+        self.process_group.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
