@@ -14,10 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
-from roll_core.spec.config import StrategyConfig
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -26,20 +22,6 @@ CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 """Mapping used for critics and reward models."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config keys of transformers that give the number of experts."""
-
-
-class TransformersConfig(StrategyConfig):
-    """Base of the configs of strategies that wrap transformers' modules: checks the architecture and its routers."""
-
-    @override
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
-
-    @override
-    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
-        from roll_modeling.routing import check_routers
-
-        check_routers(keys)
 
 
 def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:

@@ -6,12 +6,16 @@ set to `auto` here, as in files written for other trainers.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
-from roll_core.spec.config import Config, NonNegativeInt, PositiveInt
-from roll_modeling.architectures import TransformersConfig
+from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, StrategyConfig
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Auto = Literal["auto"]
 Elements = PositiveInt | Auto
@@ -104,7 +108,7 @@ class FP16Config(Config):
     """Lower bound of the loss scale."""
 
 
-class DeepSpeedConfig(TransformersConfig):
+class DeepSpeedConfig(StrategyConfig):
     """`strategy_config` of `deepspeed_train` and `deepspeed_infer`."""
 
     zero_optimization: ZeroConfig = ZeroConfig()
@@ -138,3 +142,13 @@ class DeepSpeedConfig(TransformersConfig):
     """
     fused: bool = True
     """Use fused norms and gated activations, if they exist and give the same results. Applies to CPU devices only."""
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_modeling.routing import check_routers
+
+        check_routers(keys)

@@ -5,13 +5,13 @@ Imports no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import Config, PositiveInt
-from roll_modeling.architectures import TransformersConfig
+from roll_core.spec.config import Config, PositiveInt, StrategyConfig
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ class WrapPolicy(Config):
     """
 
 
-class FSDP2Config(TransformersConfig):
+class FSDP2Config(StrategyConfig):
     """`strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
 
     fsdp_size: PositiveInt | None = None
@@ -130,3 +130,13 @@ class FSDP2Config(TransformersConfig):
         """The product of the parallel sizes of one data-parallel group, for error messages."""
         together = f"{self.context_key} {self.context_size}"
         return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × {together}"
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_modeling.routing import check_routers
+
+        check_routers(keys)

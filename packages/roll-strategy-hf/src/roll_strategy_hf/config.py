@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotation
-from roll_modeling.architectures import TransformersConfig
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-class HFTrainConfig(TransformersConfig):
+class HFTrainConfig(StrategyConfig):
     """`strategy_config` of `hf_train`."""
 
     logprob_chunk_tokens: PositiveInt | None = None
@@ -17,3 +24,13 @@ class HFTrainConfig(TransformersConfig):
     async_save_ckpt: bool = False
     """Write checkpoints in the background: copy weights and optimizer state to host memory, then write them during the
     next steps. The copy occupies host memory until it is written."""
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, CLASSIFIER)
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_modeling.routing import check_routers
+
+        check_routers(keys)
