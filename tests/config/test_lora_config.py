@@ -14,7 +14,7 @@ from roll_core.runtime.workers.build import lora_spec
 from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 from roll_testing.kit import hf_plugins
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
@@ -125,7 +125,7 @@ def test_a_policy_with_adapters_needs_no_reference_and_may_have_one(read):
     assert read(RLVR).reference is None
     reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})
     assert read(RLVR + reference).reference is not None
-    with refused(ConfigError, "use_kl_loss"):
+    with raises_error(ConfigError, "use_kl_loss"):
         read(RLVR, "actor_train.model_args.lora_rank=0")
 
 

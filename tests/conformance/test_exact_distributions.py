@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roll_core.types import SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.exact import BINS, FALSE_ALARM, SampledTokens, clear, probabilities
 
 ROWS = np.random.default_rng(4).normal(0, 2, (50, 40))
@@ -79,12 +79,12 @@ def test_other_draws_are_less_likely_than_the_false_alarm():
     rows, params = np.tile(ROWS, (24, 1)), SamplingParams(temperature=0.8)
     sampled = SampledTokens(params)
     sampled.add(rows, drawn(params, 1, rows, wrong=SamplingParams(temperature=1.0)))
-    with refused(AssertionError, "1200"):
+    with raises_error(AssertionError, "1200"):
         sampled.check()
     assert FALSE_ALARM == 1e-6
 
 
 def test_a_token_that_is_ruled_out_is_named_with_its_rank():
     row = np.log(np.array([[0.2, 0.5, 0.3]]))
-    with refused(AssertionError, "token 0", "3", "2"):
+    with raises_error(AssertionError, "token 0", "3", "2"):
         SampledTokens(SamplingParams(top_k=2)).add(row, np.array([0]))

@@ -6,7 +6,7 @@ import pytest
 from roll_core.errors import DataError
 from roll_core.spec.requests import check_request
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(prompt=(1, 2, 3), n=1, **params):
@@ -38,7 +38,7 @@ def check(asked):
     ],
 )
 def test_invalid_requests_are_refused(asked, facts):
-    with refused(DataError, *facts):
+    with raises_error(DataError, *facts):
         check(asked)
 
 

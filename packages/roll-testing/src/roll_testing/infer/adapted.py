@@ -21,7 +21,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.adapters import RANK, merged, random_adapter
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from roll_testing.infer.live import Live, biased, request
@@ -124,12 +124,12 @@ class AdaptedTests:
         adapter = live.random_adapter(4)
         live.publish(list(adapter.items()))
         half = {name: each for name, each in adapter.items() if name != f"{LAYERS[0]}.lora_B.weight"}
-        with refused(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):
+        with raises_error(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):
             live.publish(list(half.items()))
         smaller = {name: each[: RANK - 1] if ".lora_A." in name else each[:, 1:] for name, each in adapter.items()}
-        with refused(CorruptTensorError, f"rank {RANK - 1}", RANK):
+        with raises_error(CorruptTensorError, f"rank {RANK - 1}", RANK):
             live.publish(list(smaller.items()))
-        with refused(UnexpectedTensorError, "model.norm.weight"):
+        with raises_error(UnexpectedTensorError, "model.norm.weight"):
             live.publish([("model.norm.weight", live.base["model.norm.weight"])])
         with pytest.raises(StaleWeightsError):
             live.publish(list(adapter.items()), version=0)
