@@ -29,6 +29,12 @@ PACKAGES: tuple[str, ...] = (
     "packages/roll-platform-cuda/src",
     "packages/roll-platform-npu/src",
     "packages/roll-platform-rocm/src",
+    "packages/roll-modeling/src",
+    "packages/roll-strategy-deepspeed/src",
+    "packages/roll-strategy-fsdp2/src",
+    "packages/roll-strategy-hf/src",
+    "packages/roll-strategy-megatron/src",
+    "packages/roll-testing/src",
 )
 """Folders of sources whose error and log messages are checked as well."""
 

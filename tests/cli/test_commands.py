@@ -11,7 +11,7 @@ from roll_core import __version__
 from roll_core.cli import main as cli
 from roll_core.errors import RollError, RunInterruptedError
 from roll_testing.errors import mentions
-from roll_testing.part import HF_PACKAGES
+from roll_testing.kit import HF_PACKAGES
 
 SFT = """\
 pipeline: sft

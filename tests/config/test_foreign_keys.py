@@ -10,7 +10,7 @@ from roll_core.config.unknown_keys import foreign_keys
 from roll_core.errors import ConfigError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import Registry
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
 RLVR = """\

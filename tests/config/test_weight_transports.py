@@ -15,7 +15,7 @@ from roll_core.spec.providers import (
     TrainProvider,
     WeightTransportProvider,
 )
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 RLVR = """
 pipeline: rlvr

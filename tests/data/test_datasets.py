@@ -12,7 +12,7 @@ import pytest
 from roll_core.data.datasets import messages_of, need_column, read_rows, text_of
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "tag": "sum", "answer": 2},
@@ -79,7 +79,7 @@ def test_ids_come_from_their_column_and_must_differ(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "b"}])
     assert [row.id for row in read_rows(DataArguments(file_name=path))] == ["x", "y"]
     path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}])
-    with refused(DataError, "a.jsonl", "row 2", "'id'", "'x'", "row 1"):
+    with raises_error(DataError, "a.jsonl", "row 2", "'id'", "'x'", "row 1"):
         read_rows(DataArguments(file_name=path))
 
 
@@ -96,38 +96,38 @@ def test_ids_come_from_their_column_and_must_differ(tmp_path):
 )
 def test_files_that_cannot_be_read_say_where(tmp_path, name, content, facts):
     (tmp_path / name).write_text(content)
-    with refused(DataError, *facts) as caught:
+    with raises_error(DataError, *facts) as caught:
         read_rows(DataArguments(file_name=str(tmp_path / name)))
     assert name in str(caught.value)
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path):
     write(tmp_path / "train.jsonl")
-    with refused(DataError, "'train.jsonl'"):
+    with raises_error(DataError, "'train.jsonl'"):
         read_rows(DataArguments(file_name=str(tmp_path / "trian.jsonl")))
-    with refused(DataError, tmp_path / "nowhere"):
+    with raises_error(DataError, tmp_path / "nowhere"):
         read_rows(DataArguments(file_name=str(tmp_path / "nowhere" / "a.jsonl")))
-    with refused(DataError, tmp_path):
+    with raises_error(DataError, tmp_path):
         read_rows(DataArguments(file_name=str(tmp_path)))
-    with refused(DataError, "file_name"):
+    with raises_error(DataError, "file_name"):
         read_rows(DataArguments())
 
 
 def test_a_missing_column_names_the_nearest(tmp_path):
     rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl")))
-    with refused(DataError, "a.jsonl", "'promt'", "'prompt'"):
+    with raises_error(DataError, "a.jsonl", "'promt'", "'prompt'"):
         need_column("promt", rows)
-    with refused(DataError, "'prompt'", "'response'"):
+    with raises_error(DataError, "'prompt'", "'response'"):
         need_column("zzz", rows)
 
 
 def test_a_value_that_is_no_text_names_its_row(tmp_path):
     rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": None}])))
-    with refused(DataError, "a.jsonl", "row 2", "'prompt'"):
+    with raises_error(DataError, "a.jsonl", "row 2", "'prompt'"):
         text_of(rows[1], "prompt", rows)
     rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": 5}])))
     assert text_of(rows[0], "prompt", rows) == "a"
-    with refused(DataError, "row 2", "'prompt'", "5"):
+    with raises_error(DataError, "row 2", "'prompt'", "5"):
         text_of(rows[1], "prompt", rows)
 
 
@@ -163,7 +163,7 @@ def test_messages_are_a_list_or_its_json(tmp_path, stored):
 def test_broken_messages_name_their_row(tmp_path, stored, facts):
     data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": stored}]), messages="chat")
     rows = read_rows(data)
-    with refused(DataError, *facts) as caught:
+    with raises_error(DataError, *facts) as caught:
         messages_of(rows[0], data, rows, response=True)
     assert "a.jsonl row 1" in str(caught.value)
 
@@ -188,7 +188,7 @@ def test_a_file_name_is_literal(tmp_path, monkeypatch, name):
 
 def test_a_pattern_is_no_file_name_and_its_files_are_named(tmp_path):
     write(tmp_path / "rows1.jsonl")
-    with refused(DataError, tmp_path / "rows1.jsonl"):
+    with raises_error(DataError, tmp_path / "rows1.jsonl"):
         read_rows(DataArguments(file_name=str(tmp_path / "rows*.jsonl")))
 
 
@@ -218,7 +218,7 @@ def test_a_row_that_no_library_can_take_is_named(tmp_path, name, content, row):
 def test_bytes_of_a_parquet_column_that_are_no_text_name_their_row(tmp_path):
     raw = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
     pyarrow.parquet.write_table(pa.table({"prompt": raw}), tmp_path / "a.parquet")
-    with refused(DataError, "a.parquet", "row 2"):
+    with raises_error(DataError, "a.parquet", "row 2"):
         read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
 
 
@@ -226,7 +226,7 @@ def test_messages_nested_too_deep_name_their_row(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"chat": "[" * 100_000}])
     data = DataArguments(file_name=path, messages="chat")
     rows = read_rows(data)
-    with refused(DataError, "a.jsonl", "row 1", "'chat'"):
+    with raises_error(DataError, "a.jsonl", "row 1", "'chat'"):
         messages_of(rows[0], data, rows, response=False)
 
 

@@ -16,7 +16,7 @@ from roll_infer_hf.kernels import decode
 from roll_infer_hf.kernels.decode import DecodeKernels
 from roll_infer_hf.runner import CachedPrompt, PromptChunk
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -127,7 +127,7 @@ def test_without_a_compiler_torch_computes_unless_kernels_were_asked_for(no_comp
     with caplog.at_level(logging.INFO):
         assert decoder_class(model, "auto") is Decoder
     assert "no C++ compiler no-such-compiler" in caplog.text
-    with refused(ExtensionError, "roll_decode", "no-such-compiler", "CXX"):
+    with raises_error(ExtensionError, "roll_decode", "no-such-compiler", "CXX"):
         decoder_class(model, "compiled")
     assert decoder_class(model, "torch") is Decoder
 
@@ -135,7 +135,7 @@ def test_without_a_compiler_torch_computes_unless_kernels_were_asked_for(no_comp
 def test_kernels_for_another_precision_are_refused(tiny_spec):
     model = load_model(tiny_spec)
     assert decoder_class(model, "compiled") is CompiledDecoder
-    with refused(UnsupportedError, "float64"):
+    with raises_error(UnsupportedError, "float64"):
         decoder_class(model.double(), "compiled")
     assert decoder_class(model, "auto") is Decoder
 

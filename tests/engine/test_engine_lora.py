@@ -17,7 +17,7 @@ from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_modeling.model import load_model
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.publishing import transport_record
 
 TOKENS = np.arange(3, 40)
@@ -168,7 +168,7 @@ def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_en
         step(trainer)
         await publish(engine, trainer, 1, adapters=True)
         await engine.sleep()
-        with refused(RuntimeError, "weights"):
+        with raises_error(RuntimeError, "weights"):
             await scored(engine, "asleep")
         expected = step(trainer)
         await publish(engine, trainer, 2, adapters=True)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from roll_modeling.host_memory import release_pages
+from roll_modeling.offload import release_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
@@ -47,7 +47,7 @@ def test_what_is_smaller_than_a_page_stays(size):
 def test_freed_memory_is_reused_without_page_faults_unless_the_environment_configures_malloc(environment):
     program = """
 import resource, torch
-from roll_modeling.host_memory import keep_freed_memory
+from roll_modeling.offload import keep_freed_memory
 
 keep_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from roll_core.runtime.cluster.executors.sigterm_mask import children_deaf_to
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 SLEEPER = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 WITH_CHILD = """
@@ -87,7 +87,7 @@ def test_what_deaf_children_start_is_deaf_too(processes):
 
 def test_the_mask_of_this_thread_is_as_before():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    with refused(ValueError, "inside"), children_deaf_to(signal.SIGTERM):
+    with raises_error(ValueError, "inside"), children_deaf_to(signal.SIGTERM):
         raise ValueError("inside")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
 

@@ -27,7 +27,7 @@ from roll_core.runtime.cluster.python_environments.prepare import environment_of
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Sample
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 HERE = str(Path(__file__).parent)
 T = TypeVar("T")
@@ -123,9 +123,9 @@ def test_errors_cross_with_class_and_trace(runner: asyncio.Runner, shared: Forei
     with pytest.raises(CallFailed) as unknown:
         runner.run(shared.call("cannot_travel"))
     assert mentions(unknown.value.failure.summary, "CannotTravel:")
-    with refused(CallFailed, "_thread.lock"):
+    with raises_error(CallFailed, "_thread.lock"):
         runner.run(shared.call("unsendable"))
-    with refused(CallFailed, "'absent'"):
+    with raises_error(CallFailed, "'absent'"):
         runner.run(shared.call("absent"))
 
 
@@ -156,7 +156,7 @@ def test_a_killed_process_fails_the_calls_that_wait(runner: asyncio.Runner, fres
         waiting = asyncio.ensure_future(fresh.call("wait_forever"))
         await fresh.call("greet", "Ann")
         os.kill(fresh.hello["pid"], signal.SIGKILL)
-        with refused(ProcessEndedError, "SIGKILL"):
+        with raises_error(ProcessEndedError, "SIGKILL"):
             await waiting
         with pytest.raises(ProcessEndedError):
             await fresh.call("greet", "Ann")
@@ -228,7 +228,7 @@ def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_
 def test_an_environment_that_cannot_import_roll_core_says_what_it_lacks(runner: asyncio.Runner, tmp_path: Path) -> None:
     python = environment_with(tmp_path / "broken", [name for name in WITHOUT_TORCH if name != "numpy"])
     process = IsolatedEnvProcess(settings(tmp_path, "rewards.math"))
-    with refused(PythonEnvironmentError, "rewards.math", "'numpy'"):
+    with raises_error(PythonEnvironmentError, "rewards.math", "'numpy'"):
         runner.run(process.start(python, environment_of(python, os.environ)))
     runner.run(process.close(5))  # there is nothing to close, and that is fine
 

@@ -14,7 +14,7 @@ from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
 from roll_core.runtime.cluster.executors.ray_placement import Reservation
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import InferWorkerConfig, RewardConfig, TrainWorkerConfig, WorkerConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -154,7 +154,7 @@ def test_nodes_with_fewer_devices_than_the_config_says_are_shown(run: Run) -> No
     places = place_roles(roles, FakeAccelerators(), num_gpus_per_node=16)
     wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places["actor_train"])]
     reservation = Reservation(FakeAccelerators(), 16, 60)
-    with refused(PlacementError, "slot 15", "15", "node 0", "GPU", "8"):
+    with raises_error(PlacementError, "slot 15", "15", "node 0", "GPU", "8"):
         run(reservation.take(wanted))
 
 
@@ -164,7 +164,7 @@ def test_slots_that_another_job_holds_are_an_error_after_the_deadline(run: Run) 
         second = Reservation(FakeAccelerators(), 8, 1.0)
         try:
             await first.take(specs({"a": train("list(range(0,24))")}))
-            with refused(PlacementError, "GPU", "1", "8", "0", "24"):
+            with raises_error(PlacementError, "GPU", "1", "8", "0", "24"):
                 await second.take(specs({"b": train("list(range(0,8))")}))
         finally:
             second.give_back()

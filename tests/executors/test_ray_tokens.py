@@ -11,7 +11,7 @@ import ray
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
 from roll_core.runtime.cluster.executors.ray_instance import RayInstance
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def refuse(**_):
@@ -29,7 +29,7 @@ def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeyp
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         instance = RayInstance(CpuPlatform())
         try:
-            with refused(PlacementError, "RAY_ADDRESS") as caught:
+            with raises_error(PlacementError, "RAY_ADDRESS") as caught:
                 instance.open()
         finally:
             monkeypatch.setattr(ray, "shutdown", lambda: None)

@@ -8,7 +8,7 @@ from roll_core.runtime.cluster.executors import choose_executor
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.planning.placing import pipeline_plan
 from roll_core.runtime.workers.build import slots_per_worker
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 ACC = ("platform=acc", "executor=ray")
 SIXTEEN = ("actor_train.device_mapping=list(range(0,16))", "actor_infer.device_mapping=[0]", "rollout_batch_size=32")
@@ -115,7 +115,7 @@ def test_a_platform_that_is_not_here_is_drawn_all_the_same(planned, registry):
 
 
 def test_without_slots_to_count_there_is_no_picture(planned):
-    with refused(PlacementError, "num_gpus_per_node"):
+    with raises_error(PlacementError, "num_gpus_per_node"):
         planned("platform=cuda")
 
 

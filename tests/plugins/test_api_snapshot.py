@@ -26,7 +26,7 @@ from roll_core.spec import (
     transport,
 )
 from roll_core.spec.config import RunConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 HOOKS = {
     "roll_platforms": [],
@@ -249,14 +249,14 @@ def test_kinds_of_roles_and_tasks():
 
 @pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])
 def test_a_role_of_an_unknown_kind_or_task_is_refused_where_it_is_made(field, value):
-    with refused(ContractError, "RoleSpec", "'actor_infer'", field, value) as raised:
+    with raises_error(ContractError, "RoleSpec", "'actor_infer'", field, value) as raised:
         pipeline.RoleSpec(**{"name": "actor_infer", "kind": "generate", field: value})
     known = platform.ROLE_KINDS if field == "kind" else providers.TASKS
     assert all(each in str(raised.value) for each in known)
 
 
 def test_a_role_that_the_config_does_not_have_is_named():
-    with refused(ContractError, "actor_infer"):
+    with raises_error(ContractError, "actor_infer"):
         role_config(RunConfig(pipeline="x"), "actor_infer")
 
 

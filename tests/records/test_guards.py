@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
 from roll_core.runtime.records.guards import REMEDIES, GuardEvent, Guards, guard_table
 from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 
@@ -27,7 +27,7 @@ def test_what_is_in_order_trips_nothing() -> None:
 
 @pytest.mark.parametrize("name", [name for name, info in guard_table().items() if info.default == "error"])
 def test_a_guard_ends_the_run_by_its_id_with_what_to_do(name: str) -> None:
-    with refused(GuardTrippedError, "guard", name, "step 3", "(docs/guards.md#") as caught:
+    with raises_error(GuardTrippedError, "guard", name, "step 3", "(docs/guards.md#") as caught:
         guards().check(name, False, "seen at step 3")
     assert caught.value.guard == name
     assert REMEDIES[name] in str(caught.value)
@@ -90,7 +90,7 @@ def test_a_threshold_holds_numbers_and_nothing_else(value: float, trips: bool) -
 
 
 def test_a_guard_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with refused(UnsupportedError, "'non_finit'", "weights_unchanged"):
+    with raises_error(UnsupportedError, "'non_finit'", "weights_unchanged"):
         guards().check("non_finit", True, "")
 
 
@@ -132,7 +132,7 @@ def test_a_pipeline_of_a_plugin_may_have_guards_of_its_own() -> None:
         """A step's images are all black."""
 
     assert guard_table(FlowGuards)["black_images"].meaning == "A step's images are all black."
-    with refused(GuardTrippedError, "black_images", "8"):
+    with raises_error(GuardTrippedError, "black_images", "8"):
         Guards(FlowGuards()).check("black_images", False, "8 of 8")
 
 

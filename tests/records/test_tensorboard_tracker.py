@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.util import tensor_util
 
 from roll_core.builtin.tensorboard import TensorBoardTracker
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def read(directory: Path) -> list[tuple[int, str, object]]:
@@ -43,7 +43,7 @@ def test_the_config_is_shown_as_yaml(tmp_path: Path) -> None:
 
 
 def test_unknown_options_are_refused(tmp_path: Path) -> None:
-    with refused(ValueError, "flush"):
+    with raises_error(ValueError, "flush"):
         TensorBoardTracker(tmp_path, "x/001", {"flush": 3})
 
 

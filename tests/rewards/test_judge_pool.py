@@ -18,7 +18,7 @@ import pytest
 
 from roll_core.errors import RewardFailure
 from roll_core.runtime.workers.judge_pool import JudgePool
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TARGET = """
     import os, re, signal, subprocess, sys, time
@@ -126,14 +126,14 @@ def test_any_value_goes_there_and_back(pool_of, value):
 def test_a_hang_ends_at_the_deadline_and_the_next_job_is_done(pool_of, act):
     pool = pool_of()
     before = pool.call({"act": "pid", "value": 0}, timeout_s=30)
-    with refused(RewardFailure, "0.3"):
+    with raises_error(RewardFailure, "0.3"):
         pool.call({"act": act}, timeout_s=0.3)
     assert gone(before)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
 
 def test_a_number_too_large_for_the_universe_ends_at_the_deadline(pool_of):
-    with refused(RewardFailure, "0.3"):
+    with raises_error(RewardFailure, "0.3"):
         pool_of().call({"act": "bignum", "value": 9}, timeout_s=0.3)
 
 
@@ -149,7 +149,7 @@ def test_a_number_too_large_for_the_universe_ends_at_the_deadline(pool_of):
 )
 def test_what_goes_wrong_is_told_and_the_next_job_is_done(pool_of, act, facts):
     pool = pool_of()
-    with refused(RewardFailure, *facts):
+    with raises_error(RewardFailure, *facts):
         pool.call({"act": act}, timeout_s=30)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
@@ -167,7 +167,7 @@ def test_a_process_killed_in_the_middle_is_a_failure_of_that_job_alone(pool_of, 
     pid = pool.call({"act": "pid", "value": 0}, timeout_s=30)
     begun = tmp_path / "begun"
     once_there(begun, lambda: os.kill(pid, signal.SIGKILL))
-    with refused(RewardFailure, "SIGKILL"):
+    with raises_error(RewardFailure, "SIGKILL"):
         pool.call({"act": "sleep", "value": str(begun)}, timeout_s=60)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
@@ -201,7 +201,7 @@ def test_quick_jobs_one_after_the_other_take_one_process(pool_of):
 
 def test_memory_is_limited_and_the_failure_names_the_limit(pool_of):
     pool = pool_of(memory_mb=1024)
-    with refused(RewardFailure, "MemoryError", "memory_limit_mb", "1024"):
+    with raises_error(RewardFailure, "MemoryError", "memory_limit_mb", "1024"):
         pool.call({"act": "memory", "value": 4 << 30}, timeout_s=60)
     assert pool.call({"act": "memory", "value": 10}, timeout_s=60) == 10
 
@@ -216,21 +216,21 @@ def test_a_job_that_forks_and_returns_in_both_processes_leaves_the_next_jobs_the
 def test_a_reply_to_another_job_is_refused_and_its_process_is_not_used_again(pool_of):
     pool = pool_of()
     assert pool.call({"act": "echo", "value": 1}, timeout_s=60) == 1  # job 0
-    with refused(RewardFailure, "pid"):
+    with raises_error(RewardFailure, "pid"):
         pool.call({"act": "forge", "value": 2}, timeout_s=60)  # job 1, which replies to job 2 first
     assert pool.call({"act": "echo", "value": 2}, timeout_s=60) == 2
 
 
 def test_a_target_that_cannot_be_loaded_is_told_at_the_start(user_module):
     pool = JudgePool(f"{user_module('raise OSError(5)')}:prepare", {}, size=1, start_timeout_s=60.0)
-    with refused(RewardFailure, "OSError: 5", ".py:1"):
+    with raises_error(RewardFailure, "OSError: 5", ".py:1"):
         pool.start(wait=True)
     pool.close()
 
 
 def test_a_target_that_takes_too_long_to_load_is_told(user_module):
     pool = JudgePool(f"{user_module('import time; time.sleep(600)')}:prepare", {}, size=1, start_timeout_s=0.5)
-    with refused(RewardFailure, "0.5"):
+    with raises_error(RewardFailure, "0.5"):
         pool.start(wait=True)
     pool.close()
 
@@ -243,7 +243,7 @@ def test_closing_ends_calls_that_are_under_way(pool_of, tmp_path):
     with pytest.raises(RewardFailure):
         pool.call({"act": "sleep", "value": str(begun)}, timeout_s=60)
     assert gone(pid)
-    with refused(RewardFailure, "closed"):
+    with raises_error(RewardFailure, "closed"):
         pool.call({"act": "echo"}, timeout_s=60)
 
 
@@ -260,7 +260,7 @@ def test_closing_twice_or_before_the_start_is_no_error(pool_of):
     pool = pool_of()
     pool.close()
     pool.close()
-    with refused(RewardFailure, "closed"):
+    with raises_error(RewardFailure, "closed"):
         pool.call({"act": "echo"}, timeout_s=60)
 
 

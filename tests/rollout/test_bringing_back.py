@@ -11,7 +11,7 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.spec.config import WorkerConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 class NoWorkers:
@@ -73,7 +73,7 @@ def test_answers_are_whole_however_often_all_replicas_died(lives_s):
 def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
     async def main():
         async with started(*[0.5] * 10) as role:
-            with refused(WorkerDiedError, ATTEMPTS, "rank 0"):
+            with raises_error(WorkerDiedError, ATTEMPTS, "rank 0"):
                 await role.generate(REQUESTS)
             assert role.brought_back == ATTEMPTS
             assert role.queue.num_pending == 0
@@ -178,7 +178,7 @@ def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_i
         await getattr(role, method)(frozenset({"engine"}))
         assert [rank for rank, _ in group.asked[3:]] == [0, 2]
         ending = GroupInferRole("actor_infer", WorkerConfig(), Group({1}, survives=False))
-        with refused(WorkerDiedError, "rank 1"):
+        with raises_error(WorkerDiedError, "rank 1"):
             await getattr(ending, method)(frozenset({"engine"}))
 
     in_virtual_time(main)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from roll_core.errors import CheckpointMismatchError, ConfigError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import verify
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 CLOCKS = ("time", "tokens_per_s")
 ROUNDING = 2e-5
@@ -130,5 +130,5 @@ def test_a_strategy_that_cannot_export_its_state_is_refused_before_anything_star
     unable = plugin.HF_TRAIN.__class__(tasks=("causal_lm",))
     monkeypatch.setattr(plugin, "HF_TRAIN", unable)
     local_runs.registry = load_registry()
-    with refused(ConfigError, "hf_train"):
+    with raises_error(ConfigError, "hf_train"):
         local_runs.run(sft(local_runs, "hf_train"))

@@ -15,7 +15,7 @@ from roll_core.errors import NonFiniteError
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_infer_hf.core import EngineCore
 from roll_strategy_hf.train import HFTrainStrategy
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 
@@ -310,7 +310,7 @@ def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(loc
 def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given, facts):
     from roll_core.errors import ConfigError
 
-    with refused(ConfigError, *facts):
+    with raises_error(ConfigError, *facts):
         local_runs.run(local_runs.rlvr(**given))
 
 

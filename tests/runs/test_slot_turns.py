@@ -13,7 +13,7 @@ import pytest
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 PLUGIN = Path(__file__).parent / "recording.py"
 ALL = "grads+optimizer+weights"
@@ -135,7 +135,7 @@ def test_a_role_that_can_move_nothing_is_not_asked_to(site, local_runs):
     local_runs.ok(config)
     assert not [line for line in moves(local_runs) if line.startswith("actor_train")]
     config["actor_train"]["is_offload_states"] = True
-    with refused(ConfigError, "still_train"):
+    with raises_error(ConfigError, "still_train"):
         local_runs.run(config)
 
 

@@ -6,7 +6,7 @@ import pytest
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.infer import check_request, check_stop_strings
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(prompt=(1, 2, 3), n=1, **params):
@@ -37,8 +37,8 @@ def check(asked):
         (request(repetition_penalty=0.0), ("repetition_penalty", "0.0")),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked, facts):
-    with refused(DataError, *facts):
+def test_invalid_requests_are_refused(asked, facts):
+    with raises_error(DataError, *facts):
         check(asked)
 
 
@@ -62,5 +62,5 @@ def test_stop_strings_are_checked_unless_ignore_eos_disables_them(params, has_to
     if error is None:
         check_stop_strings(asked, has_tokenizer=has_tokenizer)
         return
-    with refused(error, "'r'"):
+    with raises_error(error, "'r'"):
         check_stop_strings(asked, has_tokenizer=has_tokenizer)

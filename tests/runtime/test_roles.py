@@ -15,7 +15,7 @@ from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.train import StepStats
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def sequence(number: int, length: int) -> TrainSequence:
@@ -280,7 +280,7 @@ def test_the_failure_of_one_request_is_raised_as_it_is():
 
     async def fail():
         role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
-        with refused(ValueError, "1"):
+        with raises_error(ValueError, "1"):
             await role.generate(requests([1, 1, 1]))
         await asyncio.sleep(0.01)
 

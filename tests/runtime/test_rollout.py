@@ -19,7 +19,7 @@ from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import Prompt, RewardFunction, RewardRequest
 from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 class Letters:
@@ -115,7 +115,7 @@ def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those
     router = RewardRouter({"math": "m", "code": "c"}, {"code": ["python"]})
     assert router.domain_of("math") == "math"
     assert router.domain_of("python") == "code"
-    with refused(DataError, "'poetry'"):
+    with raises_error(DataError, "'poetry'"):
         router.domain_of("poetry")
     assert RewardRouter({"only": "o"}, {}).domain_of("anything") == "only"
 

@@ -9,7 +9,7 @@ import pytest
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.run.stopping import StopSignals
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def signalled(*numbers: int) -> None:
@@ -24,7 +24,7 @@ def test_before_there_is_anything_to_save_sigterm_ends_at_once():
         signalled(signal.SIGTERM)
         await asyncio.sleep(30)
 
-    with refused(RunPreemptedError) as ended:
+    with raises_error(RunPreemptedError) as ended:
         stop.run(main())
     assert ended.value.exit_code == 75
 
@@ -40,7 +40,7 @@ def test_sigterm_waits_for_what_is_in_progress():
         seen.append(stop.asked)
         raise stop.saved("step 3 is saved")
 
-    with refused(RunPreemptedError, "SIGTERM", "step 3"):
+    with raises_error(RunPreemptedError, "SIGTERM", "step 3"):
         stop.run(main())
     assert seen == [True]
 
@@ -70,7 +70,7 @@ def test_what_ends_at_once_says_why_and_lets_the_run_clean_up(grace_s, numbers, 
             closed.append(True)
 
     started = time.monotonic()
-    with refused(RunInterruptedError, *facts) as ended:
+    with raises_error(RunInterruptedError, *facts) as ended:
         stop.run(main())
     assert ended.value.exit_code == 130
     assert closed == [True]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from roll_core.runtime.cluster.leases import SlotLeases
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TRAINED = frozenset({"weights", "grads", "optimizer"})
 WEIGHTS = frozenset({"weights"})
@@ -288,7 +288,7 @@ def test_after_an_error_in_a_turn_the_next_one_begins():
     async def act():
         house = colocated()
         await house.open()
-        with refused(ValueError, "broke"):
+        with raises_error(ValueError, "broke"):
             async with house.turns.take({"infer": ENGINE}):
                 raise ValueError("broke")
         await asyncio.wait_for(house.work("update", train=TRAINED), 5)

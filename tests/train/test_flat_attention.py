@@ -12,7 +12,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 SIZES = {
     "vocab_size": 61,
@@ -125,7 +125,7 @@ def test_a_model_that_sees_the_future_is_refused(build):
         "intermediate_size": 48,
         "initializer_range": 0.3,
     }
-    with refused(ModelError, "BertLMHeadModel"):
+    with raises_error(ModelError, "BertLMHeadModel"):
         build(random_init=keys, forward_only=True)
 
 

@@ -16,7 +16,7 @@ from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.model import load_model, scalar_head
 from roll_strategy_hf.config import HFTrainConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def summed_gradient(strategy, micros, loss):
@@ -250,30 +250,30 @@ def test_a_nan_loss_names_the_sequences_and_leaves_no_gradient(build, sequences)
     with torch.no_grad():
         strategy.model.model.embed_tokens.weight[int(sequences[2].tokens[0])] = math.nan
     hit = [each.id for each in sequences if sequences[2].tokens[0] in each.tokens[:-1]]
-    with refused(NonFiniteError, *hit):
+    with raises_error(NonFiniteError, *hit):
         strategy.forward_backward(pack(sequences), Poisoned(1.0))
     assert float(strategy.optimizer.flat_grad.abs().sum()) == 0.0
 
 
 def test_a_nan_that_the_loss_made_itself_names_the_microbatch(build, sequences):
-    with refused(NonFiniteError, "s0", "s1"):
+    with raises_error(NonFiniteError, "s0", "s1"):
         build().forward_backward(pack(sequences), Poisoned(math.nan))
 
 
 def test_a_role_that_only_scores_has_no_optimizer(build, sequences):
     strategy = build(forward_only=True)
     assert set(strategy.memory()) == {"weights"}
-    with refused(UnsupportedError, "student", "scores"):
+    with raises_error(UnsupportedError, "student", "scores"):
         strategy.forward_backward(pack(sequences), SFTObjective())
-    with refused(UnsupportedError, "student", "scores"):
+    with raises_error(UnsupportedError, "student", "scores"):
         strategy.optimizer_step()
 
 
 def test_a_language_model_has_no_values_and_a_critic_no_logprobs(build, sequences):
     (micro,) = pack(sequences)
-    with refused(UnsupportedError, "values"):
+    with raises_error(UnsupportedError, "values"):
         build(forward_only=True).forward(micro, WantedOutputs(values=True))
-    with refused(UnsupportedError, "logprobs"):
+    with raises_error(UnsupportedError, "logprobs"):
         build(task="value", forward_only=True).forward(micro, WantedOutputs(logprobs=True))
 
 

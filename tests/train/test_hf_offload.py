@@ -10,7 +10,7 @@ from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TRAINING = TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0)
 ALL = ("weights", "grads", "optimizer")
@@ -78,8 +78,8 @@ def test_weights_alone_are_enough_to_score_and_to_publish_and_not_to_train(build
     strategy.offload(("grads", "optimizer"))
     assert torch.equal(strategy.forward(micro, WantedOutputs(logprobs=True)).logprobs_T, expected)
     assert all(torch.equal(each, exported[name]) for name, each in strategy.export_weights())
-    with refused(UnsupportedError, "student", "grads"):
+    with raises_error(UnsupportedError, "student", "grads"):
         strategy.forward_backward([micro], SFTObjective())
     strategy.offload(("weights",))
-    with refused(UnsupportedError, "student", "weights"):
+    with raises_error(UnsupportedError, "student", "weights"):
         strategy.forward(micro, WantedOutputs(logprobs=True))

@@ -18,9 +18,9 @@ from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
 from roll_testing.bench import Case
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 
@@ -102,19 +102,19 @@ def test_a_damaged_state_is_named(build, tmp_path, file, harm):
         target.unlink()
     else:
         target.write_bytes(target.read_bytes()[:40])
-    with refused(CheckpointError, tmp_path):
+    with raises_error(CheckpointError, tmp_path):
         strategy.load(tmp_path)
 
 
 def test_a_state_of_another_model_is_refused(build, tiny, tmp_path):
     build(training=TRAINING).save(tmp_path)
-    with refused(CheckpointError, tmp_path):
+    with raises_error(CheckpointError, tmp_path):
         build(training=TRAINING, random_init=tiny | {"num_hidden_layers": 3}).load(tmp_path)
-    with refused(CheckpointError, "model.layers.0.mlp.gate_proj.weight", "(48, 32)", "(64, 32)"):
+    with raises_error(CheckpointError, "model.layers.0.mlp.gate_proj.weight", "(48, 32)", "(64, 32)"):
         build(training=TRAINING, random_init=tiny | {"intermediate_size": 64}).load(tmp_path)
     state = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with refused(CheckpointError, "99"):
+    with raises_error(CheckpointError, "99"):
         build(training=TRAINING).load(tmp_path)
 
 

@@ -28,7 +28,7 @@ from roll_core.spec.transport import (
     WorkerFacts,
 )
 from roll_core.spec.weights import make_manifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def facts(role, *workers, follower=None):
@@ -241,7 +241,7 @@ def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
 
 
 def test_a_backend_that_this_torch_does_not_have_is_named():
-    with refused(UnsupportedError, "madeup"):
+    with raises_error(UnsupportedError, "madeup"):
         groups.make_group("madeup", "cpu", None, 0, 2, groups.LOOPBACK, Deadline(1))
 
 
@@ -263,11 +263,11 @@ def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
                 assert all(same_values(held[name], sent[name]) for name in sent)
             await train.call("step", 0.125)
         await infer.call_rank(1, "set_fault", "flip:embed")
-        with refused(CorruptTensorError, "actor_infer rank 1"):
+        with raises_error(CorruptTensorError, "actor_infer rank 1"):
             await publisher.publish(2)
         await train.call("step", 0.125)
         await infer.call_rank(1, "set_fault", "die:left")
-        with refused(WorkerDiedError, "actor_infer rank 1"):
+        with raises_error(WorkerDiedError, "actor_infer rank 1"):
             await publisher.publish(3)
         await train.call("values", deadline_s=10)  # the sender is free again
 

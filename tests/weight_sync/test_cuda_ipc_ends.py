@@ -10,7 +10,7 @@ from roll_core.runtime.weights.transports import cuda_ipc
 from roll_core.spec.transport import Deadline, ReceiversLostError
 from roll_core.spec.weights import make_manifest
 from roll_core.weights import device_memory
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 BUCKET = 16 << 10
 
@@ -152,7 +152,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
         lost.extend(caught.value.gone)
 
     sending = in_thread(send)
-    with refused(WeightSyncError, *facts):
+    with raises_error(WeightSyncError, *facts):
         list(receiver.receive(manifest, Deadline(20)))
     receiver.close()
     sending.join(20)
@@ -166,11 +166,11 @@ def test_a_device_without_memory_left_says_how_much_was_asked_for(monkeypatch, d
 
     monkeypatch.setattr(device, "allocate", allocate)
     sender = cuda_ipc.CudaIpcSender((), BUCKET, "cpu")
-    with refused(WeightSyncError, "1024", "cpu", "memory"):
+    with raises_error(WeightSyncError, "1024", "cpu", "memory"):
         sender.allocate(1024)
     sender.close()
 
 
 def test_devices_whose_memory_nobody_can_lend_are_refused():
-    with refused(UnsupportedError, "npu:0"):
+    with raises_error(UnsupportedError, "npu:0"):
         cuda_ipc.CudaIpcSender((0,), BUCKET, "npu:0")

@@ -12,7 +12,7 @@ from torch.multiprocessing import reductions
 
 from roll_core.errors import WeightSyncError
 from roll_core.weights.device_memory import ALLOCATOR_OPTIONS, CudaHandle, CudaMemory, device_memory, fixed_segments
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 HANDLE = CudaHandle(
     device_uuid="GPU-1",
@@ -76,14 +76,14 @@ def test_the_arguments_are_those_of_this_torch_s_function():
 
 
 def test_memory_of_another_device_is_not_opened(cuda):
-    with refused(WeightSyncError, "GPU", "1", "2"):
+    with raises_error(WeightSyncError, "GPU", "1", "2"):
         CudaMemory().open(HANDLE.packed(), "cuda:1")
     assert cuda.opened is None
 
 
 def test_memory_that_torch_lends_in_another_way_is_refused(cuda, monkeypatch):
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_tensor, ()))
-    with refused(WeightSyncError, "CUDA", "IPC", "rebuild_tensor"):
+    with raises_error(WeightSyncError, "CUDA", "IPC", "rebuild_tensor"):
         CudaMemory().lend(torch.zeros(8, dtype=torch.uint8))
 
 
@@ -95,18 +95,18 @@ def test_a_field_of_another_type_is_refused(cuda, field, value):
     if type(value) is type(right) and value != -1:
         CudaHandle.unpacked(msgpack.packb(values))
         return
-    with refused(WeightSyncError, field):
+    with raises_error(WeightSyncError, field):
         CudaMemory().open(msgpack.packb(values), "cuda:0")
     assert cuda.opened is None
 
 
 def test_fields_too_many_or_too_few_and_bytes_outside_the_storage_are_refused():
     values = dataclasses.asdict(HANDLE)
-    with refused(WeightSyncError, "fields"):
+    with raises_error(WeightSyncError, "fields"):
         CudaHandle.unpacked(msgpack.packb(values | {"function": "os.system"}))
-    with refused(WeightSyncError, "fields"):
+    with raises_error(WeightSyncError, "fields"):
         CudaHandle.unpacked(msgpack.packb({"num_bytes": 3}))
-    with refused(WeightSyncError, "7681", "512", "8192"):
+    with raises_error(WeightSyncError, "7681", "512", "8192"):
         CudaHandle.unpacked(msgpack.packb(values | {"num_bytes": 7681}))
 
 

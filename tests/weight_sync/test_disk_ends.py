@@ -12,7 +12,7 @@ from roll_core.host import hostname
 from roll_core.runtime.weights.transports import disk
 from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TENSORS = {
     "a": torch.randn(300, 20),
@@ -101,7 +101,7 @@ def test_a_sender_that_closes_frees_receivers_that_wait(where):
     sender = disk.DiskSender(1, BUCKET, where)
     receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
     threading.Timer(0.2, sender.close).start()
-    with refused(SenderLostError, "bucket-0"):
+    with raises_error(SenderLostError, "bucket-0"):
         list(receiver.receive(MANIFEST, Deadline(10)))
     receiver.close()
     assert files_below(where) == []
@@ -110,7 +110,7 @@ def test_a_sender_that_closes_frees_receivers_that_wait(where):
 def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where):
     sender = disk.DiskSender(1, BUCKET, where)
     receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
-    with refused(SenderLostError, "bucket-0"):
+    with raises_error(SenderLostError, "bucket-0"):
         list(receiver.receive(MANIFEST, Deadline(0.2)))
     sender.close()
 
@@ -130,7 +130,7 @@ def test_a_bucket_that_was_cut_short_is_not_taken_for_whole(tmp_path):
     folder = disk.Folder(sender.address)
     folder.write("1/bucket-0", b"short")
     receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
-    with refused(SenderLostError, "bucket-0", "5"):
+    with raises_error(SenderLostError, "bucket-0", "5"):
         list(receiver.receive(MANIFEST, Deadline(5)))
     sender.close()
 
@@ -153,5 +153,5 @@ def test_a_full_disk_is_an_error_of_the_sync(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.Folder, "write", full)
-    with refused(WeightSyncError, "(model_update_dir)", "No space"):
+    with raises_error(WeightSyncError, "(model_update_dir)", "No space"):
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(5))

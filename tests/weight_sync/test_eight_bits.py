@@ -16,7 +16,7 @@ from roll_core.spec.transport import Route
 from roll_core.spec.weights import make_manifest
 from roll_core.weights import eight_bits
 from roll_core.weights.eight_bits import in_eight_bits, is_layers_weight, quantise_rows
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TINY = 2.0**-126
 
@@ -173,14 +173,14 @@ def test_what_is_not_finite_is_named_once_the_export_is_over(wrong):
             yield name, tensor
             seen.append(name)
 
-    with refused(NonFiniteWeightError, "layers.0.proj.weight", "NaN"):
+    with raises_error(NonFiniteWeightError, "layers.0.proj.weight", "NaN"):
         list(in_eight_bits(export(), None))
     assert seen == list(tensors)  # other ranks wait in the same export
 
 
 def test_a_model_without_such_matrices_is_refused():
     tensors = {"transformer.h.0.attn.weight": torch.ones(2, 2)}
-    with refused(UnsupportedError, "8"):
+    with raises_error(UnsupportedError, "8"):
         list(in_eight_bits(iter(tensors.items()), None))
 
 
@@ -224,7 +224,7 @@ def test_an_engine_with_another_scale_fails_its_receipt(with_duo):
     async def scenario(duo):
         await duo.train.call("set_fault", "in_layers")
         await duo.fault("flip:layers.0.left.weight_scale", 1)
-        with refused(CorruptTensorError, "rank 1", "layers.0.left.weight_scale", "F32", "[64, 1]"):
+        with raises_error(CorruptTensorError, "rank 1", "layers.0.left.weight_scale", "F32", "[64, 1]"):
             await publisher(duo, "shm").publish(0)
 
     with_duo("shm", scenario)
@@ -256,7 +256,7 @@ def test_a_publish_of_what_is_not_finite_fails_and_the_next_one_works(with_duo, 
         one = publisher(duo, transport)
         await one.publish(0)
         await duo.step(math.inf)
-        with refused(NonFiniteWeightError, "layers.0.embed.weight"):
+        with raises_error(NonFiniteWeightError, "layers.0.embed.weight"):
             await one.publish(1)
         await duo.train.call("begin")
         await duo.train.call("set_fault", "in_layers")

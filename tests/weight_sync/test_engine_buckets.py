@@ -93,7 +93,7 @@ def test_the_engine_s_process_reads_the_memory_of_its_device_bucket_after_bucket
     async def scenario():
         writer, found = BucketWriter(256, ("cpu",)), {}
         trial = writer.trial(tensors[0][1])
-        writer.judge([await engine.call_rank(0, "opening_failure", trial.plain())])
+        writer.check_trial([await engine.call_rank(0, "opening_failure", trial.plain())])
         assert writer.trial(tensors[0][1]) is None  # once is enough
         incoming = iter(tensors)
         following = next(incoming)
@@ -122,7 +122,7 @@ def test_a_process_that_cannot_read_its_device_gets_buckets_by_the_host(engine, 
         await engine.call("use_device", *device)
         writer = BucketWriter(256, ("cpu",))
         trial = writer.trial(torch.ones(1))
-        writer.judge([await engine.call_rank(0, "opening_failure", trial.plain())])
+        writer.check_trial([await engine.call_rank(0, "opening_failure", trial.plain())])
         bucket, _ = writer.fill(iter(()), ("a", torch.arange(3.0)))
         found = await engine.call_rank(0, "read_bucket", bucket.plain())
         writer.close()

@@ -10,7 +10,7 @@ from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedT
 from roll_core.spec.weights import digest, make_manifest
 from roll_modeling.buckets import BucketInfo, Incoming
 from roll_modeling.engine_weights import AdapterWeights, EngineProcesses, LoadedModel, ModelWeights
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 WHO = "actor_infer rank 0"
 A, B = "layers.0.q.lora_A.weight", "layers.0.q.lora_B.weight"
@@ -116,7 +116,7 @@ def test_every_process_loads_the_buckets_and_the_digests_are_of_what_it_has():
 )
 def test_a_manifest_of_another_model_is_rejected_before_anything_is_loaded(sent, error, name):
     processes = Processes(model())
-    with refused(error, WHO, name):
+    with raises_error(error, WHO, name):
         update(ModelWeights(processes, 24, ()), sent)
     assert processes.steps == []
     assert not processes.processes[0].tensors["a"].any()
@@ -124,7 +124,7 @@ def test_a_manifest_of_another_model_is_rejected_before_anything_is_loaded(sent,
 
 def test_an_update_that_fails_is_finished_too():
     processes = Processes(model())
-    with refused(MissingTensorError, "b"):
+    with raises_error(MissingTensorError, "b"):
         update(ModelWeights(processes, 24, ()), {"a": SENT["a"]}, make_manifest(3, SENT.items()))
     assert processes.steps == ["begin", "finish"]
 
@@ -152,7 +152,7 @@ def test_an_adapter_is_written_for_the_engine_and_read_back_without_the_buffers_
 def test_an_adapter_that_does_not_fit_is_rejected(sent, error):
     processes = Processes(model())
     processes.processes[0].required = lambda names: ()
-    with refused(error, WHO):
+    with raises_error(error, WHO):
         update(AdapterWeights(processes, "actor_infer", 1), sent)
     assert processes.loaded is None
 

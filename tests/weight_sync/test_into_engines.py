@@ -18,7 +18,7 @@ from roll_core.spec.weights import make_manifest
 from roll_core.weights import device_memory
 from roll_modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
 from roll_modeling.engine_weights import ModelWeights
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 TENSORS = {"a": torch.arange(60.0), "b": torch.randn(7, 9).bfloat16(), "none": torch.zeros(0, 4), "c": torch.ones(50)}
 MANIFEST = make_manifest(1, TENSORS.items())
@@ -131,5 +131,5 @@ def test_where_the_engine_cannot_open_it_a_warning_says_why_and_weights_arrive_a
 @WAYS
 def test_a_tensor_that_does_not_come_is_named_and_leaves_nothing_on_the_device(way, monkeypatch):
     monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
-    with refused(MissingTensorError, "version 1"):
+    with raises_error(MissingTensorError, "version 1"):
         asyncio.run(way(EngineProcess(), {name: TENSORS[name] for name in ("a", "b", "none")}, monkeypatch))

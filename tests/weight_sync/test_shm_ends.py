@@ -10,7 +10,7 @@ import torch
 from roll_core.runtime.weights.transports import pool, shm
 from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
 from roll_core.spec.weights import make_manifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}
 BUCKET = 16 << 10
@@ -89,7 +89,7 @@ def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
     sender = shm.ShmSender(1, BUCKET)
     receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
     sender.close()
-    with refused(SenderLostError, "bucket 0"):
+    with raises_error(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(10)))
     receiver.close()
     with pytest.raises(SenderLostError):
@@ -99,7 +99,7 @@ def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
 def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
     sender = shm.ShmSender(1, BUCKET)
     receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
-    with refused(SenderLostError, "bucket 0"):
+    with raises_error(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(0.1)))
     receiver.close()
     sender.close()

@@ -11,7 +11,7 @@ from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place
 from roll_core.runtime.weights import WeightBroadcaster
 from roll_core.runtime.weights.plan import role_facts
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 @pytest.mark.ray
@@ -47,10 +47,10 @@ def test_publishes_between_ray_workers():
                 for held in await infer.call("values"):
                     assert all(same_values(held[name], sent[name]) for name in sent)
                 await infer.call_rank(1, "set_fault", "flip:half")
-                with refused(CorruptTensorError, "actor_infer rank 1", "half"):
+                with raises_error(CorruptTensorError, "actor_infer rank 1", "half"):
                     await publisher.publish(1)
             await infer.call_rank(0, "set_fault", "die:left")
-            with refused(WorkerDiedError, "actor_infer rank 0"):
+            with raises_error(WorkerDiedError, "actor_infer rank 0"):
                 await publisher.publish(1)
 
     asyncio.run(scenario())

@@ -19,7 +19,7 @@ from sglang_on_a_cpu import ON_A_CPU, stood_in
 
 from roll_core.errors import ConfigError
 from roll_infer_sglang.config import SglangConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.continuing import check_that_it_goes_on
 from roll_testing.infer.holding import TOKEN_BYTES, HoldingTests
 from roll_testing.infer.interrupting import until_interrupted, was_whole
@@ -271,7 +271,7 @@ def test_an_argument_that_the_installed_engine_lacks_is_named_with_the_nearest(s
         finally:
             await server.stop()
 
-    with refused(ConfigError, "page_sizes", "page_size?"):
+    with raises_error(ConfigError, "page_sizes", "page_size?"):
         asyncio.run(start())
 
 

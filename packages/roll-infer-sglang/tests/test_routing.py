@@ -13,7 +13,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.routing import Routing
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 DEEPSEEK = {"n_routed_experts": 300, "first_k_dense_replace": 1}
 QWEN = {"num_experts": 8, "mlp_only_layers": [0], "decoder_sparse_step": 2}
@@ -40,7 +40,7 @@ def test_layers_without_experts_are_left_out(keys, layers, dtype):
 
 def test_an_answer_that_does_not_tell_and_a_model_without_experts():
     assert Routing.of(config(num_experts=8)).read({"finish_reason": None}) is None
-    with refused(UnsupportedError, "dense"):
+    with raises_error(UnsupportedError, "dense"):
         Routing.of(config(model_type="dense"))
 
 

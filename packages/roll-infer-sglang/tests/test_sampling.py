@@ -9,7 +9,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(prompt=(1, 2, 3), n=1, **params):
@@ -47,7 +47,7 @@ def said(tokens, *, of=None, version=0, spans=(), prompt=None):
     ],
 )
 def test_what_sglang_does_otherwise_is_refused(asked, facts):
-    with refused(UnsupportedError, *facts):
+    with raises_error(UnsupportedError, *facts):
         check_served(asked)
 
 

@@ -11,7 +11,7 @@ from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import digest
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.engine_files import engine_files
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.holding import HoldingTests, digests
 from roll_testing.infer.live import biased, request
 
@@ -54,7 +54,7 @@ def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
 def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
     from roll_core.errors import ModelError
 
-    with refused(ModelError, "actor_infer rank 0", "16", "CPU", "32", "64"):
+    with raises_error(ModelError, "actor_infer rank 0", "16", "CPU", "32", "64"):
         start(biased(num_attention_heads=4))
 
 

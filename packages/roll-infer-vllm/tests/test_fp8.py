@@ -15,7 +15,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.weights.eight_bits import in_eight_bits
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.holding import LONG, PROMPT, digests
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from roll_testing.infer.live import Live, biased, request
@@ -80,7 +80,7 @@ def begin(spec=None, **config):
 @pytest.fixture(scope="module")
 def live():
     engine = begin()
-    with refused(RuntimeError, "weights"):
+    with raises_error(RuntimeError, "weights"):
         engine.generate("early", PROMPT)
     engine.publish()
     yield engine
@@ -161,7 +161,7 @@ def test_an_engine_that_holds_another_scale_says_so_in_its_receipt(live):
 
 def test_weights_that_are_not_in_fp8_are_refused_before_anything_is_touched(live):
     live.publish()
-    with refused(MissingTensorError, "q_proj.weight_scale"):
+    with raises_error(MissingTensorError, "q_proj.weight_scale"):
         live.publish(list(live.model.named_parameters()))
     live.version += 1
     manifest, receipt = live.publish()
@@ -229,5 +229,5 @@ def test_mixtures_of_experts_are_refused_at_the_start():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100, "num_experts": 4}
     spec = ModelSpec(random_init={"model_type": "qwen3_moe", **sizes, **heads}, seed=1, dtype="fp32")
-    with refused(ModelError, "fp8"):
+    with raises_error(ModelError, "fp8"):
         begin(spec)

@@ -13,7 +13,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import TorchBuild
 from roll_platform_cuda.nvml import survey
 from roll_platform_cuda.platform import CudaPlatform
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 GIB = 1024**3
 Host = Callable[..., list[Any]]
@@ -172,13 +172,13 @@ def test_memory_is_the_drivers_count(host: Host) -> None:
 def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host) -> None:
     host("GB10")
     assert CudaPlatform().probe().found
-    with refused(UnsupportedError, "NVIDIA", "GB10"):
+    with raises_error(UnsupportedError, "NVIDIA", "GB10"):
         CudaPlatform().memory(0)
 
 
 def test_memory_of_a_device_that_is_not_here_names_what_is(host: Host) -> None:
     host("A100")
-    with refused(UnsupportedError, "cuda:3", "1", "NVIDIA", "A100"):
+    with raises_error(UnsupportedError, "cuda:3", "1", "NVIDIA", "A100"):
         CudaPlatform().memory(3)
 
 

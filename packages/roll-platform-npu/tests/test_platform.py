@@ -13,7 +13,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import TorchBuild
 from roll_platform_npu import devices, platform
 from roll_platform_npu.platform import NpuPlatform
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 GIB = 1024**3
 Host = Callable[..., None]
@@ -95,7 +95,7 @@ def test_memory_is_what_the_runtime_counts(host: Host, monkeypatch: pytest.Monke
     npu = SimpleNamespace(mem_get_info=sizes.__getitem__)
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.__getitem__)
     assert NpuPlatform().memory(1) == {"total": 64 * GIB, "used": 63 * GIB}
-    with refused(UnsupportedError, "npu:2"):
+    with raises_error(UnsupportedError, "npu:2"):
         NpuPlatform().memory(2)
 
 

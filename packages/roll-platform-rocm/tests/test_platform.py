@@ -12,7 +12,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import TorchBuild
 from roll_platform_rocm import kfd, platform
 from roll_platform_rocm.platform import RocmPlatform
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 GIB = 1024**3
 MI300X, MI250X, MI50, RX6800 = 90402, 90010, 90006, 100300
@@ -158,7 +158,7 @@ def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host, tmp_path:
     host(MI300X)
     (tmp_path / "class" / "drm" / "renderD128" / "device" / "mem_info_vram_total").unlink()
     assert RocmPlatform().probe().found
-    with refused(UnsupportedError, "gfx942"):
+    with raises_error(UnsupportedError, "gfx942"):
         RocmPlatform().memory(0)
 
 

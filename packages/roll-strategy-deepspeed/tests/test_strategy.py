@@ -27,7 +27,7 @@ from roll_testing.models import make_batch
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 BATCH = make_batch(61)
 STEPS = [

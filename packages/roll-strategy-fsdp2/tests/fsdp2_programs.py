@@ -220,7 +220,7 @@ def away_and_back(rank: int, job: Job) -> tuple[list[dict[str, int]], Raised | N
                 strategy.offload(("weights", "grads", "optimizer"))
                 held.append(dict(strategy.memory()))
                 storages = [
-                    each.untyped_storage().nbytes() for tensors in strategy._held().values() for each in tensors
+                    each.untyped_storage().nbytes() for tensors in strategy.part_tensors().values() for each in tensors
                 ]
                 error = raised(strategy.optimizer_step)
                 strategy.onload(("grads", "optimizer", "weights"))

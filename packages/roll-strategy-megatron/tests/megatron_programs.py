@@ -96,7 +96,7 @@ def export(rank, case: Case, folder, piece_bytes):
     """A directory that transformers loads; the most bytes of tensors that were there because of it, and the bytes of
     what this rank holds anyway."""
     with patch("roll_modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
-        with LiveBytes(strategy._held()["weights"]) as count:
+        with LiveBytes(strategy.part_tensors()["weights"]) as count:
             strategy.export_model(Path(folder))
         return count.most, strategy.memory()["weights"]
 
@@ -162,7 +162,7 @@ def move_away(rank, case: Case, batch, step):
     refused."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
-        held = strategy._held()
+        held = strategy.part_tensors()
         trained = sum(prod(shape) for shape in strategy.export_state().shapes.values())
 
         def behind():
@@ -253,11 +253,11 @@ def fail_to_build_in(rank, case: Case, environment):
 def configure(rank, settings, keys):
     """What making Megatron's config raises."""
     from roll_strategy_megatron.config import MegatronConfig
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
     from roll_strategy_megatron.model import make_config
 
     spec, config = ModelSpec(random_init={"model_type": "qwen3"}), MegatronConfig.model_validate(keys)
-    return raised(lambda: make_config(settings, config, spec, torch.float32, Make(engine=False)))
+    return raised(lambda: make_config(settings, config, spec, torch.float32, LayerSpec(engine=False)))
 
 
 def lacking_engine_older_than(rank, version):

@@ -23,7 +23,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 VOCABULARY = 61
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}

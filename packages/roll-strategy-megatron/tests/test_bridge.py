@@ -30,7 +30,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 DENSE = {key: value for key, value in QWEN3.items() if key != "model_type"}
 
@@ -104,7 +104,7 @@ def test_an_architecture_that_nobody_knows_is_refused_with_those_that_are_known(
 def test_tensors_of_the_files_that_nothing_takes_are_listed(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
     change_files(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
-    assert refusal(host, case) == "nothing takes these tensors of the files: model.layers.0.self_attn.sinks"
+    assert mentions(refusal(host, case), "model.layers.0.self_attn.sinks")
 
 
 def test_tensors_that_the_files_lack_are_listed(host, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from roll_core.config.loading import load
 from roll_core.spec.diagnostics import CheckContext
 from roll_core.spec.providers import CheckProvider
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 RUN = """\
 pipeline: sft

@@ -67,7 +67,7 @@ def base_name(role: str) -> str:
 
 def release_cache(result: Any, manager: Any, request: Any) -> None:
     """Return the KV cache's memory pages to the operating system. No request is running; the content is lost."""
-    from roll_modeling.host_memory import release_pages
+    from roll_modeling.offload import release_pages
 
     pool = manager.scheduler.token_to_kv_pool_allocator.get_kvcache()
     for name in ("k_buffer", "v_buffer", "kv_buffer"):

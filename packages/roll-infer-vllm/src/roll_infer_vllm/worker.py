@@ -34,7 +34,7 @@ class WorkerExtension:
 
     def roll_release_cache(self) -> None:
         """On a CPU: return the memory pages of the KV cache to the operating system; its content is lost."""
-        from roll_modeling.host_memory import release_pages
+        from roll_modeling.offload import release_pages
 
         for each in self.model_runner.kv_caches:
             release_pages(each)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from roll_core.types import WeightManifest
     from roll_modeling.buckets import Incoming
-    from roll_modeling.comparing import Held
+    from roll_modeling.comparing import EngineTensor
 
 Action = Literal["compare", "open", "load", "digest", "compare_adapter", "digest_adapter"]
 """Action of `LoadedModel.act`."""
@@ -115,7 +115,7 @@ class ModelWeights(EngineWeights):
             following = await asyncio.to_thread(next, incoming, None)
             trial = writer.trial(following[1]) if following is not None else None
             if trial is not None:
-                writer.judge(await processes.act("open", trial.plain()))
+                writer.check_trial(await processes.act("open", trial.plain()))
             while following is not None:
                 bucket, following = await asyncio.to_thread(writer.fill, incoming, following)
                 await processes.load_bucket(bucket.plain())
@@ -183,11 +183,11 @@ class LoadedModel(ABC):
     """Tensor parallel rank. Only rank 0 returns digests, of the gathered tensors."""
 
     @abstractmethod
-    def locate(self, name: str) -> Held | None:
+    def locate(self, name: str) -> EngineTensor | None:
         """Location of a tensor; None if another process has it. Raises `KeyError` if no process can have it."""
 
     @abstractmethod
-    def located(self) -> Iterable[tuple[str, Held]]:
+    def located(self) -> Iterable[tuple[str, EngineTensor]]:
         """All tensors that an update must contain, by the engine's names."""
 
     @abstractmethod

@@ -87,7 +87,7 @@ def start_uses(question: MemoryInput) -> tuple[MemoryItem, ...]:
     if question.on_host and size == DTYPE_BYTES[question.dtype]:
         return ()
     count = question.model.parameters
-    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
+    formula = f"{size} × {millions(count)}, sampled or read before they are cast or moved"
     return (MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host"),)
 
 
@@ -117,7 +117,7 @@ def engine_uses(
         MemoryItem(
             what="buffers",
             num_bytes=bucket_mib << 20,
-            formula=f"bucket_mib {bucket_mib} of weights on their way in",
+            formula=f"bucket_mib {bucket_mib} of received weights",
             during=("receive",),
         ),
     )
@@ -186,9 +186,9 @@ def _training(
         # A tied output layer's gradient waits for the embedding's, which has the same size.
         waiting = head if model.tied else 0
         num_bytes = size * (waiting + (model.embedding if moment == "embedding" else 0))
-        how = "the embedding's, and the output layer's that waits for it" if waiting else "the embedding's"
+        how = "the embedding's, and the output layer's" if waiting else "the embedding's"
     if num_bytes:
-        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, on the way")
+        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, in transit")
 
 
 def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
@@ -221,7 +221,7 @@ def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> tu
         MemoryItem(
             what="activations",
             num_bytes=tokens * live * size,
-            formula=f"what one layer has at a time, of {tokens} tokens",
+            formula=f"of one layer at a time, {tokens} tokens",
             during=("score",),
         ),
         MemoryItem(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from roll_core.data.pack import pack
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import TokenOutputs
+from roll_core.types import TrainSequence
 from roll_modeling.backbone import Backbone, LanguageHead
 from roll_modeling.logprobs import HeadRequest
 from roll_modeling.model import scalar_head
@@ -149,6 +152,19 @@ def plain_metrics(found: LossOutput) -> LossMetrics:
         name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         for name, value in found.metrics.items()
     }
+
+
+def idle_microbatch() -> MicroBatch:
+    """A microbatch of one dummy sequence with two tokens, for ranks that only participate in collectives."""
+    mask = np.array([False, True])
+    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
+
+
+def zero_loss(outputs: TokenOutputs) -> Tensor:
+    """A loss of 0 that depends on every output with a gradient, so that its backward pass has the same collectives."""
+    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
+    parts = [each[:0].sum() for each in every if each is not None and each.requires_grad]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:

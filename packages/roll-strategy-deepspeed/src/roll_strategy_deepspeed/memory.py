@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code
-from roll_strategy_deepspeed.config import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.spec.plan import Activity, Memory, MemoryInput
     from roll_modeling.memory import Moment
-    from roll_strategy_deepspeed.config import Elements
+    from roll_strategy_deepspeed.config import DeepSpeedConfig, Elements
 
 REDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's default of `reduce_bucket_size`."""
@@ -29,9 +28,7 @@ LIVE_ELEMENTS = 1_000_000_000
 
 def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory use of the rank that needs most; all ranks need about the same."""
-    config = question.config
-    if not isinstance(config, DeepSpeedConfig):
-        raise TypeError(f"the DeepSpeed strategies take a DeepSpeedConfig, not a {type(config).__name__}")
+    config = cast("DeepSpeedConfig", question.config)
     libraries = MemoryItem(what="libraries", num_bytes=LIBRARIES_BYTES, formula="DeepSpeed's modules", on="host")
     uses = [model_code(), libraries, *_weights(question, config)]
     if question.trains:
@@ -54,13 +51,13 @@ def _weights(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[MemoryI
     yield MemoryItem(
         what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, offloads=True
     )
-    drawn = 4 if question.random_weights else size
-    if zero.stage == 3 or drawn != size or not question.on_host:
-        more = drawn * count - (share if question.on_host and zero.stage == 3 else 0)
-        formula = f"{drawn} × {millions(count)}, drawn or read before it is cut"
+    sampled = 4 if question.random_weights else size
+    if zero.stage == 3 or sampled != size or not question.on_host:
+        more = sampled * count - (share if question.on_host and zero.stage == 3 else 0)
+        formula = f"{sampled} × {millions(count)}, sampled or read before it is sharded"
         yield MemoryItem(what="weights", num_bytes=max(0, more), formula=formula, during=("start",), on="host")
     if zero.stage in (1, 2) and question.trains:
-        formula = f"{size} × {millions(count)}, laid side by side"
+        formula = f"{size} × {millions(count)}, in one buffer"
         yield MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host")
     if zero.stage == 3:
         live = min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS))
@@ -111,25 +108,25 @@ def _gradients(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[Memor
             yield MemoryItem(what="gradients", num_bytes=4 * trained, formula=formula, during=("step",))
         if ranks > 1:
             bucket = min(REDUCE_ELEMENTS, trained)
-            formula = f"{travel} × {millions(bucket)} on their way"
+            formula = f"{travel} × {millions(bucket)} in transit"
             yield MemoryItem(what="buffers", num_bytes=travel * bucket, formula=formula, during=("step",))
         return
     share, of_share = 4 * trained // ranks, f"4 × {millions(trained)} / {ranks}"
     filled = _filled(question, config)
-    way, how = travel * filled, f"{travel} × {millions(filled)} on their way"
+    way, how = travel * filled, f"{travel} × {millions(filled)} in transit"
     if zero.stage == 1:
         yield MemoryItem(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", during=("step",))
         # After the reduction, the shard is copied into a contiguous buffer.
-        formula = f"{how}, or 2 × {of_share} once they are there"
+        formula = f"{how}, or 2 × {of_share} once they are reduced"
         yield MemoryItem(what="buffers", num_bytes=max(way, 2 * share), formula=formula, during=("step",))
     elif zero.stage == 2:
         if question.num_micro_batches > 1:
-            formula = f"{of_share} of the microbatches before"
+            formula = f"{of_share} of previous microbatches"
             yield MemoryItem(what="gradients", num_bytes=share, formula=formula, during=("backward",), on=on)
-        formula = f"2 × {of_share}, added up and laid side by side"
+        formula = f"2 × {of_share}, accumulated, and in one buffer"
         yield MemoryItem(what="gradients", num_bytes=2 * share, formula=formula, during=("step",), on=on)
     else:
-        yield MemoryItem(what="gradients", num_bytes=share, formula=f"{of_share} added up", on=on, offloads=True)
+        yield MemoryItem(what="gradients", num_bytes=share, formula=f"{of_share} accumulated", on=on, offloads=True)
     if question.on_host:
         if zero.stage == 3:
             formula = f"{size} × {millions(filled)}, a bucket (reduce_bucket_size)"
@@ -165,12 +162,12 @@ def _in_backward(question: MemoryInput, config: DeepSpeedConfig, moment: Moment)
     if held == filled:
         travel = DTYPE_BYTES[config.communication_data_type]
         copies = 2 if zero.stage == 3 and question.on_host else 1  # gloo reduces in a copy
-        formula = f"{moment}: {copies} × {travel} × {millions(filled)} on their way"
+        formula = f"{moment}: {copies} × {travel} × {millions(filled)} in transit"
         yield MemoryItem(what="buffers", num_bytes=copies * travel * filled, formula=formula, during=("backward",))
     if zero.stage == 3:
         count = question.model.parameters + question.added_parameters
         live = max(0, min(count, _elements(zero.stage3_max_live_parameters, LIVE_ELEMENTS)) - held)
-        formula = f"{moment}: gathered: {size} × {millions(live)} beside the bucket"
+        formula = f"{moment}: gathered: {size} × {millions(live)} next to the bucket"
         yield MemoryItem(what="buffers", num_bytes=size * live, formula=formula, during=("backward",))
 
 
@@ -190,14 +187,15 @@ def _levers(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[MemorySa
     small = 50_000_000
     if zero.stage and _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS) > small:
         yield MemorySaving(
-            keys={"zero_optimization.reduce_bucket_size": small}, costs="gradients travel in more and smaller pieces"
+            keys={"zero_optimization.reduce_bucket_size": small},
+            costs="gradients are reduced in smaller pieces",
         )
     if question.world_size > 1:
         what = {1: "optimizer state", 2: "gradients as well", 3: "parameters as well"}
         for stage in range(zero.stage + 1, 4):
-            costs = f"{what[stage]} spread over ranks: more communication"
+            costs = f"{what[stage]} sharded over ranks: more communication"
             yield MemorySaving(keys={"zero_optimization.stage": stage}, costs=costs)
     if zero.stage and zero.offload_optimizer.device == "none" and not question.on_host:
         yield MemorySaving(
-            keys={"zero_optimization.offload_optimizer.device": "cpu"}, costs="steps are taken on the host"
+            keys={"zero_optimization.offload_optimizer.device": "cpu"}, costs="optimizer steps run on the host"
         )

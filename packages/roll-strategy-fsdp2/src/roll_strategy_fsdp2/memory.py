@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code
-from roll_strategy_fsdp2.config import FSDP2Config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.spec.plan import LayerSize, Memory, MemoryInput, ModelSize
     from roll_modeling.memory import Moment
+    from roll_strategy_fsdp2.config import FSDP2Config
 
 
 def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory use of the rank that needs most; all ranks need about the same."""
-    config = question.config
-    if not isinstance(config, FSDP2Config):
-        raise TypeError(f"the FSDP2 strategies take an FSDP2Config, not a {type(config).__name__}")
+    config = cast("FSDP2Config", question.config)
     parallel = config.tensor_model_parallel_size
     shards = parallel * (config.fsdp_size or max(1, question.world_size // parallel))
     uses = [model_code(), *_held(question, config, shards), *_gathered(question, config)]
@@ -52,7 +50,7 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
         yield MemoryItem(
             what="weights",
             num_bytes=max(0, whole - (share if question.on_host else 0)),
-            formula=f"the whole model of {millions(count)}, before it is cut",
+            formula=f"the whole model of {millions(count)}, before it is sharded",
             during=("start",),
             on="host",
         )
@@ -99,13 +97,13 @@ def _in_backward(question: MemoryInput, config: FSDP2Config, shards: int, moment
     before = question.num_micro_batches > 1 and not _adds_up(question, config)
     came = question.trained_parameters if before or moment == "end" else _arrived_by(moment, question, sizes)
     on: Memory = "host" if config.offload_policy else "device"
-    yield _now("gradients", moment, 4 * came // shards, f"shares: 4 × {millions(came)} / {shards}", on=on)
+    yield _now("gradients", moment, 4 * came // shards, f"shards: 4 × {millions(came)} / {shards}", on=on)
     if question.added_parameters:
         return  # gradients of adapters are negligible
     yield from _whole_gradients(question, config, sizes, moment)
     way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
     copies = 2 if moment == "end" and question.on_host else 1  # gloo reduces in a copy
-    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} on their way")
+    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} in transit")
 
 
 def _whole_gradients(question: MemoryInput, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[MemoryItem]:
@@ -194,12 +192,12 @@ def _computed(question: MemoryInput, config: FSDP2Config) -> int:
 def _levers(question: MemoryInput, config: FSDP2Config) -> Iterator[MemorySaving]:
     if question.trains and question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation:
         keys = {"reduce_scatter_during_grad_accumulation": True}
-        yield MemorySaving(keys=keys, costs="gradients are added up over ranks after each microbatch")
+        yield MemorySaving(keys=keys, costs="gradients are reduced over ranks after each microbatch")
     if config.reshard_after_forward is False:
         yield MemorySaving(
             keys={"reshard_after_forward": True}, costs="layers are gathered again for the backward pass"
         )
     if not config.offload_policy and not question.on_host:
         yield MemorySaving(
-            keys={"offload_policy": True}, costs="weights travel from the host for every pass, and steps are slow"
+            keys={"offload_policy": True}, costs="weights are copied from the host for every pass, and steps are slow"
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code, start_uses
-from roll_strategy_hf.config import HFTrainConfig
 
 if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryInput
+    from roll_strategy_hf.config import HFTrainConfig
 
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients per all-reduce; the same as `replicas.BUCKET_BYTES`."""
@@ -17,8 +17,7 @@ BUCKET_BYTES = 64 << 20
 
 def training(question: MemoryInput) -> MemoryEstimate:
     """Memory per rank of `hf_train` and forward-only `hf_infer`: each rank holds the whole model."""
-    if not isinstance(question.config, HFTrainConfig):
-        raise TypeError(f"hf_train takes an HFTrainConfig, not a {type(question.config).__name__}")
+    config = cast("HFTrainConfig", question.config)
     size, model = DTYPE_BYTES[question.dtype], question.model
     parameters = model.parameters + question.added_parameters
     uses = [
@@ -46,14 +45,14 @@ def training(question: MemoryInput) -> MemoryEstimate:
             bucket = min(BUCKET_BYTES, 4 * trained)
             uses.append(
                 MemoryItem(
-                    what="buffers", num_bytes=bucket, formula="a bucket of gradients on its way", during=("step",)
+                    what="buffers", num_bytes=bucket, formula="a bucket of gradients in transit", during=("step",)
                 )
             )
         if question.dtype != "fp32":
             largest = size * question.model.largest_matrix
             uses.append(
-                MemoryItem(what="gradients", num_bytes=largest, formula="the largest on its way", during=("backward",))
+                MemoryItem(what="gradients", num_bytes=largest, formula="the largest in transit", during=("backward",))
             )
-    fused = question.config.fused and question.on_host and question.dtype == "fp32"
-    uses += computation(question, fused=fused, chunk_tokens=question.config.logprob_chunk_tokens)
+    fused = config.fused and question.on_host and question.dtype == "fp32"
+    uses += computation(question, fused=fused, chunk_tokens=config.logprob_chunk_tokens)
     return MemoryEstimate(uses=tuple(uses))

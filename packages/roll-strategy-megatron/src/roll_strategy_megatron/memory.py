@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
-from roll_strategy_megatron.config import MegatronConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.spec.plan import MemoryInput, ModelSize
+    from roll_strategy_megatron.config import MegatronConfig
 
 HOST_BYTES = 16
 """Host memory per offloaded parameter: master copy, gradient, two moments."""
@@ -21,9 +21,7 @@ HOST_BYTES = 16
 
 def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory use of a rank of the first or last pipeline stage, whichever needs more."""
-    config = question.config
-    if not isinstance(config, MegatronConfig):
-        raise TypeError(f"the Megatron strategies take a MegatronConfig, not a {type(config).__name__}")
+    config = cast("MegatronConfig", question.config)
     size = DTYPE_BYTES[question.dtype]
     dense, experts = _parameters(question.model, config)
     held = dense + experts
@@ -60,7 +58,7 @@ def _start(question: MemoryInput) -> Iterator[MemoryItem]:
     """
     if question.random_weights:
         count = question.model.parameters
-        formula = f"4 × {millions(count)}, drawn before it is cut"
+        formula = f"4 × {millions(count)}, sampled before it is sharded"
         yield MemoryItem(what="weights", num_bytes=4 * count, formula=formula, during=("start",), on="host")
 
 
@@ -81,12 +79,12 @@ def _trained(question: MemoryInput, config: MegatronConfig, dense: int, experts:
     state = MOMENT_BYTES + (MASTER_BYTES if apart else 0)
     share = dense // replicas + experts // expert_replicas
     if not config.optimizer_cpu_offload:
-        formula = f"{state} × {millions(share)}, a rank's share"
+        formula = f"{state} × {millions(share)}, a rank's shard"
         yield MemoryItem(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, offloads=True)
         return
     away = math.ceil(share * config.optimizer_offload_fraction)
     here = state * share - MOMENT_BYTES * away
-    formula = f"{state} × {millions(share)}, a rank's share, less {MOMENT_BYTES} × {millions(away)} on the host"
+    formula = f"{state} × {millions(share)}, a rank's shard, less {MOMENT_BYTES} × {millions(away)} on the host"
     yield MemoryItem(what="optimizer", num_bytes=here, formula=formula, during=LATER, offloads=True)
     formula = f"{HOST_BYTES} × {millions(away)}: masters, gradients, moments"
     yield MemoryItem(what="optimizer", num_bytes=HOST_BYTES * away, formula=formula, during=LATER, on="host")
@@ -131,9 +129,7 @@ def _levers(question: MemoryInput, config: MegatronConfig) -> Iterator[MemorySav
     # Megatron can only offload the optimizer of tensors with separate master weights: see `check_model_args`.
     has_masters = question.dtype != "fp32" and not question.added_parameters
     if question.trains and has_masters and not config.optimizer_cpu_offload:
-        yield MemorySaving(
-            keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors"
-        )
+        yield MemorySaving(keys={"optimizer_cpu_offload": True}, costs="optimizer steps run on the host")
     if question.trains and question.gradient_checkpointing and config.recomputation == "selective":
         yield MemorySaving(
             keys={"recompute_granularity": "full", "recompute_modules": None},

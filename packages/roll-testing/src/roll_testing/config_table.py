@@ -33,7 +33,7 @@ def check_table(page: Path, schema: type[Config], begin: str, end: str, names: M
     if os.environ.get(UPDATE_VARIABLE):
         page.write_text(before + begin + table + end + after, encoding="utf-8")
     elif written != table:
-        raise AssertionError(f"{page.name} is not what {schema.__name__} says; {UPDATE_VARIABLE}=1 writes it anew")
+        raise AssertionError(f"{page.name} lacks the table of {schema.__name__}; {UPDATE_VARIABLE}=1 writes it")
 
 
 def _rows(schema: type[Config], prefix: str, names: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
@@ -51,8 +51,7 @@ def _rows(schema: type[Config], prefix: str, names: Mapping[str, str]) -> Iterat
         for short, long in names.items():
             kind = kind.replace(short, long)
         meaning = _text(following)
-        if not meaning:
-            raise AssertionError(f"{schema.__name__}.{name} has no docstring")
+        assert meaning, f"{schema.__name__}.{name} has no docstring"
         default = _spelled(field.get_default(call_default_factory=True))
         yield (
             f"`{prefix}{name}`",

@@ -64,7 +64,7 @@ class SpoiltGradient:
 
     @property
     def want(self) -> WantedOutputs:
-        """Logprobs."""
+        """Logprobs of the tokens."""
         return WantedOutputs(logprobs=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
@@ -84,7 +84,7 @@ class SpoiltLoss:
 
     @property
     def want(self) -> WantedOutputs:
-        """Logprobs."""
+        """Logprobs of the tokens."""
         return WantedOutputs(logprobs=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:

@@ -13,7 +13,7 @@ from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
 from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ NORM = "the norm of the gradient"
 """Key of the gradient norm, beside the parameter names, if steps are compared instead of gradients."""
 
 
-class TrainNumberTests(Subject):
+class TrainNumberTests(TrainKit):
     """Compares the strategy with `Reference`, and with itself when the batch is split differently."""
 
     # -- outputs -------------------------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ class TrainNumberTests(Subject):
             choices = reference.by_sequence(batch, WantedOutputs(topk=1))["topk_ids"]
             hits = sum(int((choices[each.id][:, 0] == each.tokens)[each.loss_mask].sum()) for each in batch)
             accuracy = hits / sum(int(each.loss_mask.sum()) for each in batch)
-            if not np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5):
-                raise AssertionError(
-                    f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
-                )
+            assert np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5), (
+                f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
+            )
         (expected,) = reference.train(TRAINING, [replace(step, loss=LOSSES["sft"])])
-        if not np.isclose(metrics["loss"], expected.loss, rtol=1e-4):
-            raise AssertionError(f"the metric loss adds up to {metrics['loss']:.6g}, expected {expected.loss:.6g}")
+        assert np.isclose(metrics["loss"], expected.loss, rtol=1e-4), (
+            f"the metric loss adds up to {metrics['loss']:.6g}, expected {expected.loss:.6g}"
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -198,8 +198,7 @@ class TrainNumberTests(Subject):
             want = _with_logprobs(want)
         found, expected = self.scored(case, batch, want, WHOLE), reference.by_sequence(batch, want)
         for name in names:
-            if name not in found:
-                raise AssertionError(f"{name} was wanted and is not there")
+            assert name in found, f"{name} was requested but not returned"
             bound = 0.0 if name.endswith("_ids") else BOUNDS[case.model.dtype].outputs
             check_rows(name, found[name], expected[name], bound)
 
@@ -255,8 +254,7 @@ class TrainNumberTests(Subject):
         for number, (stats, expected) in enumerate(zip(found.stats, reference.train(training, steps), strict=True), 1):
             _check_number(f"learning rate of step {number}", stats.learning_rate, expected.learning_rate, 1e-6)
             _check_number(f"gradient norm of step {number}", stats.grad_norm, expected.grad_norm, bounds.steps)
-            if stats.skipped:
-                raise AssertionError(f"step {number} was skipped, though its gradient is finite")
+            assert not stats.skipped, f"step {number} was skipped, though its gradient is finite"
         check_near(f"weights after {num_steps} steps", *_ways(found, start, reference.weights()), bounds.steps)
 
     def _in(self, case: Case, dtype: str) -> Case:
@@ -276,8 +274,9 @@ def _with_logprobs(want: WantedOutputs) -> WantedOutputs:
 
 
 def _check_number(what: str, found: float, expected: float, bound: float) -> None:
-    if not np.isclose(found, expected, rtol=bound, atol=1e-12):
-        raise AssertionError(f"{what}: {found:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}")
+    assert np.isclose(found, expected, rtol=bound, atol=1e-12), (
+        f"{what}: {found:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}"
+    )
 
 
 def _ways(found: Trained, start: Arrays, end: Arrays) -> tuple[Arrays, Arrays]:

@@ -1,4 +1,4 @@
-"""`Subject`: what an author configures about a train strategy, and the helpers that the test groups share."""
+"""`TrainKit`: what an author configures about a train strategy, and the helpers that the test groups share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 
 from roll_core.errors import PluginError
 from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainProvider
+from roll_testing.kit import Kit, one_thread, registry
 from roll_testing.losses import GRADIENT
 from roll_testing.models import LARGE, QWEN3, make_batch, write_checkpoint
-from roll_testing.part import Part, registry
 from roll_testing.ranks import RankHost, free_port
-from roll_testing.threads import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from roll_testing.reference import Reference
 
 
-class Subject(Part):
+class TrainKit(Kit):
     """One train strategy under test. Authors override class attributes and methods without a leading underscore."""
 
     provider: TrainProvider

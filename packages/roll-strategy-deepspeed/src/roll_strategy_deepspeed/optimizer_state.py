@@ -1,4 +1,4 @@
-"""Access to the master weights and Adam moments of DeepSpeed's optimizers, as full tensors.
+"""Access to the state of DeepSpeed's optimizers: master weights and Adam moments as full tensors, and the loss scale.
 
 | optimizer | master weights | moments |
 |---|---|---|
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from roll_core.spec.train import ParameterState
 from roll_modeling.optimizer import MOMENTS, moments
 from roll_strategy_deepspeed.workarounds import make_moments_known
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    import torch
     from torch import Tensor, nn
 
 
-class HeldState:
+class OptimizerState:
     """Master weights and moments of one engine.
 
     Reading and writing is collective, in the order of `parameters`.
@@ -35,6 +37,11 @@ class HeldState:
             moments(self.torch_optimizer, each)
         if stage in (1, 2):
             make_moments_known(engine)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the trained parameters, by name."""
+        return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in self.parameters.items()}
 
     @property
     def masters_apart(self) -> dict[int, Tensor]:
@@ -62,12 +69,23 @@ class HeldState:
         for moment in MOMENTS:
             yield moment, safe_get_full_optimizer_state(parameter, moment)
 
-    def begin_writing(self, step_count: int) -> None:
-        """Set the optimizer's step count. Call before the first `write`."""
+    def read_whole(self, name: str) -> ParameterState:
+        """Master weight and Adam moments of one parameter, as full tensors on every rank. Collective."""
+        return ParameterState(**{kind: each.detach() for kind, each in self.read(name)})
+
+    @torch.no_grad()
+    def load(self, step_count: int, read: Callable[[str], ParameterState]) -> None:
+        """Overwrite step count, master weights and moments by those that `read` returns by name. Collective."""
         for each in self._stepped():
             self.torch_optimizer.state[each]["step"].fill_(float(step_count))
+        for name in self.parameters:
+            found = read(name)
+            self._write(name, {"master": found.master, "exp_avg": found.exp_avg, "exp_avg_sq": found.exp_avg_sq})
+        if self.stage in (1, 2):
+            self.engine.optimizer.update_lp_params()
+        self.forget_gradients()
 
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite a parameter's `master` and moments with full tensors, and set the parameter to the rounded master
         weight."""
         import deepspeed
@@ -87,12 +105,6 @@ class HeldState:
         if self.stage == 3:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(on_device["master"])
-
-    def end_writing(self) -> None:
-        """Update the data derived from master weights. Call after the last `write`."""
-        if self.stage in (1, 2):
-            self.engine.optimizer.update_lp_params()
-        self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Drop all gradients, including those of backward passes that no optimizer step followed.
@@ -144,3 +156,45 @@ class HeldState:
             return
         for group in self.torch_optimizer.param_groups:
             yield from group["params"]
+
+
+SCALE_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""State of a dynamic loss scale; a fixed one has only `cur_scale`."""
+
+
+class LossScale:
+    """Loss scale of one engine; inactive unless the model is float16 (which requires ZeRO stages 1 to 3)."""
+
+    def __init__(self, engine: Any) -> None:
+        scaler: Any = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+        self._scaler = scaler
+        if self._falls:
+            # At the minimum scale, DeepSpeed would raise. Skip the step instead, as in other dtypes: the scale is not
+            # the cause.
+            self._scaler.raise_error_at_min_scale = False
+        self._first = self.state()
+
+    @property
+    def can_fall(self) -> bool:
+        """True if a lower loss scale may remove the overflow of a gradient."""
+        return self._falls and self._scaler.cur_scale > self._scaler.min_scale
+
+    @property
+    def _falls(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.dynamic)
+
+    def state(self) -> dict[str, float]:
+        """State for `restore`; empty if the model is not float16."""
+        if self._scaler is None:
+            return {}
+        return {field: getattr(self._scaler, field) for field in SCALE_FIELDS if hasattr(self._scaler, field)}
+
+    def begin_anew(self) -> None:
+        """Reset the loss scale to its initial state."""
+        self.restore(self._first)
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Restore the state of a dynamic loss scale. A fixed scale keeps the configured value."""
+        if self._falls:
+            for field, value in state.items():
+                setattr(self._scaler, field, value)

@@ -1,4 +1,4 @@
-"""`InferSubject`: what an author configures about an infer strategy, and the helpers that the test groups share.
+"""`InferKit`: what an author configures about an infer strategy, and the helpers that the test groups share.
 
 Starting an engine may be slow, so the tests of a class share one. Each test gets the engine with the weights that the
 model was stored with. After a failed test the engine is stopped, and the next test starts another.
@@ -18,11 +18,10 @@ from roll_core.errors import PluginError, UnsupportedError
 from roll_core.spec.providers import InferCapabilities, InferProvider
 from roll_testing.bounds import BOUNDS, check_rows
 from roll_testing.infer.engine import Engine, Setup, ask
-from roll_testing.infer.models import CLEAR, END, SMALL, Answers
+from roll_testing.infer.models import CLEAR, END, SMALL, Oracle
 from roll_testing.infer.trainer import trains_in
+from roll_testing.kit import Kit, one_thread
 from roll_testing.models import write_checkpoint
-from roll_testing.part import Part
-from roll_testing.threads import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ FIRST_ORDINARY = 2
 """Smaller ids are padding and end."""
 
 
-class InferSubject(Part):
+class InferKit(Kit):
     """One infer strategy under test. Authors override class attributes and methods without a leading underscore."""
 
     provider: InferProvider
@@ -88,7 +87,7 @@ class InferSubject(Part):
     def need_exact(self, setup: Setup) -> None:
         """Skip the test unless it runs in fp32: in lower precision, rounding could hide a mistake."""
         if setup.model.dtype != "fp32":
-            pytest.skip(f"{self.name} does not compute in fp32 here, and coarser numbers decide nothing")
+            pytest.skip(f"{self.name} does not support fp32 here, and rounding in lower precision could hide a mistake")
 
     def need_trainer(self, setup: Setup) -> None:
         """Skip the test if no train strategy supports the model in its dtype."""
@@ -135,14 +134,14 @@ class InferSubject(Part):
         )
 
     @pytest.fixture
-    def answers(self, setup: Setup) -> Answers:
+    def oracle(self, setup: Setup) -> Oracle:
         """The reference, with the weights that the model was stored with."""
-        found = self.answers_of(setup.model)
+        found = self.oracle_of(setup.model)
         found.take(self.stored(setup))
         return found
 
     @pytest.fixture
-    def engine(self, setup: Setup, answers: Answers, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    def engine(self, setup: Setup, oracle: Oracle, request: pytest.FixtureRequest) -> Iterator[Engine]:
         """The shared engine, with the weights that the model was stored with."""
         live, key = self._once("engine"), pickle.dumps(setup)
         if live.get("key") != key:
@@ -180,7 +179,7 @@ class InferSubject(Part):
             try:
                 cls._stop_shared()
             finally:
-                gc.collect()  # collect now: an error here is reported with collection enabled, see `Part`
+                gc.collect()  # collect now: an error here is reported with collection enabled, see `Kit`
 
     @classmethod
     def _stop_shared(cls) -> None:
@@ -192,19 +191,19 @@ class InferSubject(Part):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def answers_of(self, model: ModelSpec) -> Answers:
+    def oracle_of(self, model: ModelSpec) -> Oracle:
         """Return the reference for a model, loaded once."""
-        known, key = self._once("answers"), pickle.dumps(model)
+        known, key = self._once("reference"), pickle.dumps(model)
         if key not in known:
-            known[key] = Answers(self.reference_model(model))
-        found: Answers = known[key]
+            known[key] = Oracle(self.reference_model(model))
+        found: Oracle = known[key]
         return found
 
     def stored(self, setup: Setup) -> dict[str, Tensor]:
         """Return the weights that the model was stored with."""
         known, key = self._once("stored"), pickle.dumps(setup.model)
         if key not in known:
-            known[key] = self.answers_of(setup.model).weights()
+            known[key] = self.oracle_of(setup.model).weights()
         found: dict[str, Tensor] = known[key]
         return found
 
@@ -228,13 +227,13 @@ class InferSubject(Part):
 
         return {name: each.to(DTYPES[model.dtype]) for name, each in weights.items()}
 
-    def answered(self, engine: Engine, parameter: str, *requests: GenerateRequest) -> list[Completion]:
+    def generate_or_skip(self, engine: Engine, parameter: str, *requests: GenerateRequest) -> list[Completion]:
         """Return the completions. Skip the test if the strategy refuses `parameter` by name; other refusals fail."""
         try:
             return engine.generate(*requests)
         except UnsupportedError as error:
             if parameter not in str(error):
-                raise AssertionError(f"{parameter} was refused without being named: {error}") from error
+                raise AssertionError(f"{parameter} was refused by an error without its name: {error}") from error
             pytest.skip(f"{self.name} refuses {parameter}: {error}")
 
     def seed(self, engine: Engine, number: int) -> int | None:
@@ -256,7 +255,7 @@ class InferSubject(Part):
     def check_logprobs(
         self,
         setup: Setup,
-        answers: Answers,
+        oracle: Oracle,
         requests: Sequence[GenerateRequest],
         completions: Sequence[Completion],
         *,
@@ -270,28 +269,27 @@ class InferSubject(Part):
         for request, completion in zip(requests, completions, strict=True):
             for index, output in enumerate(completion.outputs):
                 key = f"{request.id}, output {index}"
-                right = answers.logprobs(request.prompt_ids, output.token_ids, request.params.temperature)
+                right = oracle.logprobs(request.prompt_ids, output.token_ids, request.params.temperature)
                 found[key], expected[key] = output.logprobs[:until], right[:until]
         check_rows("logprob", found, expected, self.bound(setup))
 
-    def check_greedy(self, answers: Answers, prompt: TokenIds, response: TokenIds, **rules: Any) -> None:
+    def check_greedy(self, oracle: Oracle, prompt: TokenIds, response: TokenIds, **rules: Any) -> None:
         """Fail unless each token is the most likely one, up to rounding.
 
-        `rules` are arguments of `Answers.shortfall`.
+        `rules` are arguments of `Oracle.shortfall`.
         """
-        below, _ = answers.shortfall(prompt, response, **rules)
+        below, _ = oracle.shortfall(prompt, response, **rules)
         wrong = np.flatnonzero(below > CLEAR)
-        if len(wrong):
-            raise AssertionError(
-                f"token {wrong[0]} of the response {response.tolist()} to {prompt.tolist()} is not the most likely one:"
-                f" its logit is {below[wrong[0]]:.3g} below the largest"
-            )
+        assert not wrong.size, (
+            f"token {wrong[0]} of the response {response.tolist()} to {prompt.tolist()} is not the most likely one:"
+            f" its logit is {below[wrong[0]]:.3g} below the largest"
+        )
 
-    def check_answers(
+    def check_outputs(
         self,
         engine: Engine,
         setup: Setup,
-        answers: Answers,
+        oracle: Oracle,
         weights: Mapping[str, Tensor] | None = None,
         *,
         prompts: Sequence[TokenIds] = (),
@@ -305,13 +303,15 @@ class InferSubject(Part):
         requests = [ask(each, max_new_tokens=8, seed=self.seed(engine, 3)) for each in asked]
         found = engine.generate(*requests)
         tokens = requests[0].prompt_ids, found[0].outputs[0].token_ids
-        before = answers.logprobs(*tokens)
+        before = oracle.logprobs(*tokens)
         if weights is not None:
-            answers.take(weights)
-            if float(np.abs(answers.logprobs(*tokens) - before).max()) < SEEN * self.bound(setup):
-                raise AssertionError("the reference answers as before: the change is too small to be seen")
-        self.check_logprobs(setup, answers, requests, found)
+            oracle.take(weights)
+            assert float(np.abs(oracle.logprobs(*tokens) - before).max()) >= SEEN * self.bound(setup), (
+                "the new weights hardly change the logprobs of the reference: change them more"
+            )
+        self.check_logprobs(setup, oracle, requests, found)
         for completion in found:
             versions = {int(each) for output in completion.outputs for each in output.versions}
-            if versions != {engine.version}:
-                raise AssertionError(f"tokens are of weight version {sorted(versions)}, published was {engine.version}")
+            assert versions == {engine.version}, (
+                f"tokens have weight versions {sorted(versions)}, expected {engine.version}"
+            )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ShardedParameter:
     """A DTensor parameter: its owner module, its name, and the placement of its gradient."""
 
     owner: nn.Module
@@ -50,23 +50,23 @@ def distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placeme
     owner._parameters[name] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 
-def local_of(use: Use) -> Tensor:
+def local_of(sharded: ShardedParameter) -> Tensor:
     """The local tensor of a DTensor parameter. Autograd propagates its gradient to the DTensor."""
-    parameter = use.owner._parameters[use.name]
+    parameter = sharded.owner._parameters[sharded.name]
     if not isinstance(parameter, DTensor):
-        raise TypeError(f"{use.name} is no DTensor any more")
-    return parameter.to_local(grad_placements=[use.grad])
+        raise TypeError(f"{sharded.name} is no DTensor any more")
+    return parameter.to_local(grad_placements=[sharded.grad])
 
 
 @contextmanager
-def local_parameters(uses: list[Use]) -> Iterator[None]:
+def local_parameters(parameters: list[ShardedParameter]) -> Iterator[None]:
     """Replace DTensor parameters by their local tensors inside the context.
 
     The parameters are also restored if an exception ends the body, as when activation checkpointing stops a
     recomputation early.
     """
-    kept = [(each, each.owner._parameters[each.name]) for each in uses]
-    for each in uses:
+    kept = [(each, each.owner._parameters[each.name]) for each in parameters]
+    for each in parameters:
         each.owner._parameters[each.name] = local_of(each)  # type: ignore[assignment]
     try:
         yield
@@ -76,10 +76,10 @@ def local_parameters(uses: list[Use]) -> Iterator[None]:
 
 
 @contextmanager
-def without(uses: list[Use]) -> Iterator[None]:
+def without_parameters(parameters: list[ShardedParameter]) -> Iterator[None]:
     """Set parameters to None inside the context."""
-    kept = [(each, each.owner._parameters[each.name]) for each in uses]
-    for each in uses:
+    kept = [(each, each.owner._parameters[each.name]) for each in parameters]
+    for each in parameters:
         each.owner._parameters[each.name] = None
     try:
         yield

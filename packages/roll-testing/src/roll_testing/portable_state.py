@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 from roll_core.errors import CheckpointError
+from roll_core.runtime.records.portable_state import KINDS, opened_portable_state, write_portable_state
 from roll_core.spec.model import LoraSpec
+from roll_modeling.model import DTYPES
+from roll_testing.bench import Step, as_array
 from roll_testing.bounds import BOUNDS, check_names, check_near, check_same_run, distance
 from roll_testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
-from roll_testing.subject import Subject
+from roll_testing.programs import expect, export_between, go_on, import_foreign, train
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.spec.providers import Task
-    from roll_testing.bench import Arrays, Case, Step
+    from roll_testing.bench import Arrays, Case
     from roll_testing.programs import Trained
 
 SCHEDULED = replace(TRAINING, lr_scheduler_type="linear", warmup_steps=1, num_steps=9)
@@ -30,7 +35,7 @@ ROUNDING = 1e-6
 DONE = 2
 
 
-class PortableTests(Subject):
+class PortableTests(TrainKit):
     """Tests of strategies that declare `portable_state`."""
 
     def test_a_portable_state_equals_the_references(
@@ -42,20 +47,16 @@ class PortableTests(Subject):
         reference = self.reference(case)
         for _ in reference.train(SCHEDULED, steps):
             pass
-        if step_count != DONE:
-            raise AssertionError(f"after {DONE} steps the exported state is that of step {step_count}")
+        assert step_count == DONE, f"after {DONE} steps the exported state is that of step {step_count}"
         for kind, expected in reference.state().items():
             check_near(f"exported {kind}", found[kind], expected, BOUNDS["fp32"].steps)
 
-    def test_a_run_goes_on_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
+    def test_a_run_resumes_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """A run must resume from a state that plain torch exported after two steps.
 
         Gradient norms, learning rates and weights of two more steps must equal torch's. What the strategy computed
         before the import must not matter.
         """
-        from roll_core.runtime.records.portable_state import write_portable_state
-        from roll_testing.portable_programs import go_on
-
         self._need_portable()
         steps, reference = self._steps_of(DONE + 2), self.reference(case)
         training = reference.train(SCHEDULED, steps)
@@ -70,22 +71,21 @@ class PortableTests(Subject):
         for rank, found in enumerate(answers):
             for step, (one, other) in enumerate(zip(found.stats, expected, strict=True), DONE + 1):
                 for name in ("grad_norm", "learning_rate"):
-                    if not np.isclose(getattr(one, name), getattr(other, name), rtol=BOUNDS["fp32"].steps):
-                        raise AssertionError(f"step {step} of rank {rank} was {one}, expected {other}")
+                    assert np.isclose(getattr(one, name), getattr(other, name), rtol=BOUNDS["fp32"].steps), (
+                        f"step {step} of rank {rank} was {one}, expected {other}"
+                    )
             if found.data_rank.leader:
                 moved, due = (_way(after, before) for after in (found.after, reference.weights()))
-                check_near(f"the way that weights of rank {rank} went", moved, due, BOUNDS["fp32"].steps)
+                check_near(f"the change of the weights of rank {rank}", moved, due, BOUNDS["fp32"].steps)
 
     @pytest.mark.parametrize("trained", ["a model", "adapters", "nothing yet"])
-    def test_a_run_goes_on_from_its_own_portable_state(
+    def test_a_run_resumes_from_its_own_portable_state(
         self, case: Case, world_size: int, trained: str, tmp_path: Path
     ) -> None:
         """A run resumed from its own portable state must equal an uninterrupted one within 1e-6.
 
         This includes a state exported before the first step, and LoRA.
         """
-        from roll_testing.portable_programs import export_between, go_on
-
         self._need_portable()
         if trained == "adapters":
             self.need(self.can.lora, "lora")
@@ -100,9 +100,6 @@ class PortableTests(Subject):
 
     def test_exporting_the_state_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """Exporting the state must not change the following steps, bit for bit."""
-        from roll_testing.portable_programs import export_between
-        from roll_testing.programs import train
-
         self._need_portable()
         case, steps = case.with_(training=TRAINING), self._steps_of(3)
         exported: Trained = self.run(export_between, case, steps, 1, str(tmp_path))[0]
@@ -116,17 +113,12 @@ class PortableTests(Subject):
 
         Rounded to that dtype, they must equal the exported weights.
         """
-        import torch
-
-        from roll_modeling.model import DTYPES
-
         case = case.with_(model=replace(case.model, dtype=low_dtype))
         found, _, exported = self._exported_state(case, self._steps_of(DONE), tmp_path)
         rounded = {
             name: torch.from_numpy(each).to(DTYPES[low_dtype]).float().numpy() for name, each in found["master"].items()
         }
-        if not distance(rounded, found["master"]):
-            raise AssertionError(f"exported masters hold no more than {low_dtype} does")
+        assert distance(rounded, found["master"]), f"exported masters have only the digits of {low_dtype}"
         weights = {name: each for name, each in exported.items() if name in rounded}
         check_near(f"masters rounded to {low_dtype}", rounded, weights, 0.0)
 
@@ -135,15 +127,10 @@ class PortableTests(Subject):
 
         Parameters may be missing, unknown or misshapen.
         """
-        from roll_testing.portable_programs import import_foreign
-
         self._need_portable()
         answers = self.run(import_foreign, self._on_one(case).with_(training=TRAINING))[0]
         for what, (odd, error) in answers.items():
-            if error is None or not error.is_a(CheckpointError):
-                raise AssertionError(f"importing a state with {what} raised {error}; expected CheckpointError")
-            if odd not in error.message:
-                raise AssertionError(f"importing a state with {what} does not name {odd}: {error}")
+            expect(error, CheckpointError, f"importing a state with {what}", odd)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -152,18 +139,12 @@ class PortableTests(Subject):
         self.need(self.can.portable_state, "portable_state")
 
     def _steps_of(self, number: int, task: Task = "causal_lm", *, seed: int = 0) -> list[Step]:
-        from roll_testing.bench import Step
-
         loss = LOSSES["sft"] if task == "causal_lm" else OF_TASK[task]
         return [Step(sequences=self.batch(seed + i), loss=loss, split=SPLITS["three at a time"]) for i in range(number)]
 
     def _exported_state(self, case: Case, steps: list[Step], folder: Path) -> tuple[dict[str, Arrays], int, Arrays]:
         """Return the state after `steps`: masters and moments by kind and then by name, the step count, and exported
         weights."""
-        from roll_core.runtime.records.portable_state import KINDS, opened_portable_state
-        from roll_testing.bench import as_array
-        from roll_testing.portable_programs import export_between
-
         self._need_portable()
         answers = self.run(export_between, case.with_(training=SCHEDULED), steps, len(steps), str(folder))
         found: dict[str, Arrays] = {kind: {} for kind in KINDS}
@@ -179,8 +160,9 @@ def _check_continued(what: str, found: Trained, expected: Trained) -> None:
     check_names(found.after, expected.after)
     for number, (one, other) in enumerate(zip(found.stats, expected.stats, strict=True), 1):
         for name in ("grad_norm", "learning_rate"):
-            if not np.isclose(getattr(one, name), getattr(other, name), rtol=ROUNDING):
-                raise AssertionError(f"{what}: step {number} was {one}, expected {other}")
+            assert np.isclose(getattr(one, name), getattr(other, name), rtol=ROUNDING), (
+                f"{what}: step {number} was {one}, expected {other}"
+            )
     if found.data_rank.leader:
         check_near(f"{what}: weights before the steps", found.before, expected.before, ROUNDING)
         check_near(f"{what}: weights after the steps", found.after, expected.after, ROUNDING)

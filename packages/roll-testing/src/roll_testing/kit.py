@@ -1,9 +1,10 @@
-"""`Part`: base class of the conformance kits. It finds the part under test in the plugin registry, as a run does."""
+"""`Kit`: base class of the conformance kits. It finds the part under test in the plugin registry, as a run does."""
 
 from __future__ import annotations
 
 import gc
 import os
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +35,7 @@ HF_PACKAGES = "roll-infer-hf,roll-strategy-hf"
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
 
-class Part:
+class Kit:
     """One plugin part under test. Authors override class attributes and methods without a leading underscore."""
 
     name: ClassVar[str] = ""
@@ -135,7 +136,7 @@ def registry() -> Registry:
     return load_registry()
 
 
-def _refuse_silent_overrides(cls: type[Part]) -> None:
+def _refuse_silent_overrides(cls: type[Kit]) -> None:
     """Raise `TypeError` if a class overrides a standard test without a strict xfail that states the reason."""
     for standard in cls.__mro__[1:]:
         if not standard.__module__.startswith("roll_testing."):
@@ -151,6 +152,23 @@ def _refuse_silent_overrides(cls: type[Part]) -> None:
                     f"{cls.__name__} overrides {name}, a standard test of the conformance kit, without saying why:"
                     " mark it with @pytest.mark.xfail(reason=..., strict=True)"
                 )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit torch to one thread inside the block.
+
+    Small matrix products are slower on several threads, which compete with each other and with those of ranks and
+    engines.
+    """
+    import torch
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def hf_plugins() -> tuple[Plugin, ...]:
