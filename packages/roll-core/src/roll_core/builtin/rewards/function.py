@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from roll_core.builtin.rewards.user_function import Verdict, prepare
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
-from roll_core.runtime.workers.child import describe
-from roll_core.runtime.workers.judge_pool import JudgePool
+from roll_core.runtime.workers.reward_pool import RewardPool
+from roll_core.runtime.workers.reward_process import describe
 from roll_core.spec.reward import RewardFunction
 from roll_core.types import Reward
 
@@ -85,7 +85,7 @@ class _InProcesses:
     """Runs the function in child processes, which can always be killed."""
 
     def __init__(self, config: FunctionConfig, options: Mapping[str, Any]) -> None:
-        self.pool = JudgePool(
+        self.pool = RewardPool(
             "roll_core.builtin.rewards.user_function:prepare",
             options,
             size=config.processes,

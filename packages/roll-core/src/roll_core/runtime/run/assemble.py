@@ -110,10 +110,10 @@ async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack)
         if role.kind == "generate":
             engine = _infer_role(run, assembly, role, worker, group, shares_memory=executor.shares_memory)
             run.infer_roles[role.name] = engine
-            await run.turns.admit(engine)
+            await run.turns.start(engine)
         else:
             run.train_roles[role.name] = trainer = _train_role(run, assembly, role, worker, group)
-            await run.turns.admit(trainer)
+            await run.turns.start(trainer)
     if rewards:
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)
