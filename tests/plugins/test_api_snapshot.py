@@ -66,7 +66,7 @@ RECORDS = {
 }
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],
-    "Situation": ["platform", "config"],
+    "CheckContext": ["platform", "config"],
 }
 CAPABILITIES = {
     "TrainCapabilities": [

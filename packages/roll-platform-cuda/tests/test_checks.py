@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.spec.checks import CheckResult, Situation
+from roll_core.spec.checks import CheckContext, CheckResult
 from roll_core.spec.torch_build import TorchBuild
 from roll_platform_cuda import checks
 
 Host = Callable[..., list[Any]]
-HERE = Situation(platform=None)
+HERE = CheckContext(platform=None)
 NVCC = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {version}, V{version}.61\n"
 
 

@@ -19,7 +19,7 @@ from roll_platform_cuda.nvml import NoDriverError, dotted, survey
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Level, Situation
+    from roll_core.spec.checks import CheckContext, Level
     from roll_platform_cuda.nvml import Device
 
 CUDA = (12, 4)
@@ -31,7 +31,7 @@ FLOORS = {"cudnn": (9, 1)}
 """Minimum versions, which flash attention needs."""
 
 
-def driver(_: Situation) -> Iterator[CheckResult]:
+def driver(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the driver supports the CUDA version that torch was built with."""
     try:
         seen = survey()
@@ -58,7 +58,7 @@ def driver(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="warning", subject="torch", found=found, wanted=wanted, remedy=remedy)
 
 
-def toolkit(_: Situation) -> Iterator[CheckResult]:
+def toolkit(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the CUDA toolkit (`CUDA_HOME`, nvcc) matches torch; it is needed only to compile kernels."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
@@ -87,7 +87,7 @@ def toolkit(_: Situation) -> Iterator[CheckResult]:
     yield CheckResult(level=level, found=f"CUDA {dotted(version)} ({nvcc})", wanted=wanted, remedy=remedy)
 
 
-def libraries(_: Situation) -> Iterator[CheckResult]:
+def libraries(_: CheckContext) -> Iterator[CheckResult]:
     """Check cuDNN and NCCL against torch's metadata.
 
     A torch build whose metadata does not list them contains its own copies.
@@ -108,7 +108,7 @@ def libraries(_: Situation) -> Iterator[CheckResult]:
             yield _library(library, need)
 
 
-def compute_capability(_: Situation) -> Iterator[CheckResult]:
+def compute_capability(_: CheckContext) -> Iterator[CheckResult]:
     """Check that every device is Pascal or newer; bf16 needs Ampere or newer."""
     for index, device in enumerate(_survey_devices()):
         subject, found = f"cuda:{index}", f"{device.name}, {dotted(device.capability)}"
@@ -123,7 +123,7 @@ def compute_capability(_: Situation) -> Iterator[CheckResult]:
             yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
 
 
-def arch_list(_: Situation) -> Iterator[CheckResult]:
+def arch_list(_: CheckContext) -> Iterator[CheckResult]:
     """Check that kernels compiled for `TORCH_CUDA_ARCH_LIST` run on this host's devices."""
     value = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not value:

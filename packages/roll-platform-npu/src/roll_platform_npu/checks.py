@@ -11,13 +11,13 @@ from roll_core.spec.checks import CheckResult
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.checks import CheckContext
 
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
-def cann(_: Situation) -> Iterator[CheckResult]:
+def cann(_: CheckContext) -> Iterator[CheckResult]:
     """Check that CANN's set_env.sh was sourced; without it torch-npu does not find its libraries."""
     homes = {name: os.environ[name] for name in HOMES if os.environ.get(name)}
     wanted = f"{HOMES[0]}, which CANN's set_env.sh sets"

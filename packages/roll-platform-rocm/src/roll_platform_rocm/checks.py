@@ -14,12 +14,12 @@ from roll_platform_rocm.kfd import CUDA_VISIBLE, HIP_VISIBLE, ROCR_VISIBLE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.checks import CheckContext
 
 ROCM = Path("/opt/rocm")
 
 
-def visible_devices(_: Situation) -> Iterator[CheckResult]:
+def visible_devices(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the three variables that restrict visible devices agree; Ray requires it."""
     hip, cuda, rocr = (os.environ.get(name) for name in (HIP_VISIBLE, CUDA_VISIBLE, ROCR_VISIBLE))
     if rocr is not None and hip is None:
@@ -35,7 +35,7 @@ def visible_devices(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=shown)
 
 
-def toolkit(_: Situation) -> Iterator[CheckResult]:
+def toolkit(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the host's ROCm has the major version of torch's ROCm.
 
     It is needed only to compile kernels. A compiler of another major version produces incompatible code.

@@ -38,7 +38,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class CheckContext:
     """Input of a check."""
 
     platform: Platform | None
@@ -47,7 +47,7 @@ class Situation:
     """Config of the run to start, if one was given."""
 
 
-Check = Callable[[Situation], Iterable[CheckResult]]
+Check = Callable[[CheckContext], Iterable[CheckResult]]
 
 
 document_fields(__name__)

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.checks import CheckContext
     from roll_core.spec.config import RunConfig
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def output(situation: Situation) -> Iterator[CheckResult]:
+def output(context: CheckContext) -> Iterator[CheckResult]:
     """Check that `output_dir` can be created and written.
 
     Writes an unnamed temporary file there, or in the nearest parent that exists.
     """
-    if situation.config is None:
+    if context.config is None:
         return
-    folder = Path(situation.config.output_dir).expanduser()
+    folder = Path(context.config.output_dir).expanduser()
     place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:
@@ -44,9 +44,9 @@ def output(situation: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=f"{place} can be written", wanted=str(folder.absolute()))
 
 
-def models(situation: Situation) -> Iterator[CheckResult]:
+def models(context: CheckContext) -> Iterator[CheckResult]:
     """Check that models are directories with a `config.json`, or ids of the Hugging Face Hub."""
-    for source, roles in _models_of(situation.config).items():
+    for source, roles in _models_of(context.config).items():
         subject, folder = ", ".join(roles), Path(source).expanduser()
         if folder.is_dir():
             if (folder / "config.json").is_file():
@@ -63,11 +63,11 @@ def models(situation: Situation) -> Iterator[CheckResult]:
             yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
 
 
-def data(situation: Situation) -> Iterator[CheckResult]:
+def data(context: CheckContext) -> Iterator[CheckResult]:
     """Check that data files can be read and are not empty. Paths are relative to the working directory."""
-    if situation.config is None:
+    if context.config is None:
         return
-    for key, arguments in _data_of(situation.config):
+    for key, arguments in _data_of(context.config):
         names = [arguments.file_name] if isinstance(arguments.file_name, str) else arguments.file_name or []
         for name in names:
             file = Path(name)

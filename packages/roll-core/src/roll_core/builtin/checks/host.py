@@ -16,7 +16,7 @@ from roll_core.spec.checks import CheckResult
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.checks import CheckContext
 
 GIB = 1024**3
 KERNEL = (5, 15)
@@ -32,7 +32,7 @@ OPEN_FILES = 8192
 """Recommended limit of open files: each worker has sockets to Ray, to its peers and to the engines."""
 
 
-def operating_system(_: Situation) -> Iterator[CheckResult]:
+def operating_system(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the system is Linux with a recent kernel, or WSL 2 on Windows."""
     name, release = platform.system(), platform.release()
     if name == "Windows":
@@ -58,7 +58,7 @@ def operating_system(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=found, wanted=wanted)
 
 
-def shared_memory(_: Situation) -> Iterator[CheckResult]:
+def shared_memory(_: CheckContext) -> Iterator[CheckResult]:
     """Check the free space in /dev/shm."""
     if not SHM.is_dir():
         yield CheckResult(level="note", found=f"no {SHM} on this system; weights travel by other ways")
@@ -72,7 +72,7 @@ def shared_memory(_: Situation) -> Iterator[CheckResult]:
     )
 
 
-def threads(_: Situation) -> Iterator[CheckResult]:
+def threads(_: CheckContext) -> Iterator[CheckResult]:
     """Check the number of OpenMP threads, their spin settings, and the load of other programs."""
     cores, wanted = usable_cores(), wanted_threads(os.environ)
     spinning = ", ".join(f"{name}={value}" for name, value in environment(os.environ).items())
@@ -91,7 +91,7 @@ def threads(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=found)
 
 
-def open_files(_: Situation) -> Iterator[CheckResult]:
+def open_files(_: CheckContext) -> Iterator[CheckResult]:
     """Check the soft limit of open file descriptors."""
     try:
         import resource
@@ -109,9 +109,9 @@ def open_files(_: Situation) -> Iterator[CheckResult]:
     yield CheckResult(level="warning", found=found, wanted=f"{OPEN_FILES} or more", remedy=more)
 
 
-def disk(situation: Situation) -> Iterator[CheckResult]:
+def disk(context: CheckContext) -> Iterator[CheckResult]:
     """Check the free space on the disk of `output_dir`."""
-    folder = Path(situation.config.output_dir if situation.config is not None else ".").expanduser()
+    folder = Path(context.config.output_dir if context.config is not None else ".").expanduser()
     yield _space(
         existing(folder),
         least=DISK_LEAST_BYTES,

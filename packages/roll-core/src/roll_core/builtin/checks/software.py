@@ -19,7 +19,7 @@ from roll_core.spec.torch_build import torch_build
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Level, Situation
+    from roll_core.spec.checks import CheckContext, Level
 
 PYTHON = (3, 11)
 SHOWN = ("torch", "ray", "transformers")
@@ -31,7 +31,7 @@ BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 CONNECT_S = 5.0
 
 
-def python(_: Situation) -> Iterator[CheckResult]:
+def python(_: CheckContext) -> Iterator[CheckResult]:
     """Check the version of the Python interpreter."""
     found = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
     wanted = f"{PYTHON[0]}.{PYTHON[1]} or newer"
@@ -42,7 +42,7 @@ def python(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=found, wanted=wanted)
 
 
-def libraries(_: Situation) -> Iterator[CheckResult]:
+def libraries(_: CheckContext) -> Iterator[CheckResult]:
     """Check roll-core's own requirements: for every command, for runs, and for Ray."""
     for extra, level in EXTRAS:
         for requirement in core_requirements(extra):
@@ -80,7 +80,7 @@ def _built_for_another_torch() -> Iterator[CheckResult]:
             yield CheckResult(level="error", subject=name, found=version[1], wanted=wanted, remedy=remedy)
 
 
-def ray_cluster(_: Situation) -> Iterator[CheckResult]:
+def ray_cluster(_: CheckContext) -> Iterator[CheckResult]:
     """Check that `RAY_ADDRESS` accepts connections. Yields nothing if the run would start its own Ray."""
     address = os.environ.get("RAY_ADDRESS", "")
     match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d{1,5})", address)
