@@ -39,7 +39,7 @@ class AskedForeign(Exception):
         (
             RuntimeError(KILLED),
             {"oom_kills": 1},
-            "process 7 is gone, and the kernel's out-of-memory killer ended 1 processes",
+            "process 7 is gone, and the kernel killed 1 processes",
         ),
         (RuntimeError(KILLED), {"trace": "x\nFatal Python error: Aborted\n\nThread"}, "process 7 crashed: Aborted"),
         (RuntimeError("no room"), {"pid": 0}, "its process did not start: no room"),

@@ -56,6 +56,7 @@ def loads(data: bytes) -> Any:
 def _extension(value: Any) -> Any:
     """Encode a value that MessagePack itself does not support."""
     kind = type(value)
+    content: Any
     match value:
         case tuple():
             code, content = TUPLE, list(value)
@@ -109,10 +110,10 @@ def _value(code: int, data: bytes) -> Any:
             error.add_note(note)
         return error
     if code == RECORD:
-        record = _found(content[0], object)
-        if not dataclasses.is_dataclass(record):
-            raise UnsupportedError(f"{content[0]} is not a dataclass in this Python environment")
-        return record(**content[1])
+        record = _found(content[0])
+        if isinstance(record, type) and dataclasses.is_dataclass(record):
+            return record(**content[1])
+        raise UnsupportedError(f"{content[0]} is not a dataclass in this Python environment")
     simple: dict[int, Callable[[Any], Any]] = {TUPLE: tuple, SET: set, PATH: Path, NAME: _found}
     if code not in simple:
         raise UnsupportedError(f"extension {code} is unknown: the other environment has another roll-core")

@@ -84,7 +84,7 @@ def exit_cause(error: BaseException, *, pid: int, trace: str, oom_kills: int) ->
     if isinstance(ended := getattr(error, "cause", None), ProcessEndedError):
         return f"{process} {ended}"
     if oom_kills > 0:
-        return f"{process} is gone, and the kernel's out-of-memory killer ended {oom_kills} processes (SIGKILL)"
+        return f"{process} is gone, and the kernel killed {oom_kills} processes for lack of memory (SIGKILL)"
     return f"{process} is gone, most likely killed (SIGKILL): {_quote(error)}"
 
 
