@@ -79,7 +79,7 @@ def reserve(run: Run, wanted: list[GroupSpec], seconds: float = 60) -> Reservati
     try:
         run(reservation.take(wanted))
     finally:
-        reservation.give_back()
+        reservation.release()
     return reservation
 
 
@@ -165,8 +165,8 @@ def test_slots_that_another_job_holds_are_an_error_after_the_deadline(run: Run) 
             with refused(PlacementError, "GPU", "1", "8", "0", "24"):
                 await second.take(specs({"b": train("list(range(0,8))")}))
         finally:
-            second.give_back()
-            first.give_back()
+            second.release()
+            first.release()
 
     run(take_twice())
 
@@ -179,7 +179,7 @@ def test_cores_of_several_nodes_are_slots_too(run: Run) -> None:
         try:
             await reservation.take(specs({"a": train([0, 7, 8])}, platform))
         finally:
-            reservation.give_back()
+            reservation.release()
         return reservation
 
     assert sorted(run(take()).nodes) == [0, 1]
