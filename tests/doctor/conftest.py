@@ -57,6 +57,6 @@ def doctor(module: ModuleType) -> Callable[..., list[DoctorFinding]]:
 
 
 @pytest.fixture
-def situation() -> CheckContext:
+def context() -> CheckContext:
     """Of a laptop without a config."""
     return CheckContext(platform=CpuPlatform())

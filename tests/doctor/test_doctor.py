@@ -92,10 +92,10 @@ def forgets_the_remedy(_: CheckContext) -> Any:
 BAD = {
     raises: "RuntimeError: the tool is broken",
     leaves: "SystemExit: 3",
-    hangs: "no answer within 3 s",
+    hangs: "no result within 3 s",
     yields_text: "it yielded str, expected CheckResult",
-    yields_numbers: "found of its result should be text",
-    yields_another_level: "it found 'fatal', expected one of ok, note, warning, error",
+    yields_numbers: "result's found is",
+    yields_another_level: "'fatal', expected ok, note, warning, error",
     breaks_halfway: "KeyError: 'left'",
     returns_nothing: "TypeError",
     forgets_the_remedy: "ValueError",
@@ -109,7 +109,7 @@ def test_a_check_that_fails_is_a_finding_and_harms_no_other(doctor: Doctor, bad:
     failed = of(found, "bad")[""]
     assert failed.level == "warning"
     assert BAD[bad] in failed.found
-    assert "tell the authors of acme" in failed.remedy
+    assert mentions(failed.remedy, "acme")
 
 
 def test_a_check_whose_module_cannot_be_imported_is_a_finding(doctor: Doctor) -> None:
@@ -143,9 +143,9 @@ def test_each_platform_says_why_it_was_or_was_not_chosen(doctor: Doctor) -> None
     found = of(
         doctor(platforms={"cpu": (CpuPlatform, 0), "absent": (Absent, 10), "other": (CpuPlatform, -1)}), "platform"
     )
-    assert (found["cpu"].level, found["cpu"].wanted) == ("ok", "chosen")
+    assert (found["cpu"].level, found["cpu"].wanted) == ("ok", "selected")
     assert (found["absent"].level, found["absent"].found) == ("note", "no board in the slot")
-    assert (found["other"].level, found["other"].wanted) == ("note", "here, but not chosen")
+    assert (found["other"].level, found["other"].wanted) == ("note", "available, not selected")
 
 
 def test_one_that_the_config_asks_for_and_is_not_here_is_an_error(doctor: Doctor) -> None:
@@ -158,14 +158,14 @@ def test_one_that_the_config_asks_for_and_is_not_here_is_an_error(doctor: Doctor
 def test_a_tie_is_an_error_that_names_the_choice(doctor: Doctor) -> None:
     found = of(doctor(platforms={"one": (CpuPlatform, 5), "two": (CpuPlatform, 5)}), "platform")
     assert sorted(result.level for result in found.values()) == ["error", "ok"]
-    assert "platform: two, or platform: one" in found["two"].remedy
+    assert "platform: two or platform: one" in found["two"].remedy
 
 
 def test_a_probe_that_ends_the_program_is_a_finding(doctor: Doctor) -> None:
     found = of(doctor(platforms={"cpu": (CpuPlatform, 0), "broken": (Broken, 10)}), "platform")
     assert found["broken"].level == "warning"
     assert "its driver called exit" in found["broken"].found
-    assert found["cpu"].wanted == "chosen"
+    assert found["cpu"].wanted == "selected"
 
 
 def test_checks_of_a_platform_run_where_it_is_chosen(doctor: Doctor) -> None:

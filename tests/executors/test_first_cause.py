@@ -149,8 +149,8 @@ def test_error_of_ours_with_arguments_of_its_own_arrives_whole() -> None:
 
 def test_an_error_that_says_itself_where_it_comes_from_does_not_become_its_own_cause() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
-        futures[0].set_exception(failed(WorkerTimeoutError("judge", "make", 60.0, [0], ["h0"])))
+        futures[0].set_exception(failed(WorkerTimeoutError("reward", "make", 60.0, [0], ["h0"])))
 
-    with raises_error(WorkerTimeoutError, "judge", "make", "rank 0") as caught:
+    with raises_error(WorkerTimeoutError, "reward", "make", "rank 0") as caught:
         outcome(settle, ranks=1)
     assert caught.value.__cause__ is None

@@ -55,7 +55,7 @@ def test_it_is_started_again_and_what_did_not_come_up_is_ended(begin, caplog):
     first, second = reluctant.daemons
     assert first.wait(30) == -signal.SIGKILL
     assert second.poll() is None
-    assert caplog.text.count("Ray did not come up in its 30 s") == 1
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
 
 
 def test_one_that_never_comes_up_is_an_error(begin):

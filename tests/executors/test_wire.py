@@ -20,7 +20,7 @@ from roll_core.builtin import plugin
 from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedError
 from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
-from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure, encode_result
+from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure
 from roll_core.types import Reward, Sample
 from roll_infer_hf.plugin import roll_infer_strategies
 from roll_strategy_hf.plugin import roll_train_strategies
@@ -160,6 +160,6 @@ def test_an_error_of_a_library_arrives_as_its_words() -> None:
 
 
 def test_a_result_may_hold_a_failure_of_a_sync() -> None:
-    found = decode(WIRE, encode_result(WIRE, {"failure": CorruptTensorError("layer.0")}))
+    found = decode(WIRE, WIRE.dumps((True, {"failure": CorruptTensorError("layer.0")})))
     assert isinstance(found["failure"], CorruptTensorError)
     assert found["failure"].args == ("layer.0",)

@@ -16,6 +16,7 @@ from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.cluster.executors.calls import Failure, located
+from roll_core.runtime.cluster.executors.worker_process import exit_cause
 from roll_core.runtime.records.known_errors import advise
 from roll_core.spec.providers import KnownErrorsProvider
 from roll_testing.errors import mentions
@@ -256,8 +257,8 @@ def test_mistakes_of_the_users_and_unknown_errors_get_no_advice(error, registry)
     assert advise(error, registry) is None
 
 
-def test_a_worker_that_the_kernel_killed_for_want_of_memory(registry):
-    cause = "process 7 is gone, and the kernel killed 1 processes for want of memory (SIGKILL)"
+def test_a_worker_that_the_kernel_killed_for_lack_of_memory(registry):
+    cause = exit_cause(RuntimeError(), pid=7, trace="", oom_kills=1)
     advice = advise(WorkerDiedError("actor_infer", 1, "node7", "", cause), registry)
     assert advice is not None
     assert advice.known.id == "host_memory"

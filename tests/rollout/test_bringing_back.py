@@ -19,7 +19,7 @@ class NoWorkers:
 
     role = "actor_infer"
     world_size = 0
-    outlives_all = True
+    survives_all = True
 
 
 class Role(GroupInferRole):
@@ -153,7 +153,7 @@ class Group:
     """Workers that are asked by rank; those of `dying` die over the next call, as far as the group survives it."""
 
     role = "actor_infer"
-    outlives_all = False
+    survives_all = False
 
     def __init__(self, dying, survives=True):
         self.world_size, self.dying, self.survives = 3, dying, survives
@@ -167,7 +167,7 @@ class Group:
             raise death(rank)
 
 
-@pytest.mark.parametrize("method", ["leave", "enter"])
+@pytest.mark.parametrize("method", ["offload", "onload"])
 def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_it(method):
     async def main():
         group = Group({1})

@@ -92,12 +92,10 @@ def test_what_is_missing_or_of_another_version_is_named_at_once(tmp_path: Path) 
         str(caught.value),
         "actor_infer",
         python,
-        "roll-core 0.0",
-        "9",
-        "roll-infer-acme",
-        "roll-core",
+        "roll-core 0.0.9",
         CORE,
-        "roll-infer-acme 1.2",
+        "roll-infer-acme",
+        "1.2",
     )
 
 

@@ -48,11 +48,11 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         id="host_memory",
         pattern=r"DefaultCPUAllocator: (can't|not enough)|^MemoryError|Cannot allocate memory|std::bad_alloc"
-        r"|killed .* for want of memory|node running low on memory",
-        cause="The host has too little memory, or the limit of the container is reached.",
-        remedy="use less memory on the host: fewer workers (world_size, processes of rewards), no CPU offload,"
-        " smaller kv_cache_gib and microbatches on `platform: cpu`; raise the container's limit. `roll-core plan"
-        " CONFIG` shows the memory of each host",
+        r"|killed .* for lack of memory|node running low on memory",
+        cause="The host's memory is too small, or a process got no more of it.",
+        remedy="keep less on the host: fewer workers on it (world_size, reward processes), no CPU offload, smaller"
+        " kv_cache_gib and microbatches on `platform: cpu`; raise the container's limit. `roll-core plan CONFIG` shows"
+        " what each host needs",
     ),
     KnownError(
         id="shared_memory",

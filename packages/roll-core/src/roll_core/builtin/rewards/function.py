@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from roll_core.builtin.rewards.user_function import RewardValues, prepare
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
-from roll_core.runtime.workers.child import describe
-from roll_core.runtime.workers.judge_pool import JudgePool
+from roll_core.runtime.workers.reward_pool import RewardPool
+from roll_core.runtime.workers.reward_process import describe
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
@@ -37,7 +37,7 @@ class FunctionReward(RewardFunction):
     """
 
     config: FunctionConfig
-    _pool: JudgePool | None = None
+    _pool: RewardPool | None = None
     """Child processes, which can always be killed; None with `isolation: none`."""
 
     @override
@@ -48,7 +48,7 @@ class FunctionReward(RewardFunction):
         if config.isolation == "none":
             self._in_worker = _InWorker(_load_here(config, options))
             return
-        self._pool = JudgePool(
+        self._pool = RewardPool(
             "roll_core.builtin.rewards.user_function:prepare",
             options,
             size=config.processes,

@@ -48,11 +48,11 @@ def check(function: str, columns: Collection[str] | None, timeout_s: float) -> s
 
     Loads the function in a child process. Raises `TimeoutError` if that takes longer than `timeout_s` seconds.
     """
-    from roll_core.runtime.workers.judge_pool import JudgePool
+    from roll_core.runtime.workers.reward_pool import RewardPool
 
     options = {"function": function, "columns": None if columns is None else sorted(columns)}
     begun = time.monotonic()
-    pool = JudgePool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
+    pool = RewardPool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
     try:
         pool.start(wait=True)
     except RewardFailure as failure:

@@ -15,7 +15,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import choose_executor
 from roll_core.runtime.cluster.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.workers.build import kept_apart, provider_of, role_config, slots_per_worker
+from roll_core.runtime.workers.build import provider_of, role_config, separate_processes_reason, slots_per_worker
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
 from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
@@ -91,7 +91,7 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         num_gpus_per_node=config.num_gpus_per_node,
         slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
     )
-    apart = kept_apart(pipeline.roles, config, registry)
+    apart = separate_processes_reason(pipeline.roles, config, registry)
     executor = choose_executor(config, places, apart=bool(apart))
     if num_nodes is None and not clustered and here:
         num_nodes = 1

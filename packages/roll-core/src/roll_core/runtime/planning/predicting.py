@@ -12,7 +12,7 @@ from roll_core.config.weight_transports import load_transport
 from roll_core.errors import PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.planning.models import adapter_parameters, size_of
-from roll_core.runtime.workers.build import makes_room, model_spec, provider_of
+from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
 from roll_core.spec.transport import WeightSizes
 
@@ -91,7 +91,7 @@ def _role_memory(
         parameters=question.model.parameters,
         uses=(*answer.uses, *_sync_buffers(role, config, placing, question)),
         levers=answer.levers,
-        makes_room=makes_room(role, config, registry, placing.platform),
+        makes_room=offloads(role, config, registry, placing.platform),
     )
 
 

@@ -139,7 +139,7 @@ class WorkerReplica(Replica):
 
     @override
     async def terminate(self, why: str) -> WorkerDiedError:
-        error = await self._group.give_up(self._rank, why)
+        error = await self._group.kill(self._rank, why)
         waiting, self._waiting = self._waiting, {}
         for task in (*waiting.values(), *self._submitting):
             task.cancel()

@@ -23,11 +23,11 @@ from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.runtime.workers.build import (
     group_specs,
-    kept_apart,
-    makes_room,
     model_spec,
+    offloads,
     provider_of,
     role_config,
+    separate_processes_reason,
     slots_per_worker,
 )
 from roll_core.spec.config import RewardConfig
@@ -85,7 +85,7 @@ async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack)
         num_gpus_per_node=config.num_gpus_per_node,
         slots_per_worker=slots_per_worker(roles, config, registry),
     )
-    apart = kept_apart(roles, config, registry)
+    apart = separate_processes_reason(roles, config, registry)
     executor_name = choose_executor(config, places, apart=bool(apart))
     if apart and executor_name == "local":
         raise UnsupportedError(f"{apart}: executor local has only one; leave it out, or write ray")
@@ -110,10 +110,10 @@ async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack)
         if role.kind == "generate":
             engine = _infer_role(run, assembly, role, worker, group, shares_memory=executor.shares_memory)
             run.infer_roles[role.name] = engine
-            await run.turns.admit(engine)
+            await run.turns.start(engine)
         else:
             run.train_roles[role.name] = trainer = _train_role(run, assembly, role, worker, group)
-            await run.turns.admit(trainer)
+            await run.turns.start(trainer)
     if rewards:
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)
@@ -131,7 +131,7 @@ def _train_role(
         group,
         trains=role.kind == "train",
         turns=run.turns,
-        offloads=makes_room(role, run.config, assembly.registry, assembly.platform),
+        offloads=offloads(role, run.config, assembly.registry, assembly.platform),
         capabilities=provider.capabilities if isinstance(provider, TrainProvider) else None,
     )
 
@@ -147,7 +147,7 @@ def _infer_role(
         worker,
         group,
         turns=run.turns,
-        sleeps=makes_room(role, config, assembly.registry, assembly.platform),
+        sleeps=offloads(role, config, assembly.registry, assembly.platform),
         fed=has_source,
         capabilities=provider.capabilities if isinstance(provider, InferProvider) else None,
         routing=config.router_args.router_name,

@@ -86,11 +86,11 @@ class GroupTrainRole(TrainRole):
         """Slots of the role's workers."""
         return slots_of(self.group.spec.places)
 
-    async def leave(self, parts: frozenset[str]) -> None:
+    async def offload(self, parts: frozenset[str]) -> None:
         """Offload parts of every rank to the host."""
         await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[StateKind]", parts)))
 
-    async def enter(self, parts: frozenset[str]) -> None:
+    async def onload(self, parts: frozenset[str]) -> None:
         """Onload parts of every rank to the device."""
         await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[StateKind]", parts)))
 
@@ -305,7 +305,7 @@ class GroupInferRole(InferRole):
             find_stop=find_stop,
             progress_s=progress_s,
             timeouts=timeouts,
-            survives_all=lambda: bring_back is not None and group.outlives_all,
+            survives_all=lambda: bring_back is not None and group.survives_all,
         )
         self._bring_back, self._bringing_back = bring_back, asyncio.Lock()
         self._turns, self._sleeps, self._fed = turns or SlotLeases(), sleeps, fed
@@ -323,12 +323,12 @@ class GroupInferRole(InferRole):
         """Parts that can be offloaded. Empty if no role publishes to this engine: it could not reload its weights."""
         return ENGINE if self._sleeps and self._fed else frozenset()
 
-    async def leave(self, parts: frozenset[str]) -> None:
+    async def offload(self, parts: frozenset[str]) -> None:
         """Put every replica to sleep, which frees the slots' memory and discards the weights."""
         self.holds_weights = False
         await self._call_survivors(InferWorker.sleep)
 
-    async def enter(self, parts: frozenset[str]) -> None:
+    async def onload(self, parts: frozenset[str]) -> None:
         """Wake every replica. It has no weights until the next publish."""
         await self._call_survivors(InferWorker.wake)
 
@@ -366,7 +366,7 @@ class GroupInferRole(InferRole):
         if not (ranks and self.group.spec.survives != "never" and living > set(ranks)):
             return False
         for rank in ranks:
-            await self.group.give_up(rank, why)
+            await self.group.kill(rank, why)
         return bool(self.group.lost)
 
     def received(self, version: int) -> None:

@@ -149,7 +149,7 @@ class WeightSyncController:
         link.version = version
         engine.received(version)
         if link.broadcaster.transport.in_process and target not in self._run.busy_roles:
-            self._run.turns.lend(source, WEIGHTS, target)
+            self._run.turns.share(source, WEIGHTS, target)
         # Scheduled by step number, so that a resumed run is probed at the same steps as an uninterrupted one.
         scheduled = self._run.step % guards.config.logprob_probe.every == 0
         if guards.active("logprob_probe") and (scheduled or link.owes_probe(changed_at)):

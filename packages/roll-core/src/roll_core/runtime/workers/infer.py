@@ -84,16 +84,16 @@ class InferWorker:
         mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.mesh = replace(mesh, sampling_seed=secrets.randbits(63))
         on_device = self.strategy.capabilities.device_weights
-        self.takes_weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
-        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.takes_weights_on[0])
+        self.weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
+        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.weights_on[0])
         self.owner, self.vocab_size = owner, model_vocab_size(model)
         self.requests: dict[str, GenerateRequest] = {}
         """Requests of the tasks in `running`, by id."""
         self.running: dict[str, asyncio.Task[Completion]] = {}
-        self.turning = asyncio.Lock()
+        self.sleep_lock = asyncio.Lock()
         """Serializes `sleep` and `wake`.
 
-        A call that the driver gave up on may still be putting the engine to sleep when the next call wakes it.
+        A call after its deadline may still be putting the engine to sleep when the next call wakes it.
         """
 
     async def start(self) -> None:
@@ -159,7 +159,7 @@ class InferWorker:
 
         First aborts all running requests, for example those of a cancelled evaluation, which no caller awaits.
         """
-        async with self.turning:
+        async with self.sleep_lock:
             await self.strategy.abort(list(self.running))
             await asyncio.gather(*self.running.values(), return_exceptions=True)
             self.running.clear()
@@ -168,12 +168,12 @@ class InferWorker:
 
     async def wake(self) -> None:
         """Wake the engine, which allocates the device's memory again."""
-        async with self.turning:
+        async with self.sleep_lock:
             await self.strategy.wake()
 
     async def device_facts(self) -> DeviceFacts:
         """Device and backend on which the engine receives weights."""
-        return device_facts(*self.takes_weights_on)
+        return device_facts(*self.weights_on)
 
     async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
         """Load published weights. Returns what the engine holds afterwards."""

@@ -101,7 +101,7 @@ class TrainWorker:
         self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank, device=place.device)
-        self._left_to_write: Callable[[], None] | None = None
+        self._unwritten: Callable[[], None] | None = None
 
     def start(self) -> DataRank:
         """Build the model. Collective over the role's ranks."""
@@ -178,12 +178,12 @@ class TrainWorker:
         Returns True if `finish_save` must write the rest.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
-        self._left_to_write = self.strategy.save(Path(path))
-        return self._left_to_write is not None
+        self._unwritten = self.strategy.save(Path(path))
+        return self._unwritten is not None
 
     async def finish_save(self) -> None:
         """Write the remaining part of the last `save`, in parallel with calls on the worker's own thread."""
-        write, self._left_to_write = self._left_to_write, None
+        write, self._unwritten = self._unwritten, None
         if write is not None:
             await in_daemon_thread(write, name=f"{self.role}[{self.place.rank}] writes")
 

@@ -1,6 +1,6 @@
 """Child process that computes rewards: started by path, it imports only the standard library and its target.
 
-    parent (JudgePool)                       child (this file)
+    parent (RewardPool)                      child (this file)
        hello: sys.path, target, options  ->  load the target
                          pid, ready | error <-
        job: number, arguments, seconds   ->  handle(**arguments)

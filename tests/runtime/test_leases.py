@@ -1,4 +1,4 @@
-"""Turn-taking on slots: who leaves, who comes, who waits, and what a turn that is cut short leaves behind."""
+"""Leases of slots: which roles offload, onload and wait, and the state that an interrupted lease leaves."""
 
 import asyncio
 from contextlib import contextmanager
@@ -23,11 +23,11 @@ class Role:
     async def start(self):
         self.journal.append(f"{self.name} starts")
 
-    async def leave(self, parts):
-        await self._move("leaves", parts)
+    async def offload(self, parts):
+        await self._move("offloads", parts)
 
-    async def enter(self, parts):
-        await self._move("enters", parts)
+    async def onload(self, parts):
+        await self._move("onloads", parts)
 
     async def _move(self, what, parts):
         assert parts
@@ -53,7 +53,7 @@ class House:
 
     async def open(self):
         for role in self.roles.values():
-            await self.turns.admit(role)
+            await self.turns.start(role)
         started = list(self.journal)
         self.journal.clear()
         self.stages.clear()
@@ -76,9 +76,9 @@ def colocated():
 def test_each_role_starts_with_the_slots_to_itself():
     assert asyncio.run(colocated().open()) == [
         "train starts",
-        "train leaves grads+optimizer+weights",
+        "train offloads grads+optimizer+weights",
         "infer starts",
-        "infer leaves engine",
+        "infer offloads engine",
         "reference starts",
     ]
 
@@ -99,59 +99,59 @@ def test_a_step_of_reinforcement_learning_moves_what_each_phase_does_not_need():
 
     first, second = asyncio.run(steps())
     rest = [
-        "infer enters engine",
+        "infer onloads engine",
         "publish",
-        "train leaves weights",
+        "train offloads weights",
         "generate",
-        "infer leaves engine",
-        "train enters weights",
+        "infer offloads engine",
+        "train onloads weights",
         "score",
-        "train leaves weights",
-        "reference enters weights",
+        "train offloads weights",
+        "reference onloads weights",
         "score reference",
-        "reference leaves weights",
-        "train enters grads+optimizer+weights",
+        "reference offloads weights",
+        "train onloads grads+optimizer+weights",
         "update",
     ]
-    assert first == ["reference leaves weights", "train enters weights", *rest]
-    assert second == ["train leaves grads+optimizer", *rest]
+    assert first == ["reference offloads weights", "train onloads weights", *rest]
+    assert second == ["train offloads grads+optimizer", *rest]
 
 
-def test_lent_weights_stay_while_the_borrower_does_and_leave_after_it():
+def test_shared_weights_stay_until_their_user_has_offloaded():
     async def act():
         house = colocated()
         await house.open()
         await house.work("publish", train=WEIGHTS, infer=ENGINE)
-        house.turns.lend("train", WEIGHTS, "infer")
+        house.turns.share("train", WEIGHTS, "infer")
         house.since()
         await house.work("generate", infer=ENGINE)
         await house.work("score reference", reference=WEIGHTS)
-        await house.work("generate", infer=ENGINE)  # the loan is over: nothing brings the weights back
+        await house.work("generate", infer=ENGINE)  # nothing is shared any more: the weights stay offloaded
         return house.since()
 
     assert asyncio.run(act()) == [
         "generate",
-        "infer leaves engine",
-        "train leaves weights",
-        "reference enters weights",
+        "infer offloads engine",
+        "train offloads weights",
+        "reference onloads weights",
         "score reference",
-        "reference leaves weights",
-        "infer enters engine",
+        "reference offloads weights",
+        "infer onloads engine",
         "generate",
     ]
 
 
-def test_what_is_lent_to_one_that_cannot_leave_never_leaves():
+def test_weights_shared_with_a_role_that_never_offloads_stay():
     async def act():
         house = House(train=([0], TRAINED), infer=([0], ()), reference=([0], WEIGHTS))
         await house.open()
         await house.work("publish", train=WEIGHTS, infer=ENGINE)
-        house.turns.lend("train", WEIGHTS, "infer")
+        house.turns.share("train", WEIGHTS, "infer")
         house.since()
         await house.work("score reference", reference=WEIGHTS)
         return house.since()
 
-    assert asyncio.run(act()) == ["reference enters weights", "score reference"]
+    assert asyncio.run(act()) == ["reference onloads weights", "score reference"]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_roles_that_share_some_slots_take_turns_and_a_third_on_others_is_left_al
         return house.since()
 
     assert asyncio.run(act()) == [
-        "infer leaves engine",
-        "train enters grads+optimizer+weights",
+        "infer offloads engine",
+        "train onloads grads+optimizer+weights",
         "update",
-        "train leaves grads+optimizer+weights",
-        "infer enters engine",
+        "train offloads grads+optimizer+weights",
+        "infer onloads engine",
         "generate",
         "score reference",
     ]
@@ -218,8 +218,8 @@ def test_turns_of_roles_that_share_slots_exclude_each_other_and_others_run_besid
         "score reference",
         "another rollout",
         "generated",
-        "infer leaves engine",
-        "train enters grads+optimizer+weights",
+        "infer offloads engine",
+        "train onloads grads+optimizer+weights",
         "update",
     ]
 
@@ -254,7 +254,7 @@ def test_what_outlives_a_turn_has_no_part_in_it():
         await judging
         return house.since()
 
-    assert asyncio.run(act()) == ["infer leaves engine", "reference enters weights", "score reference"]
+    assert asyncio.run(act()) == ["infer offloads engine", "reference onloads weights", "score reference"]
 
 
 @pytest.mark.parametrize("then", ["leave", "enter"])
@@ -278,8 +278,8 @@ def test_a_move_that_was_cut_short_is_made_again_whichever_way(then):
         return house.since()
 
     expected = {
-        "leave": ["infer leaves engine", "train enters grads+optimizer+weights", "update"],
-        "enter": ["infer enters engine", "generate"],
+        "leave": ["infer offloads engine", "train onloads grads+optimizer+weights", "update"],
+        "enter": ["infer onloads engine", "generate"],
     }
     assert asyncio.run(act()) == expected[then]
 

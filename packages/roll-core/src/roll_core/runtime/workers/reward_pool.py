@@ -12,21 +12,21 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RewardFailure
-from roll_core.runtime.workers.child import READY, encode, receive
+from roll_core.runtime.workers import reward_process
+from roll_core.runtime.workers.reward_process import READY, encode, receive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 0.1
+GROW_S = 0.1
 """Seconds that a job waits for a free process before another one is started."""
 
 
-class JudgePool:
+class RewardPool:
     """Pool of up to `size` child processes that each load one target. `call` may be used from any thread.
 
     The target is `"module:attribute"` of a function that takes `options` and returns the function that handles jobs.
@@ -57,11 +57,9 @@ class JudgePool:
             "memory_mb": memory_mb,
             "sys_path": [here, *(entry for entry in sys.path if entry not in ("", here))],
         }
-        self._owner, self._close_s = owner, close_s
+        self._size, self._start_timeout_s, self._close_s, self._owner = size, start_timeout_s, close_s, owner
         self._numbers = itertools.count()
         self._logged = ""
-        self._size = size
-        self._start_timeout_s = start_timeout_s
         self._changed = threading.Condition()
         self._idle: list[_Child] = []
         self._children: set[_Child] = set()
@@ -79,7 +77,7 @@ class JudgePool:
         except BaseException:
             self._discard(child)
             raise
-        self._give_back(child)
+        self._release(child)
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         """Call the target with `arguments`. Blocks until a process is free, and then for at most `timeout_s` seconds.
@@ -89,9 +87,9 @@ class JudgePool:
         number = next(self._numbers)
         job = encode({"number": number, "arguments": dict(arguments), "seconds": timeout_s})
         try:
-            reply = self._ask_one(number, job, timeout_s)
+            reply = self._run(number, job, timeout_s)
         except _NeverBegan:
-            reply = self._ask_one(number, job, timeout_s)
+            reply = self._run(number, job, timeout_s)
         if "error" not in reply:
             return reply["result"]
         reason, trace = reply["error"], reply.get("trace")
@@ -112,7 +110,7 @@ class JudgePool:
             self._changed.notify_all()
         if self._close_s:
             for child in idle:
-                child.retire()
+                child.stop_sending()
             deadline = time.monotonic() + self._close_s
             for child in idle:
                 child.await_exit(deadline)
@@ -121,25 +119,23 @@ class JudgePool:
         for child in idle:
             child.close()
 
-    def _ask_one(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
+    def _run(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
         child = self._take()
         try:
             child.await_ready(self._start_timeout_s)
-            reply = child.ask(number, job, timeout_s)
+            reply = child.run(number, job, timeout_s)
         except BaseException:
             # The process may still reply to this job. No other job can use it.
             self._discard(child)
             raise
-        self._give_back(child)
+        self._release(child)
         return reply
 
     def _take(self) -> _Child:
         """Take a process that no other caller uses. The first process may still be loading its target."""
-        started_waiting = time.monotonic()
+        started = time.monotonic()
         with self._changed:
-            while True:
-                if self._closed:
-                    raise RewardFailure("the reward has been closed")
+            while not self._closed:
                 while self._idle:
                     child = self._idle.pop()
                     if child.is_alive():
@@ -147,15 +143,17 @@ class JudgePool:
                     self._children.discard(child)
                     child.close()
                 if not self._children:
-                    child = _Child(self._hello)
-                    self._children.add(child)
-                    return child
-                waited = time.monotonic() - started_waiting >= PATIENCE_S
+                    return self._new_child()
+                waited = time.monotonic() - started >= GROW_S
                 if waited and len(self._children) < self._size and all(each.ready for each in self._children):
-                    child = _Child(self._hello)
-                    self._children.add(child)
-                    threading.Thread(target=self._make_ready, args=(child,), daemon=True).start()
-                self._changed.wait(PATIENCE_S)
+                    threading.Thread(target=self._make_ready, args=(self._new_child(),), daemon=True).start()
+                self._changed.wait(GROW_S)
+        raise RewardFailure("the reward has been closed")
+
+    def _new_child(self) -> _Child:
+        child = _Child(self._hello)
+        self._children.add(child)
+        return child
 
     def _make_ready(self, child: _Child) -> None:
         """Wait until an additional process has loaded its target. No job waits for it."""
@@ -163,12 +161,12 @@ class JudgePool:
             child.await_ready(self._start_timeout_s)
         except Exception as failure:  # jobs continue with the other processes
             if not self._closed:
-                log.warning("one of %d judging processes: %s", self._size, failure)
+                log.warning("one of %d reward processes failed: %s", self._size, failure)
             self._discard(child)
         else:
-            self._give_back(child)
+            self._release(child)
 
-    def _give_back(self, child: _Child) -> None:
+    def _release(self, child: _Child) -> None:
         with self._changed:
             if not self._closed:
                 self._idle.append(child)
@@ -199,7 +197,7 @@ class _Child:
             # A session of its own: only the parent handles Ctrl-C, and killing the process group also ends what a
             # function started. `-P` keeps this package's directory out of the child's module path.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(theirs.fileno())],
+                [sys.executable, "-P", reward_process.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -214,27 +212,27 @@ class _Child:
             return
         reply = self._receive(READY, time.monotonic() + timeout_s, timeout_s, "starting")
         if "error" in reply:
-            log.info("a judging process cannot start\n%s", reply.get("trace", ""))
-            raise RewardFailure(f"the judging process cannot start: {reply['error']}")
+            log.info("a reward process failed to start\n%s", reply.get("trace", ""))
+            raise RewardFailure(f"the reward process failed to start: {reply['error']}")
         self.ready = True
 
-    def ask(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
-        """Reply to job `number`. Raises `RewardFailure` for a reply with another number or from another process."""
+    def run(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
+        """Send job `number` and return its reply."""
         deadline = time.monotonic() + timeout_s
         self._connection.settimeout(timeout_s)
         try:
             self._connection.sendall(job)
         except TimeoutError:
-            raise _silent(timeout_s, "judging") from None
+            raise _timed_out("scoring", timeout_s) from None
         except OSError as error:
-            raise _NeverBegan(str(self._died("judging"))) from error
-        return self._receive(number, deadline, timeout_s, "judging")
+            raise _NeverBegan(self._how_it_exited("scoring")) from error
+        return self._receive(number, deadline, timeout_s, "scoring")
 
     def is_alive(self) -> bool:
         """True if the process runs."""
         return self._process.poll() is None
 
-    def retire(self) -> None:
+    def stop_sending(self) -> None:
         """Close the sending side: an idle process then closes its target and exits."""
         with contextlib.suppress(OSError):  # it has already exited
             self._connection.shutdown(socket.SHUT_WR)
@@ -259,33 +257,34 @@ class _Child:
         self._connection.close()
 
     def _receive(self, number: int, deadline: float, timeout_s: float, doing: str) -> Mapping[str, Any]:
+        """Reply with this number. Raises `RewardFailure` for a reply with another number or from another process."""
         self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         try:
             reply = receive(self._connection)
         except TimeoutError:
-            raise _silent(timeout_s, doing) from None
+            raise _timed_out(doing, timeout_s) from None
         except ConnectionResetError as error:  # it exited without reading the job
-            raise _NeverBegan(str(self._died(doing))) from error
+            raise _NeverBegan(self._how_it_exited(doing)) from error
         except OSError as error:
-            raise self._died(doing) from error
+            raise RewardFailure(self._how_it_exited(doing)) from error
         if reply is None:
-            raise self._died(doing)
+            raise RewardFailure(self._how_it_exited(doing))
         expected = (number, self._process.pid)
         if (found := (reply.get("number"), reply.get("pid"))) != expected:
             raise RewardFailure(
-                f"the judging process sent the reply of another job or process while {doing}: number and pid are"
+                f"the reward process sent the reply of another job or process while {doing}: number and pid are"
                 f" {found}, expected {expected}; does the reward fork, or write to sockets that it did not open?"
             )
         return reply
 
-    def _died(self, doing: str) -> RewardFailure:
+    def _how_it_exited(self, doing: str) -> str:
         try:
             status = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return RewardFailure(f"the judging process stopped talking while {doing}")
+            return f"the reward process closed its connection while {doing}"
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
-        return RewardFailure(f"the judging process {how} while {doing}")
+        return f"the reward process {how} while {doing}"
 
 
-def _silent(timeout_s: float, doing: str) -> RewardFailure:
+def _timed_out(doing: str, timeout_s: float) -> RewardFailure:
     return RewardFailure(f"{doing} took longer than {timeout_s:g} s and was stopped")

@@ -1,10 +1,9 @@
-"""Why a process is gone, from the words that Ray leaves: recorded from Ray 2.60, but for the ids."""
+"""Cause of a process's exit, from Ray's messages: recorded from Ray 2.60, except for the ids."""
 
 import pytest
 
 from roll_core.host import interface_of
-from roll_core.runtime.cluster.executors.isolated_env_process import ProcessEndedError
-from roll_core.runtime.cluster.executors.process_exit import LONGEST_WORDS, cause_of_death
+from roll_core.runtime.cluster.executors.worker_process import MAX_QUOTE, ProcessEndedError, exit_cause
 
 CUT_OFF = """The actor died unexpectedly before finishing this task.
 \tclass_name: RayHost
@@ -27,33 +26,37 @@ class AskedForeign(Exception):
         (
             RuntimeError(CUT_OFF),
             {"oom_kills": 2},
-            "its host is gone or cannot be reached, says Ray: health check failed due to missing too many heartbeats",
+            "Ray reports that its host is gone or unreachable: health check failed due to missing too many heartbeats",
         ),
-        (RuntimeError(CUT_OFF), {"pid": 0}, "its host is gone or cannot be reached, says Ray: health check failed"),
-        (RuntimeError(DRAINED), {}, "its host is gone or cannot be reached, says Ray: preempted"),
+        (RuntimeError(CUT_OFF), {"pid": 0}, "Ray reports that its host is gone or unreachable: health check failed"),
+        (RuntimeError(DRAINED), {}, "Ray reports that its host is gone or unreachable: preempted"),
         (
             RuntimeError(KILLED),
             {},
             "process 7 is gone, most likely killed (SIGKILL): Worker unexpectedly exits with a connection error code 2."
             " End of file.",
         ),
-        (RuntimeError(KILLED), {"oom_kills": 1}, "process 7 is gone, and the kernel killed 1 processes"),
+        (
+            RuntimeError(KILLED),
+            {"oom_kills": 1},
+            "process 7 is gone, and the kernel killed 1 processes",
+        ),
         (RuntimeError(KILLED), {"trace": "x\nFatal Python error: Aborted\n\nThread"}, "process 7 crashed: Aborted"),
         (RuntimeError("no room"), {"pid": 0}, "its process did not start: no room"),
         (AskedForeign(), {}, "process 7 ended with exit code 3"),
         (RuntimeError(), {}, "process 7 is gone, most likely killed (SIGKILL): RuntimeError"),
     ],
 )
-def test_the_nearest_cause_is_said_on_one_line(error, known, cause):
-    said = cause_of_death(error, **({"pid": 7, "trace": "", "oom_kills": 0} | known))
-    assert said.startswith(cause)
-    assert "\n" not in said
+def test_the_nearest_cause_is_named_on_one_line(error, known, cause):
+    found = exit_cause(error, **({"pid": 7, "trace": "", "oom_kills": 0} | known))
+    assert found.startswith(cause)
+    assert "\n" not in found
 
 
 def test_ray_is_quoted_at_no_more_than_a_few_lines():
-    said = cause_of_death(RuntimeError("word " * 1000), pid=7, trace="", oom_kills=0)
-    assert len(said) < LONGEST_WORDS + 60
-    assert said.endswith("…")
+    cause = exit_cause(RuntimeError("word " * 1000), pid=7, trace="", oom_kills=0)
+    assert len(cause) < MAX_QUOTE + 60
+    assert cause.endswith("…")
 
 
 def test_the_interface_of_an_address_is_found():

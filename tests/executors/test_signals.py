@@ -1,4 +1,4 @@
-"""Who is ended by SIGTERM, and who is not."""
+"""SIGTERM ends only the driver."""
 
 import signal
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roll_core.runtime.cluster.executors.sigterm_mask import children_deaf_to
+from roll_core.runtime.cluster.executors.worker_process import sigterm_blocked_in_children
 from roll_testing.errors import raises_error
 
 SLEEPER = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
@@ -22,11 +22,11 @@ child.wait()
 print("ready", found, flush=True)  # last: whoever reads it kills this process
 """
 HOST = """
-import os, signal, subprocess, sys, threading, time
-from roll_core.runtime.cluster.executors.sigterm_mask import be_deaf_to
+import os, subprocess, sys, threading, time
+from roll_core.runtime.cluster.executors.worker_process import ignore_sigterm
 
 def work():  # not in the main thread, as in Ray's processes
-    be_deaf_to(signal.SIGTERM)
+    ignore_sigterm()
     inner = threading.Thread(target=lambda: ended.append(child_after_sigterm()))
     inner.start()
     inner.join()
@@ -69,8 +69,8 @@ def processes():
         process.communicate()
 
 
-def test_children_are_deaf_only_if_they_were_started_meanwhile(processes):
-    with children_deaf_to(signal.SIGTERM):
+def test_children_ignore_sigterm_only_if_they_were_started_meanwhile(processes):
+    with sigterm_blocked_in_children():
         processes.append(started(SLEEPER))
     processes.append(started(SLEEPER))
     assert [says(process) for process in processes] == ["ready", "ready"]
@@ -79,24 +79,24 @@ def test_children_are_deaf_only_if_they_were_started_meanwhile(processes):
     assert processes[1].wait(30) == -signal.SIGTERM
 
 
-def test_what_deaf_children_start_is_deaf_too(processes):
-    with children_deaf_to(signal.SIGTERM):
+def test_grandchildren_inherit_the_block(processes):
+    with sigterm_blocked_in_children():
         processes.append(started([sys.executable, "-c", WITH_CHILD]))
     assert says(processes[0]) == "ready None"
 
 
 def test_the_mask_of_this_thread_is_as_before():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    with raises_error(ValueError, "inside"), children_deaf_to(signal.SIGTERM):
+    with raises_error(ValueError, "inside"), sigterm_blocked_in_children():
         raise ValueError("inside")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
 
 
-@pytest.mark.parametrize("born_deaf", [True, False])
-def test_a_worker_is_deaf_but_what_it_starts_is_not(processes, born_deaf):
-    """Born deaf in a Ray of our own, else in the user's."""
-    if born_deaf:
-        with children_deaf_to(signal.SIGTERM):
+@pytest.mark.parametrize("blocked", [True, False])
+def test_a_worker_ignores_sigterm_but_its_children_do_not(processes, blocked):
+    """The block is inherited from a private Ray, but not from the user's."""
+    if blocked:
+        with sigterm_blocked_in_children():
             processes.append(started([sys.executable, "-c", HOST]))
     else:
         processes.append(started([sys.executable, "-c", HOST]))

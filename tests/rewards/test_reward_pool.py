@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from roll_core.errors import RewardFailure
-from roll_core.runtime.workers.judge_pool import JudgePool
+from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_testing.errors import raises_error
 
 TARGET = """
@@ -82,7 +82,7 @@ def pool_of(user_module):
     pools = []
 
     def make(size=1, **options):
-        pool = JudgePool(f"{user_module(TARGET)}:prepare", {}, size=size, start_timeout_s=60.0, **options)
+        pool = RewardPool(f"{user_module(TARGET)}:prepare", {}, size=size, start_timeout_s=60.0, **options)
         pools.append(pool)
         return pool
 
@@ -222,14 +222,14 @@ def test_a_reply_to_another_job_is_refused_and_its_process_is_not_used_again(poo
 
 
 def test_a_target_that_cannot_be_loaded_is_told_at_the_start(user_module):
-    pool = JudgePool(f"{user_module('raise OSError(5)')}:prepare", {}, size=1, start_timeout_s=60.0)
+    pool = RewardPool(f"{user_module('raise OSError(5)')}:prepare", {}, size=1, start_timeout_s=60.0)
     with raises_error(RewardFailure, "OSError: 5", ".py:1"):
         pool.start(wait=True)
     pool.close()
 
 
 def test_a_target_that_takes_too_long_to_load_is_told(user_module):
-    pool = JudgePool(f"{user_module('import time; time.sleep(600)')}:prepare", {}, size=1, start_timeout_s=0.5)
+    pool = RewardPool(f"{user_module('import time; time.sleep(600)')}:prepare", {}, size=1, start_timeout_s=0.5)
     with raises_error(RewardFailure, "0.5"):
         pool.start(wait=True)
     pool.close()
@@ -277,8 +277,8 @@ def test_judges_die_with_their_parent_even_if_it_is_killed(user_module, tmp_path
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""
-        from roll_core.runtime.workers.judge_pool import JudgePool
-        pool = JudgePool("{user_module(TARGET)}:prepare", {{}}, size=1, start_timeout_s=60.0)
+        from roll_core.runtime.workers.reward_pool import RewardPool
+        pool = RewardPool("{user_module(TARGET)}:prepare", {{}}, size=1, start_timeout_s=60.0)
         print(pool.call({{"act": "pid", "value": 0}}, 60), flush=True)
         pool.call({{"act": "{busy_with}"}}, 5.0)
         input()
