@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, MemorySaving, Use
 from roll_infer_hf.config import HFInferConfig
 from roll_modeling.memory import millions, start_uses
 
@@ -71,7 +71,7 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
                 during=("generate",),
             ),
         ),
-        levers=_smaller_caches(config, rows * width * position),
+        savings=_smaller_caches(config, rows * width * position),
     )
 
 
@@ -85,17 +85,19 @@ def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
     return sum(each for each in large if each >= PACKED_ELEMENTS)
 
 
-def _smaller_caches(config: HFInferConfig, used: int) -> tuple[Lever, ...]:
+def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...]:
     """Suggestions that save memory: lower `kv_cache_gib`, no packed weights.
 
     Starts at half of the used cache: a limit above the used size saves nothing.
     """
     wanted = min(config.kv_cache_gib, used / GIB) / 2
-    levers = [
-        Lever(keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together")
+    savings = [
+        MemorySaving(
+            keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together"
+        )
         for halvings in range(3)
         if wanted / 2**halvings >= 0.05
     ]
     if config.pack_weights:
-        levers.append(Lever(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
-    return tuple(levers)
+        savings.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
+    return tuple(savings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer
+from roll_core.spec.plan import DTYPE_BYTES, MemoryAnswer, MemorySaving
 from roll_infer_sglang.config import SglangConfig
 from roll_modeling.memory import engine_uses
 
@@ -37,7 +37,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
         ),
-        levers=tuple(_levers(question, config)),
+        savings=tuple(_savings(question, config)),
     )
 
 
@@ -60,12 +60,14 @@ def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: 
     return left, f"mem_fraction_static {share:g} of the memory, less the weights"
 
 
-def _levers(question: MemoryQuestion, config: SglangConfig) -> Iterator[Lever]:
+def _savings(question: MemoryQuestion, config: SglangConfig) -> Iterator[MemorySaving]:
     costs = "fewer sequences are decoded together"
     if question.on_host:
         for halvings in (1, 2, 3):
-            yield Lever(keys={"max_total_tokens": (config.max_total_tokens or HOST_TOKENS) >> halvings}, costs=costs)
+            yield MemorySaving(
+                keys={"max_total_tokens": (config.max_total_tokens or HOST_TOKENS) >> halvings}, costs=costs
+            )
         return
     for share in (0.7, 0.5, 0.35, 0.2):
         if share < config.mem_fraction_static:
-            yield Lever(keys={"mem_fraction_static": share}, costs=costs)
+            yield MemorySaving(keys={"mem_fraction_static": share}, costs=costs)

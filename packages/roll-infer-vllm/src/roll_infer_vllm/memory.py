@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import Lever, MemoryAnswer
+from roll_core.spec.plan import MemoryAnswer, MemorySaving
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.memory import engine_uses, weight_bytes
 
@@ -40,7 +40,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
             bucket_mib=config.bucket_mib,
             eight_bits=config.quantization is not None,
         ),
-        levers=tuple(_levers(question, config, cache)),
+        savings=tuple(_savings(question, config, cache)),
     )
 
 
@@ -57,12 +57,12 @@ def _cache(question: MemoryQuestion, config: VllmConfig, weights: int) -> tuple[
     return max(0, left), f"gpu_memory_utilization {share:g} of the memory, less the weights"
 
 
-def _levers(question: MemoryQuestion, config: VllmConfig, cache: int) -> Iterator[Lever]:
+def _savings(question: MemoryQuestion, config: VllmConfig, cache: int) -> Iterator[MemorySaving]:
     if question.on_host or config.kv_cache_memory_bytes is not None:
         for halvings in (1, 2, 3):
             keys = {"kv_cache_memory_bytes": cache >> halvings}
-            yield Lever(keys=keys, costs="fewer sequences are decoded together")
+            yield MemorySaving(keys=keys, costs="fewer sequences are decoded together")
         return
     for share in (0.7, 0.5, 0.35, 0.2):
         if share < (config.gpu_memory_utilization or UTILIZATION):
-            yield Lever(keys={"gpu_memory_utilization": share}, costs="fewer sequences are decoded together")
+            yield MemorySaving(keys={"gpu_memory_utilization": share}, costs="fewer sequences are decoded together")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, MemorySaving, Use
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 
@@ -42,7 +42,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
         chunk_tokens=config.logprob_chunk_tokens,
         beside=partial(_in_backward, question, config),
     )
-    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryAnswer(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
 def _weights(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Use]:
@@ -174,19 +174,21 @@ def _elements(value: Elements | int, otherwise: int) -> int:
     return otherwise if value == "auto" else int(value)
 
 
-def _levers(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[Lever]:
+def _savings(question: MemoryQuestion, config: DeepSpeedConfig) -> Iterator[MemorySaving]:
     zero = config.zero_optimization
     if not question.trains:
         return
     small = 50_000_000
     if zero.stage and _elements(zero.reduce_bucket_size, REDUCE_ELEMENTS) > small:
-        yield Lever(
+        yield MemorySaving(
             keys={"zero_optimization.reduce_bucket_size": small}, costs="gradients travel in more and smaller pieces"
         )
     if question.world_size > 1:
         what = {1: "optimizer state", 2: "gradients as well", 3: "parameters as well"}
         for stage in range(zero.stage + 1, 4):
             costs = f"{what[stage]} spread over ranks: more communication"
-            yield Lever(keys={"zero_optimization.stage": stage}, costs=costs)
+            yield MemorySaving(keys={"zero_optimization.stage": stage}, costs=costs)
     if zero.stage and zero.offload_optimizer.device == "none" and not question.on_host:
-        yield Lever(keys={"zero_optimization.offload_optimizer.device": "cpu"}, costs="steps are taken on the host")
+        yield MemorySaving(
+            keys={"zero_optimization.offload_optimizer.device": "cpu"}, costs="steps are taken on the host"
+        )

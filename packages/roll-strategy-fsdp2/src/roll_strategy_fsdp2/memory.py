@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, MemorySaving, Use
 from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code
 from roll_strategy_fsdp2.config import FSDP2Config
 
@@ -35,7 +35,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
         shards=config.context_size,
         beside=partial(_in_backward, question, config, shards),
     )
-    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryAnswer(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
 def _held(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterator[Use]:
@@ -189,13 +189,15 @@ def _computed(question: MemoryQuestion, config: FSDP2Config) -> int:
     return DTYPE_BYTES[config.param_dtype or question.dtype]
 
 
-def _levers(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Lever]:
+def _savings(question: MemoryQuestion, config: FSDP2Config) -> Iterator[MemorySaving]:
     if question.trains and question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation:
         keys = {"reduce_scatter_during_grad_accumulation": True}
-        yield Lever(keys=keys, costs="gradients are added up over ranks after each microbatch")
+        yield MemorySaving(keys=keys, costs="gradients are added up over ranks after each microbatch")
     if config.reshard_after_forward is False:
-        yield Lever(keys={"reshard_after_forward": True}, costs="layers are gathered again for the backward pass")
+        yield MemorySaving(
+            keys={"reshard_after_forward": True}, costs="layers are gathered again for the backward pass"
+        )
     if not config.offload_policy and not question.on_host:
-        yield Lever(
+        yield MemorySaving(
             keys={"offload_policy": True}, costs="weights travel from the host for every pass, and steps are slow"
         )

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, MemorySaving, Use
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
 from roll_strategy_megatron.config import MegatronConfig
 
@@ -34,7 +34,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     if question.trains:
         uses += _trained(question, config, dense, experts)
     uses += computation(_stage(question, config), fused=False, chunk_tokens=config.logprob_chunk_tokens)
-    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryAnswer(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
 def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
@@ -125,13 +125,15 @@ def _on_their_way(config: MegatronConfig) -> float:
     return stages if runs == 1 else (2 * (stages - 1) + (runs - 1) * stages + 1) / runs
 
 
-def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
+def _savings(question: MemoryQuestion, config: MegatronConfig) -> Iterator[MemorySaving]:
     # Megatron can only offload the optimizer of tensors with separate master weights: see `check_model_args`.
     has_masters = question.dtype != "fp32" and not question.added_parameters
     if question.trains and has_masters and not config.optimizer_cpu_offload:
-        yield Lever(keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors")
+        yield MemorySaving(
+            keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors"
+        )
     if question.trains and question.gradient_checkpointing and config.recomputation == "selective":
-        yield Lever(
+        yield MemorySaving(
             keys={"recompute_granularity": "full", "recompute_modules": None},
             costs="activations are computed twice: about a third more time in training",
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.datasets import Row, Rows, are_chats, has_response, messages_of, stored_messages
+from roll_core.data.rows import Row, Rows, are_chats, has_response, messages_of, stored_messages
 from roll_core.data.templates import Segment, Template, load_template, texts_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.datasets import Message
+    from roll_core.data.rows import Message
 
 
 @dataclass(frozen=True, slots=True)

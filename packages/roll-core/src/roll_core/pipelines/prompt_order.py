@@ -1,4 +1,4 @@
-"""Order of training prompts: each domain has its share of a batch, and its rows are reshuffled every epoch.
+"""Prompts and groups of a batch: shares of domains, order of prompts, and filters of groups (dynamic sampling).
 
 The prompt at a position is a pure function of the position. A resumed run therefore continues with the same prompts.
 """
@@ -6,6 +6,7 @@ The prompt at a position is a pure function of the position. A resumed run there
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from roll_core.errors import DataError
 from roll_core.runtime.rollout.requests import stable_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from roll_core.spec.config import QueryFilterConfig, RewardConfig
     from roll_core.spec.rollout import Prompt
+    from roll_core.types import Group
 
 
 class PromptOrder:
@@ -75,3 +78,43 @@ def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:
     for tag in by_remainder[: size - sum(counts.values())]:
         counts[tag] += 1
     return {tag: count for tag, count in counts.items() if count}
+
+
+def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[str, str]:
+    """Map each of `tags` to the entry of `rewards` that scores it.
+
+    Tags without an entry are missing. If `rewards` has only one entry, it scores every tag.
+    """
+    if len(rewards) == 1:
+        return dict.fromkeys(tags, next(iter(rewards)))
+    by_tag = {tag: domain for domain, reward in rewards.items() for tag in (domain, *reward.tag_included)}
+    return {tag: by_tag[tag] for tag in tags if tag in by_tag}
+
+
+def group_filter(rewards: Mapping[str, RewardConfig]) -> Callable[[Group], bool]:
+    """Filter for groups, according to the domain that scores the group's tag."""
+
+    def keep(group: Group) -> bool:
+        tag = group.samples[0].tag
+        return passes(group, rewards[domains(rewards, [tag])[tag]].query_filter_config)
+
+    return keep
+
+
+def passes(group: Group, config: QueryFilterConfig) -> bool:
+    """True if the group's rewards are within the filter's bounds, which are exclusive.
+
+    Failed rewards are ignored. A group without any reward fails both filters. The standard deviation is the unbiased
+    one. A group of one response is kept if it has a reward.
+    """
+    if config.type == "no_filter":
+        return True
+    values = [s.reward.value for s in group.samples if s.reward is not None and s.reward.value is not None]
+    if not values:
+        return False
+    if len(group.samples) == 1:
+        return True
+    args = config.filter_args
+    if config.type == "mean_filter":
+        return args.threshold_down < statistics.fmean(values) < args.threshold_up
+    return len(values) > 1 and statistics.stdev(values) > args.std_threshold

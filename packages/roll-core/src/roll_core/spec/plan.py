@@ -191,7 +191,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class MemorySaving:
     """A change to a role's `strategy_config` that saves memory."""
 
     keys: Mapping[str, Any]
@@ -205,7 +205,7 @@ class MemoryAnswer:
     """Memory estimate of one worker."""
 
     uses: tuple[Use, ...]
-    levers: tuple[Lever, ...] = field(default=())
+    savings: tuple[MemorySaving, ...] = field(default=())
     """Suggestions to save memory, least costly first."""
 
 

@@ -102,6 +102,11 @@ class GroupContext(RolloutContext):
         """Outputs by key, possibly partial: of finished calls, restored calls, and calls in progress."""
         return self._restored | self._finished | {key: each.sampled for key, each in self._pending.items()}
 
+    @property
+    def has_tokens(self) -> bool:
+        """True if at least one token is sampled."""
+        return any(output is not None and len(output.token_ids) for each in self.sampled.values() for output in each)
+
     def hold(self) -> None:
         """Block further `generate` calls until `release`."""
         self._open.clear()

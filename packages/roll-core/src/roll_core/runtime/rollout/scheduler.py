@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError, ContractError
@@ -31,7 +32,7 @@ from roll_core.runtime.rollout.recording import REPLAYED, group_from, outputs_fr
 from roll_core.runtime.rollout.requests import PAUSED
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from roll_core.runtime.rollout.program import Scorer
@@ -55,15 +56,8 @@ class GroupSlot:
     saved: SavedRollout | None = None
     """State of an unfinished rollout, restored from a checkpoint."""
     group: Group | None = None
-    left_out: bool = False
-    """True if the filter rejected the group."""
     waited: bool = False
     """True if it was in the queue when the batch was requested."""
-
-    @property
-    def is_begun(self) -> bool:
-        """True if it may have tokens."""
-        return self.group is not None or self.rollout is not None or self.saved is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +67,6 @@ class Rollout:
     program: RolloutProgram
     context: GroupContext
     task: asyncio.Task[None]
-
-    @property
-    def has_tokens(self) -> bool:
-        """True if at least one token is sampled."""
-        outputs = (output for each in self.context.sampled.values() for output in each)
-        return any(output is not None and len(output.token_ids) for output in outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +99,12 @@ class GroupQueue:
     """Position of the next prompt to join."""
     tried: int = 0
     """Prompts that joined for this batch."""
-    unsettled: int = 0
+    slots: dict[int, GroupSlot] = field(default_factory=dict)
+    """The groups by position, in prompt order. Rejected groups are removed."""
+    num_unfinished: int = 0
     """Groups that are not done."""
-    _order: list[GroupSlot] = field(default_factory=list)
-    """All groups in prompt order, including those that the filter rejected since the last batch."""
-    _num_left_out: int = 0
-    _front: int = 0
-    """Index in `_order` of the first group that is not done."""
-    _num_in_front: int = 0
-    """Done groups before that index."""
-    _num_awaited: int = 0
-    """Unfinished groups with `waited`."""
+    _blocking: GroupSlot | None = None
+    """An unfinished group that the batch needs, so that `is_complete` rarely searches for one."""
 
     @classmethod
     def of(cls, tag: str, count: int, plan: RolloutPlan) -> GroupQueue:
@@ -129,81 +112,61 @@ class GroupQueue:
         extra = math.floor(plan.ahead * count)
         return cls(tag, count, extra, math.ceil(plan.max_tries * count) + extra, plan.first_ready)
 
-    def __len__(self) -> int:
-        return len(self._order) - self._num_left_out
-
-    @property
-    def slots(self) -> list[GroupSlot]:
-        """The groups, in prompt order."""
-        return [slot for slot in self._order if not slot.left_out]
-
     @property
     def is_complete(self) -> bool:
         """True if the batch has all its groups of this tag, or if no more prompts may join and all are done."""
-        if self.unsettled == 0 and self.tried >= self.limit:
+        if self.num_unfinished == 0 and self.tried >= self.limit:
             return True
-        if self.first_ready:
-            return len(self) - self.unsettled >= self.count and not self._num_awaited
-        return self._num_in_front >= self.count
+        if len(self.slots) - self.num_unfinished < self.count:
+            return False
+        if self._blocking is None:
+            slots = self.slots.values()
+            needed = (slot for slot in slots if slot.waited) if self.first_ready else islice(slots, self.count)
+            self._blocking = next((slot for slot in needed if slot.group is None), None)
+        return self._blocking is None
 
     def begin(self) -> None:
         """Begin a batch: reset the count of joined prompts and mark the queued groups as `waited`."""
-        self.tried = 0
-        for slot in self._order:
+        self.tried, self._blocking = 0, None
+        for slot in self.slots.values():
             slot.waited = True
-        self._num_awaited = self.unsettled
 
     def join(self, capacity: int, prompt: Callable[[str, int], Prompt], step: int) -> list[GroupSlot]:
         """Add the next prompts until the queue has `capacity` groups or the batch's limit of prompts is reached."""
-        joined = []
-        for _ in range(min(capacity - len(self), self.limit - self.tried)):
-            joined.append(GroupSlot(prompt(self.tag, self.next), self.next, step))
-            self.next += 1
-            self.tried += 1
-        self._order += joined
-        self.unsettled += len(joined)
+        num = max(0, min(capacity - len(self.slots), self.limit - self.tried))
+        joined = [
+            GroupSlot(prompt(self.tag, position), position, step) for position in range(self.next, self.next + num)
+        ]
+        self.next += num
+        self.tried += num
+        self.num_unfinished += num
+        self.slots.update((slot.position, slot) for slot in joined)
         return joined
 
-    def settle(self, slot: GroupSlot, group: Group | None) -> None:
-        """Mark a slot as done with its `group`; None marks it as rejected by the filter."""
-        self.unsettled -= 1
-        self._num_awaited -= slot.waited
-        slot.rollout = None
+    def finish(self, slot: GroupSlot, group: Group | None) -> None:
+        """Store the group of a slot. If the filter rejected it (None), remove the slot."""
+        self.num_unfinished -= 1
+        slot.rollout, slot.group = None, group
+        if slot is self._blocking:
+            self._blocking = None
         if group is None:
-            slot.left_out = True
-            self._num_left_out += 1
-        else:
-            slot.group = group
-        self._advance()
+            del self.slots[slot.position]
 
     def take(self) -> tuple[list[GroupSlot], int]:
         """Remove and return the batch, and the number of remaining groups that it passed over."""
-        slots = self.slots
-        taken = slots[: self.count]
+        slots = list(self.slots.values())
         if self.first_ready:
-            done = [slot for slot in slots if slot.group is not None]
-            taken = sorted(done, key=lambda slot: not slot.waited)[: self.count]
-            taken.sort(key=lambda slot: slot.position)
-        gone = {slot.position for slot in taken}
-        left = [slot for slot in slots if slot.position not in gone]
-        self.replace(left)
-        return taken, sum(slot.position < taken[-1].position for slot in left) if taken else 0
+            slots = sorted((slot for slot in slots if slot.group is not None), key=lambda slot: not slot.waited)
+        taken = sorted(slots[: self.count], key=lambda slot: slot.position)
+        for slot in taken:
+            del self.slots[slot.position]
+        return taken, sum(position < taken[-1].position for position in self.slots) if taken else 0
 
-    def replace(self, slots: Sequence[GroupSlot]) -> None:
+    def replace(self, slots: Iterable[GroupSlot]) -> None:
         """Replace the contents of the queue."""
-        self._order = list(slots)
-        self.unsettled = sum(slot.group is None for slot in slots)
-        self._num_awaited = sum(slot.group is None and slot.waited for slot in slots)
-        self._num_left_out = self._front = self._num_in_front = 0
-        self._advance()
-
-    def _advance(self) -> None:
-        while self._front < len(self._order):
-            slot = self._order[self._front]
-            if slot.group is None and not slot.left_out:
-                break
-            self._num_in_front += not slot.left_out
-            self._front += 1
+        self.slots = {slot.position: slot for slot in slots}
+        self.num_unfinished = sum(slot.group is None for slot in self.slots.values())
+        self._blocking = None
 
 
 class RolloutScheduler:
@@ -257,7 +220,8 @@ class RolloutScheduler:
                 raise
             finally:
                 self._wanted = False
-            taken, passed_over = self._take()
+            takes = [queue.take() for queue in self._queues]
+            taken = [slot for slots, _ in takes for slot in slots]
             if not self.plan.concurrent:
                 await self._pause()
         if self.plan.concurrent:
@@ -266,23 +230,14 @@ class RolloutScheduler:
             ages=tuple(step - slot.born for slot in taken),
             left_out=self._counts.pop("left out", 0),
             stale=self._counts.pop("stale", 0),
-            surplus=sum(map(len, self._queues)),
-            passed_over=passed_over,
+            surplus=sum(len(queue.slots) for queue in self._queues),
+            passed_over=sum(passed_over for _, passed_over in takes),
             positions=tuple(slot.position for slot in taken),
             rewards=self._stats,
             restarted=self._counts.pop("restarted", 0),
         )
         self._stats = RewardStats()
         return [slot.group for slot in taken if slot.group is not None], facts
-
-    def _take(self) -> tuple[list[GroupSlot], int]:
-        taken: list[GroupSlot] = []
-        passed_over = 0
-        for queue in self._queues:
-            slots, passed = queue.take()
-            taken += slots
-            passed_over += passed
-        return taken, passed_over
 
     async def close(self) -> None:
         """Cancel all programs."""
@@ -297,7 +252,7 @@ class RolloutScheduler:
         """The group queues as plain values. Running rollouts include the tokens that were sampled until their last
         interruption."""
         return {
-            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots]}
+            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots.values()]}
             for queue in self._queues
         }
 
@@ -355,7 +310,7 @@ class RolloutScheduler:
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _all(self) -> Iterator[tuple[GroupQueue, GroupSlot]]:
-        return ((queue, slot) for queue in self._queues for slot in queue.slots)
+        return ((queue, slot) for queue in self._queues for slot in queue.slots.values())
 
     def _resume(self) -> None:
         """Continue or start the groups that have waited since the last batch."""
@@ -363,11 +318,11 @@ class RolloutScheduler:
             if slot.rollout is not None:
                 slot.rollout.context.release()
                 self._requests.resume(slot.rollout.context.pending)
-        self._start((queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None)
+        self._start([(queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None])
 
     def _admit(self) -> None:
         """Start as many of the next prompts as the queues' capacities allow."""
-        if not self.plan.ahead and any(queue.unsettled for queue in self._queues):
+        if not self.plan.ahead and any(queue.num_unfinished for queue in self._queues):
             return
         self._start(
             (queue, slot)
@@ -422,9 +377,10 @@ class RolloutScheduler:
             return
         bound = math.ceil(self.plan.ahead)
         for queue in self._queues:
-            kept = queue.slots
+            kept = list(queue.slots.values())
             for at, slot in enumerate(kept):
-                if slot.is_begun and self._step + at // queue.count - slot.born > bound:
+                begun = slot.group is not None or slot.rollout is not None or slot.saved is not None
+                if begun and self._step + at // queue.count - slot.born > bound:
                     self._cancel(slot)
                     kept[at] = GroupSlot(slot.prompt, slot.position, self._step, waited=slot.waited)
                     self._counts["stale"] += 1
@@ -443,14 +399,14 @@ class RolloutScheduler:
         for slot in running:
             if slot.rollout is None or not any(each.state is PAUSED for each in slot.rollout.context.pending):
                 continue
-            if not (self.plan.keep_partials and slot.rollout.has_tokens):
+            if not (self.plan.keep_partials and slot.rollout.context.has_tokens):
                 self._cancel(slot)
 
     def _settle(self, queue: GroupQueue, slot: GroupSlot, group: Group) -> None:
         self._stats += RewardStats.of([group])
         kept = self.plan.keep is None or self.plan.keep(group)
         self._counts["left out"] += not kept
-        queue.settle(slot, group if kept else None)
+        queue.finish(slot, group if kept else None)
         if self._wanted or self.plan.concurrent:
             self._admit()
         if queue.is_complete:
@@ -474,7 +430,7 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
         state = slot.rollout.program.snapshot()
         if state is None:
             return found | {"restarts": True}
-        saved = SavedRollout(slot.rollout.context.sampled if slot.rollout.has_tokens else {}, state)
+        saved = SavedRollout(slot.rollout.context.sampled if slot.rollout.context.has_tokens else {}, state)
     if saved is not None:
         calls = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
         found["drawn"] = calls.pop("", None)

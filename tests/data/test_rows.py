@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from roll_core.data.datasets import messages_of, need_column, read_rows, text_of
+from roll_core.data.rows import messages_of, need_column, read_rows, text_of
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
 from roll_testing.errors import refused
