@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
-PACKAGES: tuple[str, ...] = ()
+PACKAGES: tuple[str, ...] = (
+    "packages/roll-core/src/roll_core/algorithms",
+    "packages/roll-core/src/roll_core/data",
+    "packages/roll-core/src/roll_core/pipelines",
+    "packages/roll-core/src/roll_core/runtime/planning",
+    "packages/roll-core/src/roll_core/runtime/rollout",
+)
 """Folders of sources whose error and log messages are checked as well."""
 
 MAX_COLUMNS = 100

@@ -87,7 +87,7 @@ def _pending_of(caller):
     if isinstance(caller, list):
         return caller
     rollouts = [slot.rollout for group_queue in caller._queues for slot in group_queue.slots.values()]
-    return [each for rollout in rollouts if rollout is not None for each in rollout.context.pending]
+    return [each for rollout in rollouts if rollout is not None for each in rollout.pending]
 
 
 def prompt(tag, position):

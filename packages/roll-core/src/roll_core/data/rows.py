@@ -6,14 +6,12 @@ of a file, a run reads all of them.
 
 from __future__ import annotations
 
-import bz2
 import csv
 import difflib
 import glob
-import gzip
+import importlib
 import io
 import json
-import lzma
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +36,8 @@ ENDINGS = {
 }
 MAX_NESTING = 100
 """Maximum nesting of lists and objects in a JSON row. Deeper rows overflow the stack when they are sent to workers."""
-_COMPRESSION = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
-"""First bytes of compressed files, and the functions that open them."""
+_COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
+"""First bytes of compressed files, and the modules that open them."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that `surrogateescape` could not decode."""
@@ -229,8 +227,9 @@ def _open(path: Path) -> IO[str]:
     """Open a text file that may be compressed. Bytes that are not UTF-8 become surrogates."""
     with path.open("rb") as file:
         first = file.read(8)
-    opener: Any = next((opener for magic, opener in _COMPRESSION if first.startswith(magic)), open)
-    return io.TextIOWrapper(opener(path, "rb"), encoding="utf-8-sig", errors="surrogateescape", newline="")
+    module = next((module for magic, module in _COMPRESSION.items() if first.startswith(magic)), "io")
+    file = importlib.import_module(module).open(path, "rb")
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _json_rows(path: Path) -> Iterator[Values]:

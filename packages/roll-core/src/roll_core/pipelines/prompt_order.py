@@ -1,4 +1,4 @@
-"""Prompts and groups of a batch: shares of domains, order of prompts, and filters of groups (dynamic sampling).
+"""Rows, prompts and groups of a batch: shares of domains, order of prompts, and filters of groups (dynamic sampling).
 
 The prompt at a position is a pure function of the position. A resumed run therefore continues with the same prompts.
 """
@@ -9,18 +9,50 @@ import math
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from roll_core.data.order import RowOrder
+import numpy as np
+
 from roll_core.errors import DataError
 from roll_core.runtime.rollout.requests import stable_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import numpy.typing as npt
+
     from roll_core.spec.config import QueryFilterConfig, RewardConfig
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Group
+
+
+class RowOrder:
+    """Endless seeded order of `num_rows` rows, with a new permutation in each epoch.
+
+    Row `i` of the order is a pure function of `(num_rows, seed, i)`, so a resumed run continues exactly where the
+    interrupted run stopped. A batch may span two epochs. Every epoch contains each row exactly once. Raises `DataError`
+    for fewer than one row.
+    """
+
+    def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True) -> None:
+        if num_rows < 1:
+            raise DataError("there are no rows to order: the data are empty, or all rows were dropped")
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+
+    def batch(self, step: int, size: int) -> list[int]:
+        """Rows of batch `step` (from 0), if every batch has `size` rows."""
+        return [self.row(position) for position in range(step * size, (step + 1) * size)]
+
+    def row(self, position: int) -> int:
+        """Row at a position of the endless order."""
+        epoch, at = divmod(position, self.num_rows)
+        return int(_permutation(self.num_rows, self.seed, epoch)[at]) if self.shuffle else at
+
+
+@lru_cache(maxsize=16)
+def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 class PromptOrder:
@@ -59,9 +91,8 @@ class PromptOrder:
     def prompt(self, tag: str, position: int) -> Prompt:
         """Prompt at a position, from 0, of the endless sequence of a tag's rows. Ids are unique: `<row>/<epoch>`."""
         rows = self.rows[tag]
-        (index,) = self.orders[tag].rows(position, 1)
-        row = rows[index].id
-        return replace(rows[index], id=f"{row}/{position // len(rows)}", row=row)
+        prompt = rows[self.orders[tag].row(position)]
+        return replace(prompt, id=f"{prompt.id}/{position // len(rows)}", row=prompt.id)
 
 
 def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.data.order import RowOrder
 from roll_core.pipelines.config import SFTConfig, sequences_per_step
 from roll_core.pipelines.plans import sft
+from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.stages import Validation, log_update
 from roll_core.spec.pipeline import Pipeline, Run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.plan import Act, Use
+    from roll_core.spec.plan import Act
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
 
@@ -169,10 +169,10 @@ def plan_with(config: RunConfig, registry: Registry, placement: Placement, capac
 def _free_on_slots(platform: Platform) -> int | None:
     """Free bytes of the slot with the least free memory; None if unknown."""
     try:
-        found = [platform.memory(index) for index in range(platform.device_count())]
+        slots = [platform.memory(index) for index in range(platform.device_count())]
     except RollError:
         return None
-    return min((each["total"] - each["used"] for each in found), default=None)
+    return min((slot["total"] - slot["used"] for slot in slots), default=None)
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
@@ -200,23 +200,28 @@ def _phase_loads(phase: Phase, placement: Placement, roles: list[RoleMemory], ca
             for slot in each.slots if _on_slots(role, placement) else ():
                 slots[slot][role.role] += device
                 slots[slot]["device context"] += CONTEXT_BYTES
-    for node, count in _processes(placement).items():
-        nodes[node]["libraries"] += count * PROCESS_BYTES
-    found = [_load(f"node {node}", phase, by_role, capacity.host) for node, by_role in sorted(nodes.items())]
+    nodes[0]["libraries"] += PROCESS_BYTES  # the driver
+    for workers in placement.places.values() if placement.executor == "ray" else ():
+        for each in workers:
+            nodes[each.node]["libraries"] += PROCESS_BYTES
+    found = [(f"node {node}", by_role, capacity.host) for node, by_role in sorted(nodes.items())]
     for slot, by_role in sorted(slots.items()):
-        where = f"node {slot // placement.per_node}, slot {slot}"
-        found.append(_load(where, phase, by_role, capacity.slot))
-    return found
+        found.append((f"node {slot // placement.per_node}, slot {slot}", by_role, capacity.slot))
+    return [
+        Load(
+            where=where,
+            phase=phase.name,
+            num_bytes=sum(by_role.values()),
+            free=free,
+            by_role=tuple((name, count) for name, count in by_role.items() if count),
+        )
+        for where, by_role, free in found
+    ]
 
 
 def _on_slots(role: RoleMemory, placement: Placement) -> bool:
     """True if the role's slots have memory of their own (accelerators)."""
     return not placement.platform.slots_share_cores and any(each.slots for each in placement.places[role.role])
-
-
-def _load(where: str, phase: Phase, by_role: dict[str, int], free: int | None) -> Load:
-    parts = tuple((name, count) for name, count in by_role.items() if count)
-    return Load(where=where, phase=phase.name, num_bytes=sum(by_role.values()), free=free, by_role=parts)
 
 
 def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[int, int]:
@@ -226,7 +231,9 @@ def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[in
     crowded = any(mine & slots_of(placement.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
     for use in role.taken(act):
-        if role.makes_room and crowded and use.leaves and _goes(use, act):
+        # While publishing, a role keeps its weights (`cluster.leases`).
+        offloads = act == "wait" or (act == "publish" and use.what != "weights")
+        if role.makes_room and crowded and use.leaves and offloads:
             # An engine frees this memory; a trainer moves it to the host.
             host += use.num_bytes if role.kind != "generate" and use.on == "device" else 0
         elif use.on == "device":
@@ -234,24 +241,6 @@ def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[in
         else:
             host += use.num_bytes
     return (device, host) if _on_slots(role, placement) else (0, device + host)
-
-
-def _goes(use: Use, act: Act) -> bool:
-    """True if the role offloads this use in the phase. While publishing, it keeps its weights (`cluster.leases`)."""
-    if act == "publish":
-        return use.what != "weights"
-    return act == "wait"
-
-
-def _processes(placement: Placement) -> dict[int, int]:
-    """Number of processes per node: the driver on node 0, and with Ray one process per worker."""
-    count: dict[int, int] = defaultdict(int)
-    count[0] = 1
-    if placement.executor == "ray":
-        for workers in placement.places.values():
-            for each in workers:
-                count[each.node] += 1
-    return dict(count)
 
 
 # -- measured memory ---------------------------------------------------------------------------------------------------
@@ -288,14 +277,11 @@ def compared(plan: Plan | None, measured: Mapping[str, Iterable[MemoryUse | None
 
 def _predicted(plan: Plan | None, roles: list[str]) -> dict[str, int | None]:
     """Predicted bytes of a process with one worker of each role: the maximum over all phases. None if unknown."""
-    nothing: dict[str, int | None] = {"predicted_bytes": None, "device_predicted_bytes": None}
-    if plan is None or any(role.unknown for role in plan.memory if role.role in roles):
-        return nothing
-    known = {role.role for role in plan.memory}
-    if not known.intersection(roles):
-        return nothing
-    host: defaultdict[str, int] = defaultdict(int)
-    device: defaultdict[str, int] = defaultdict(int)
+    mine = [role for role in plan.memory if role.role in roles] if plan is not None else []
+    if plan is None or not mine or any(role.unknown for role in mine):
+        return {"predicted_bytes": None, "device_predicted_bytes": None}
+    host: Counter[str] = Counter()
+    device: Counter[str] = Counter()
     for phase, role, on_device, on_host in plan.taken:
         if role in roles:
             host[phase] += on_host

@@ -118,10 +118,10 @@ class RequestQueue:
         """
         if request.id in self._requests:
             raise RollError(f"request {request.id!r} is already pending: request ids must be unique")
-        outputs = [
-            PartialOutput.resumed(index, part, request.params.max_new_tokens)
-            for index, part in enumerate(sampled or [None] * request.n)
-        ]
+        outputs = [PartialOutput(index) for index in range(request.n)]
+        for output, part in zip(outputs, sampled or (), strict=False):
+            if part is not None:
+                output.add(part, request.params.max_new_tokens)
         loop = asyncio.get_running_loop()
         pending = PendingRequest(request, next(self._numbers), outputs, loop.create_future(), replica)
         pending.done.add_done_callback(retrieve)

@@ -205,7 +205,7 @@ def _head(path: Path, stream: IO[bytes]) -> dict[str, Any]:
     head: dict[str, Any] = json.loads(stream.readline())
     if head["schema"] != SCHEMA:
         raise RecordingError(
-            f"{path} has schema {head['schema']!r}, expected {SCHEMA}: replay with the version that recorded it"
+            f"{path} has schema {head['schema']!r}, roll-core reads {SCHEMA}: replay with its version"
         )
     return head
 

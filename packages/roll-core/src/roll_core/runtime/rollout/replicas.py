@@ -1,7 +1,6 @@
 """Replicas of an engine: routing of sub-requests and health checks.
 
-    RequestQueue ── accept, submit_accepted ──► ReplicaSlot: Replica.submit ──► on_result(sub-request, outcome)
-                                                replica exited or timed out ──► on_lost(sub-requests)
+    RequestQueue ── Router.choose ──► ReplicaSlot: Replica.submit ──► result, or the replica exited
     HealthMonitor ── progress() of each busy slot ──► more tokens? ── none for too long ──► terminate
 
 Everything here runs on one event loop and does not depend on an engine: replicas are workers of a role, or simulated.

@@ -25,7 +25,7 @@ from roll_core.types import Completion, CompletionOutput, GenerateRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any, Self, TypeAlias
+    from typing import Any, TypeAlias
 
     from roll_core.types import Floats, TokenIds
 
@@ -66,14 +66,6 @@ class PartialOutput:
     sampled: CompletionOutput | None = None
     """The output's tokens so far; None before the first."""
     complete: bool = False
-
-    @classmethod
-    def resumed(cls, index: int, sampled: CompletionOutput | None, max_new_tokens: int) -> Self:
-        """An output that was sampled before: complete if it had ended or reached its maximum length."""
-        output = cls(index)
-        if sampled is not None:
-            output.add(sampled, max_new_tokens)
-        return output
 
     @property
     def num_tokens(self) -> int:

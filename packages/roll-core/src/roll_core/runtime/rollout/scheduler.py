@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import CheckpointMismatchError, ContractError
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
-from roll_core.runtime.rollout.program import GroupContext, GroupTerms, SingleTurn
+from roll_core.runtime.rollout.program import GroupContext, GroupTerms
 from roll_core.runtime.rollout.recording import REPLAYED, group_from, outputs_from, saved_group, saved_outputs
 from roll_core.runtime.rollout.requests import PAUSED
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs
     from roll_core.spec.pipeline import RolloutPlan
-    from roll_core.spec.rollout import Prompt, RolloutProgram
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import Group
 
 
@@ -52,21 +52,13 @@ class GroupSlot:
     """Position of the prompt in the order of its tag."""
     born: int
     """Step at which the group was started; the earliest step of its tokens."""
-    rollout: Rollout | None = None
+    rollout: GroupContext | None = None
+    """Its running program."""
     saved: SavedRollout | None = None
     """State of an unfinished rollout, restored from a checkpoint."""
     group: Group | None = None
     waited: bool = False
     """True if it was in the queue when the batch was requested."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A running program."""
-
-    program: RolloutProgram
-    context: GroupContext
-    task: asyncio.Task[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +308,8 @@ class RolloutScheduler:
         """Continue or start the groups that have waited since the last batch."""
         for _, slot in self._all():
             if slot.rollout is not None:
-                slot.rollout.context.release()
-                self._requests.resume(slot.rollout.context.pending)
+                slot.rollout.release()
+                self._requests.resume(slot.rollout.pending)
         self._start([(queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None])
 
     def _admit(self) -> None:
@@ -343,22 +335,21 @@ class RolloutScheduler:
                 id_prefix=f"train/{self._step}/",
                 routed_experts=plan.routed_experts,
             )
-            program = SingleTurn() if plan.program is None else plan.program()
+            sampled, program = saved.sampled if saved else None, plan.program() if plan.program else None
+            rollout = slot.rollout = GroupContext(self._requests, slot.prompt, terms, self._scorer, sampled, program)
             if saved is not None:
-                program.restore(saved.state)
-            context = GroupContext(self._requests, slot.prompt, terms, self._scorer, saved.sampled if saved else None)
-            task = background(self._run(queue, slot, program, context), name=f"rollout of {slot.prompt.id}")
-            slot.rollout = Rollout(program, context, task)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+                rollout.program.restore(saved.state)
+            rollout.task = background(self._run(queue, slot, rollout), name=f"rollout of {slot.prompt.id}")
+            self._tasks.add(rollout.task)
+            rollout.task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, queue: GroupQueue, slot: GroupSlot, program: RolloutProgram, context: GroupContext) -> None:
+    async def _run(self, queue: GroupQueue, slot: GroupSlot, rollout: GroupContext) -> None:
         try:
-            group = await program.run(context, slot.prompt)
+            group = await rollout.program.run(rollout, slot.prompt)
             if group.id != slot.prompt.id or len(group.samples) != self.plan.n:
                 raise ContractError(
-                    f"{type(program).__name__} returned {len(group.samples)} samples of group {group.id!r} instead of"
-                    f" {self.plan.n} of {slot.prompt.id!r}"
+                    f"{type(rollout.program).__name__} returned {len(group.samples)} samples of group {group.id!r},"
+                    f" expected {self.plan.n} of {slot.prompt.id!r}"
                 )
             self._settle(queue, slot, group)
         except Exception as error:
@@ -367,7 +358,7 @@ class RolloutScheduler:
     def _cancel(self, slot: GroupSlot) -> None:
         """Cancel the running program of a group, if any. The group can be started again."""
         if slot.rollout is not None:
-            self._requests.cancel(slot.rollout.context.pending)
+            self._requests.cancel(slot.rollout.pending)
             slot.rollout.task.cancel()
             slot.rollout = None
 
@@ -391,15 +382,13 @@ class RolloutScheduler:
 
         Cancels groups without tokens, and all interrupted groups unless `keep_partials`; they restart later.
         """
-        running = [slot for _, slot in self._all() if slot.rollout is not None]
-        rollouts = [slot.rollout for slot in running if slot.rollout is not None]
-        for rollout in rollouts:
-            rollout.context.hold()
-        await self._requests.pause([pending for rollout in rollouts for pending in rollout.context.pending])
-        for slot in running:
-            if slot.rollout is None or not any(each.state is PAUSED for each in slot.rollout.context.pending):
-                continue
-            if not (self.plan.keep_partials and slot.rollout.context.has_tokens):
+        running = [(slot, slot.rollout) for _, slot in self._all() if slot.rollout is not None]
+        for _, rollout in running:
+            rollout.hold()
+        await self._requests.pause([pending for _, rollout in running for pending in rollout.pending])
+        for slot, rollout in running:
+            is_paused = slot.rollout is not None and any(each.state is PAUSED for each in rollout.pending)
+            if is_paused and not (self.plan.keep_partials and rollout.has_tokens):
                 self._cancel(slot)
 
     def _settle(self, queue: GroupQueue, slot: GroupSlot, group: Group) -> None:
@@ -430,7 +419,7 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
         state = slot.rollout.program.snapshot()
         if state is None:
             return found | {"restarts": True}
-        saved = SavedRollout(slot.rollout.context.sampled if slot.rollout.context.has_tokens else {}, state)
+        saved = SavedRollout(slot.rollout.sampled if slot.rollout.has_tokens else {}, state)
     if saved is not None:
         calls = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
         found["drawn"] = calls.pop("", None)
