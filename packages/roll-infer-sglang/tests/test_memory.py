@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_core.spec.plan import MemoryQuestion
+from roll_core.spec.plan import MemoryInput
 from roll_core.weights.sizes import model_size
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.memory import memory
@@ -21,7 +21,7 @@ MIB = 2**20
 
 def asked(keys, **more):
     given = {"dtype": "bf16", "slot_bytes": 100 * MIB}
-    return memory(MemoryQuestion(model=MODEL, config=SglangConfig.model_validate(keys), **{**given, **more}))
+    return memory(MemoryInput(model=MODEL, config=SglangConfig.model_validate(keys), **{**given, **more}))
 
 
 def by_what(answer):
@@ -61,9 +61,9 @@ def test_what_it_gives_back_asleep(keys, on_host, gone):
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_each_saving_takes_less_than_the_one_before(on_host):
-    savings = asked({}, on_host=on_host).savings
-    caches = [by_what(asked(dict(saving.keys), on_host=on_host))["kv cache"] for saving in savings]
+def test_each_lever_takes_less_than_the_one_before(on_host):
+    levers = asked({}, on_host=on_host).levers
+    caches = [by_what(asked(dict(lever.keys), on_host=on_host))["kv cache"] for lever in levers]
     assert caches == sorted(caches, reverse=True)
     assert len(set(caches)) == len(caches) > 2
     assert caches[0] < by_what(asked({}, on_host=on_host))["kv cache"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, MemorySaving, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_infer_hf.config import HFInferConfig
 from roll_modeling.memory import millions, start_uses
 
 if TYPE_CHECKING:
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
 
 GIB = 2**30
 ALIGNMENT = 16
@@ -18,14 +18,14 @@ PACKED_ELEMENTS = 60_000
 """Minimum number of elements of a weight that `linear.Projection` packs."""
 
 
-def engine(question: MemoryQuestion) -> MemoryAnswer:
+def engine(question: MemoryInput) -> MemoryEstimate:
     """Memory of the embedded engine: weights, packed copies, KV cache up to `kv_cache_gib`, activations and logits."""
     config = question.config
     if not isinstance(config, HFInferConfig):
         raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
     size, model = DTYPE_BYTES[question.dtype], question.model
-    held: tuple[Use, ...] = (
-        Use(
+    held: tuple[MemoryItem, ...] = (
+        MemoryItem(
             what="weights",
             num_bytes=size * model.parameters,
             formula=f"{size} × {millions(model.parameters)}",
@@ -36,11 +36,11 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
     )
     if packed := _packed(question, config):
         formula = f"{size} × {millions(packed)}, laid out for the processor"
-        held += (Use(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
+        held += (MemoryItem(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
     if config.enable_lora:
         beneath = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
         formula = f"{size} × {millions(beneath)}, kept beneath the adapter if all linear layers have one"
-        held += (Use(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
+        held += (MemoryItem(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
     position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
     room = int(config.kv_cache_gib * GIB)
@@ -48,34 +48,34 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
     prompts = min(config.max_num_batched_tokens, question.prompt_tokens * rows)
     layer = max((each.active_width for each in model.layers), default=0)
     live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
-    return MemoryAnswer(
+    return MemoryEstimate(
         uses=(
             *held,
-            Use(
+            MemoryItem(
                 what="kv cache",
                 num_bytes=rows * width * position + prompts * position,
                 formula=f"({rows} rows × {width} positions + {prompts} of prompts) × {position} bytes",
                 leaves=True,
                 during=LATER,
             ),
-            Use(
+            MemoryItem(
                 what="activations",
                 num_bytes=max(prompts, rows) * live,
                 formula=f"what one layer has at a time, of {max(prompts, rows)} tokens",
                 during=("generate",),
             ),
-            Use(
+            MemoryItem(
                 what="logits",
                 num_bytes=3 * 4 * rows * model.vocab_size,
                 formula=f"3 × 4 × {rows} rows × {model.vocab_size} logits",
                 during=("generate",),
             ),
         ),
-        savings=_smaller_caches(config, rows * width * position),
+        levers=_smaller_caches(config, rows * width * position),
     )
 
 
-def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
+def _packed(question: MemoryInput, config: HFInferConfig) -> int:
     """Number of parameters that the fast path packs. Sibling projections count as one matrix."""
     model = question.model
     if not (config.pack_weights and question.on_host) or any(layer.experts for layer in model.layers):
@@ -91,7 +91,7 @@ def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...
     Starts at half of the used cache: a limit above the used size saves nothing.
     """
     wanted = min(config.kv_cache_gib, used / GIB) / 2
-    savings = [
+    levers = [
         MemorySaving(
             keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together"
         )
@@ -99,5 +99,5 @@ def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...
         if wanted / 2**halvings >= 0.05
     ]
     if config.pack_weights:
-        savings.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
-    return tuple(savings)
+        levers.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
+    return tuple(levers)

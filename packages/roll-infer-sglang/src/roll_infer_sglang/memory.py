@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, MemoryAnswer, MemorySaving
+from roll_core.spec.plan import DTYPE_BYTES, MemoryEstimate, MemorySaving
 from roll_infer_sglang.config import SglangConfig
 from roll_modeling.memory import engine_uses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
 
 HOST_TOKENS = 65_536
 """Default size of the KV cache on a CPU, in tokens; the same as `launch.CPU_CACHE_TOKENS`."""
 
 
-def memory(question: MemoryQuestion) -> MemoryAnswer:
+def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory per slot: weights and the whole KV cache, both allocated at the start.
 
     During sleep the engine releases the KV cache and, except on a CPU, the weights.
@@ -28,7 +28,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     slots = config.tp_size or question.num_slots
     weights = DTYPE_BYTES[question.dtype] * question.model.parameters // slots
     cache, how = _cache(question, config, weights, slots)
-    return MemoryAnswer(
+    return MemoryEstimate(
         uses=engine_uses(
             question,
             slots=slots,
@@ -37,11 +37,11 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
         ),
-        savings=tuple(_savings(question, config)),
+        levers=tuple(_levers(question, config)),
     )
 
 
-def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: int) -> tuple[int, str]:
+def _cache(question: MemoryInput, config: SglangConfig, weights: int, slots: int) -> tuple[int, str]:
     """Bytes of the KV cache, and the formula: `mem_fraction_static` less the weights, limited by `max_total_tokens`."""
     size, model = DTYPE_BYTES[question.dtype], question.model
     tokens = config.max_total_tokens or (HOST_TOKENS if question.on_host else None)
@@ -60,7 +60,7 @@ def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: 
     return left, f"mem_fraction_static {share:g} of the memory, less the weights"
 
 
-def _savings(question: MemoryQuestion, config: SglangConfig) -> Iterator[MemorySaving]:
+def _levers(question: MemoryInput, config: SglangConfig) -> Iterator[MemorySaving]:
     costs = "fewer sequences are decoded together"
     if question.on_host:
         for halvings in (1, 2, 3):

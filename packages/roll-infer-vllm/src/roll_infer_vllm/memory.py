@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import MemoryAnswer, MemorySaving
+from roll_core.spec.plan import MemoryEstimate, MemorySaving
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.memory import engine_uses, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
 
 UTILIZATION = 0.9
 """Assumed `gpu_memory_utilization` if it is not set."""
@@ -19,7 +19,7 @@ HOST_CACHE_BYTES = 4 << 30
 """Default size of the KV cache on a CPU, in bytes; the same as `launch.CPU_CACHE_BYTES`."""
 
 
-def memory(question: MemoryQuestion) -> MemoryAnswer:
+def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory per slot: weights, and a KV cache that fills the rest of the engine's share from the start.
 
     During sleep the engine releases the KV cache and, except on a CPU, the weights.
@@ -30,7 +30,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     slots = config.tensor_parallel_size * config.pipeline_parallel_size
     weights = weight_bytes(question, eight_bits=config.quantization is not None)[0] // slots
     cache, how = _cache(question, config, weights)
-    return MemoryAnswer(
+    return MemoryEstimate(
         uses=engine_uses(
             question,
             slots=slots,
@@ -40,11 +40,11 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
             bucket_mib=config.bucket_mib,
             eight_bits=config.quantization is not None,
         ),
-        savings=tuple(_savings(question, config, cache)),
+        levers=tuple(_levers(question, config, cache)),
     )
 
 
-def _cache(question: MemoryQuestion, config: VllmConfig, weights: int) -> tuple[int, str]:
+def _cache(question: MemoryInput, config: VllmConfig, weights: int) -> tuple[int, str]:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     share = config.gpu_memory_utilization
@@ -57,7 +57,7 @@ def _cache(question: MemoryQuestion, config: VllmConfig, weights: int) -> tuple[
     return max(0, left), f"gpu_memory_utilization {share:g} of the memory, less the weights"
 
 
-def _savings(question: MemoryQuestion, config: VllmConfig, cache: int) -> Iterator[MemorySaving]:
+def _levers(question: MemoryInput, config: VllmConfig, cache: int) -> Iterator[MemorySaving]:
     if question.on_host or config.kv_cache_memory_bytes is not None:
         for halvings in (1, 2, 3):
             keys = {"kv_cache_memory_bytes": cache >> halvings}

@@ -39,8 +39,6 @@ MAX_NESTING = 100
 _COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
 """First bytes of compressed files, and the modules that open them."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")
-"""Bytes that `surrogateescape` could not decode."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -148,7 +146,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
     while not response and messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if all(each["role"] == "system" for each in messages):
-        raise DataError(f"{row.where}: column {data.messages!r} has nothing to answer")
+        raise DataError(f"{row.where}: column {data.messages!r} has no message that a response could follow")
     return messages
 
 
@@ -218,9 +216,13 @@ def _rows_of(path: Path, kind: str) -> Iterator[Values]:
                 " parquet, csv or arrow"
             )
         kind = ENDINGS[path.suffix.lower()]
-    if kind in ("parquet", "arrow"):
-        return _arrow_rows(path, kind)
-    return _json_rows(path) if kind == "json" else _csv_rows(path)
+    try:
+        if kind in ("parquet", "arrow"):
+            yield from _arrow_rows(path, kind)
+        else:
+            yield from _json_rows(path) if kind == "json" else _csv_rows(path)
+    except (OSError, EOFError) as error:  # EOFError: a compressed file is truncated
+        raise DataError(f"{path} cannot be read as {kind}: {error}") from error
 
 
 def _open(path: Path) -> IO[str]:
@@ -326,15 +328,18 @@ def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
                     yield row
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {number + 1} is not UTF-8: {error.reason}") from error
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
 
 
 def _check_text(path: Path, what: str, *texts: str) -> None:
     """Raise `DataError` for text that is not UTF-8."""
     for text in texts:
-        if found := _NOT_UTF8.search(text):
-            raise DataError(f"{path}: {what} is not UTF-8: byte 0x{ord(found[0]) - 0xDC00:02x}; save the file as UTF-8")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a surrogate, see `_open`
+            byte = ord(text[error.start]) - 0xDC00
+            raise DataError(f"{path}: {what} is not UTF-8: byte 0x{byte:02x}; save the file as UTF-8") from error
 
 
 def _short(value: object) -> str:

@@ -18,7 +18,7 @@ from roll_core.data.templates import control_tokens
 from roll_core.errors import ModelError, PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.workers.build import makes_room, model_spec, provider_of
-from roll_core.spec.plan import DTYPE_BYTES, MemoryQuestion, Use
+from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
 from roll_core.spec.transport import WeightSizes
 from roll_core.weights.sizes import model_size
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_core.spec.model import LoraSpec, ModelSpec
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.plan import Act, MemoryAnswer, MemorySaving, ModelSize
+    from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving, ModelSize
     from roll_core.spec.providers import InferProvider, TrainProvider
 
 SPECIAL_TOKENS = 2
 """Number of special tokens of tokenizers that ROLL trains (`data.tokenizers`)."""
 BYTES = 256
-ACTS: dict[str, tuple[Act, ...]] = {
+ACTS: dict[str, tuple[Activity, ...]] = {
     "train": ("start", "score", "publish", "backward", "step", "save"),
     "score": ("start", "score"),
     "generate": ("start", "receive", "generate"),
@@ -52,23 +52,23 @@ class RoleMemory:
     strategy: str
     workers: int
     parameters: int = 0
-    uses: tuple[Use, ...] = ()
-    savings: tuple[MemorySaving, ...] = ()
+    uses: tuple[MemoryItem, ...] = ()
+    levers: tuple[MemorySaving, ...] = ()
     makes_room: bool = False
     """True if the role offloads or frees memory while other roles use its slots."""
     unknown: str = ""
     """Reason why the memory is unknown; empty if it is known."""
 
-    def taken(self, act: Act) -> list[Use]:
+    def taken(self, act: Activity) -> list[MemoryItem]:
         """Uses of memory during an activity."""
         return [use for use in self.uses if not use.during or act in use.during]
 
-    def num_bytes(self, act: Act, on: str = "") -> int:
+    def num_bytes(self, act: Activity, on: str = "") -> int:
         """Total bytes during an activity, on `device` or `host`, or on both if `on` is empty."""
         return sum(use.num_bytes for use in self.taken(act) if not on or use.on == on)
 
     @property
-    def acts(self) -> tuple[Act, ...]:
+    def acts(self) -> tuple[Activity, ...]:
         """Activities of a role of this kind."""
         return ACTS.get(self.kind, ())
 
@@ -99,7 +99,7 @@ def _role_memory(
         question = _question(role, worker, config, registry, placement, provider, slot_bytes)
         formula = load_target(provider.memory, owner=owner)
         try:
-            answer: MemoryAnswer = formula(question)
+            estimate: MemoryEstimate = formula(question)
         except Exception as error:  # an error in a plugin's formula must end neither a plan nor a run
             raise PluginError(f"{owner}: {provider.memory} failed: {type(error).__name__}: {error}") from error
         buffers = _sync_buffers(role, config, placement, question)
@@ -108,8 +108,8 @@ def _role_memory(
     return replace(
         memory,
         parameters=question.model.parameters,
-        uses=(*answer.uses, *buffers),
-        savings=answer.savings,
+        uses=(*estimate.uses, *buffers),
+        levers=estimate.levers,
         makes_room=makes_room(role, config, registry, placement.platform),
     )
 
@@ -122,7 +122,7 @@ def _question(
     placement: Placement,
     provider: TrainProvider | InferProvider,
     slot_bytes: int | None,
-) -> MemoryQuestion:
+) -> MemoryInput:
     spec = model_spec(role, config, Path())
     size = size_of(spec, config)
     added = adapter_parameters(size, spec.lora) if spec.lora is not None else 0
@@ -130,7 +130,7 @@ def _question(
     strategy = strategy_config(provider, keys, owner=registry.owner(provider))
     strategy.check_model_args(worker.model_args.model_dump(exclude_unset=True))
     places = placement.places[role.name]
-    return MemoryQuestion(
+    return MemoryInput(
         model=size,
         config=strategy,
         task=role.task,
@@ -151,7 +151,9 @@ def _question(
     )
 
 
-def _sync_buffers(role: RoleSpec, config: RunConfig, placement: Placement, question: MemoryQuestion) -> tuple[Use, ...]:
+def _sync_buffers(
+    role: RoleSpec, config: RunConfig, placement: Placement, question: MemoryInput
+) -> tuple[MemoryItem, ...]:
     """Buffers of the first weight sync in which the role takes part, as estimated by its transport."""
     link = next((link for link in placement.weights if role.name in link), None)
     if link is None:
@@ -163,11 +165,13 @@ def _sync_buffers(role: RoleSpec, config: RunConfig, placement: Placement, quest
         bucket_bytes=config.model_update_buffer_size_mb << 20,
     )
     buffers = load_transport(placement.weights[link].provider).buffers(sizes)
-    act: Act = "publish" if role.name == link[0] else "receive"
+    act: Activity = "publish" if role.name == link[0] else "receive"
     num_bytes = buffers.sender_bytes if role.name == link[0] else buffers.receiver_bytes
     if not num_bytes:
         return ()
-    return (Use(what="sync buffers", num_bytes=num_bytes, formula=buffers.formula, during=(act,), on=buffers.on),)
+    return (
+        MemoryItem(what="sync buffers", num_bytes=num_bytes, formula=buffers.formula, during=(act,), on=buffers.on),
+    )
 
 
 def _micro_batches(

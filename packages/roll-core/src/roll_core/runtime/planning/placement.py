@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.executors import ExecutorName
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
-    from roll_core.spec.plan import Act
+    from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
 
 WAITING_S = 120
 """Seconds that a run waits for free slots in Ray (`ray_executor.PLACEMENT_S`)."""
-HARDEST: dict[str, tuple[Act, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
+HARDEST: dict[str, tuple[Activity, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

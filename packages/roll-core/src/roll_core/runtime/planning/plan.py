@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.plan import Act
+    from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
 
@@ -226,7 +226,7 @@ def _on_slots(role: RoleMemory, placement: Placement) -> bool:
 
 def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[int, int]:
     """Device and host bytes of one worker in a phase, after the roles that share slots have offloaded."""
-    act: Act = phase.acts.get(role.role, "wait")
+    act: Activity = phase.acts.get(role.role, "wait")
     mine = slots_of(placement.places[role.role])
     crowded = any(mine & slots_of(placement.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
