@@ -33,6 +33,7 @@ from roll_core.runtime.rollout.requests import (
     PendingRequest,
     SubRequest,
     cut_at,
+    rest_of,
 )
 from roll_core.types import Completion
 
@@ -294,7 +295,10 @@ class RequestQueue:
         if not sub.parent.wants_tokens:
             return
         self.num_continued += sub.outputs[0].num_tokens > 0
-        request = sub.wire(next(self._numbers))
+        request = sub.parent.request
+        if not sub.is_whole:
+            output = sub.outputs[0]
+            request = rest_of(request, output, f"{request.id}#{output.index}.{next(self._numbers)}")
         if not slot.running:
             self._monitor.heartbeat(slot)
         slot.running[request.id] = sub

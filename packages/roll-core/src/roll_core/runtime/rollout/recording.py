@@ -204,9 +204,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _head(path: Path, stream: IO[bytes]) -> dict[str, Any]:
     head: dict[str, Any] = json.loads(stream.readline())
     if head["schema"] != SCHEMA:
-        raise RecordingError(
-            f"{path} has schema {head['schema']!r}, roll-core reads {SCHEMA}: replay with its version"
-        )
+        raise RecordingError(f"{path} has schema {head['schema']!r}, roll-core reads {SCHEMA}: replay with its version")
     return head
 
 

@@ -154,11 +154,6 @@ class SubRequest:
         self.reported = outputs
         return sum(len(output.token_ids) for output in outputs) > before
 
-    def wire(self, attempt: int) -> GenerateRequest:
-        """The request that a replica receives: the parent's, or the rest of one output under an id of its own."""
-        request, output = self.parent.request, self.outputs[0]
-        return request if self.is_whole else rest_of(request, output, f"{request.id}#{output.index}.{attempt}")
-
 
 def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
     """Concatenate two parts of one output; the finish reason is that of the second part.

@@ -255,8 +255,7 @@ class RolloutScheduler:
         """
         if state.get(REPLAYED) is True:
             raise CheckpointMismatchError(
-                "the checkpoint is of a run that replayed rollouts, and has no position in the prompts: resume it with"
-                " replay_rollouts"
+                "the checkpoint is from a run that replayed rollouts and has no prompt positions: set replay_rollouts"
             )
         for queue in self._queues:
             saved = state.get(queue.tag)
@@ -289,13 +288,13 @@ class RolloutScheduler:
             lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
         if lengths and len(lengths) != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, this config samples {self.plan.n}:"
-                " keep num_return_sequences_in_group as it was"
+                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, but this config samples"
+                f" {self.plan.n}: set num_return_sequences_in_group to {len(lengths)}"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
-                f"the checkpoint has a response of {longest} tokens to prompt {prompt.id}, this config allows {limit}:"
-                " keep response_length (max_new_tokens) as it was"
+                f"the checkpoint has a response of {longest} tokens to prompt {prompt.id}, but this config allows"
+                f" {limit}: set response_length (max_new_tokens) as in the run that saved it"
             )
         return slot
 
