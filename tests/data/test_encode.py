@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.data.datasets import read_rows
 from roll_core.data.encode import Encoder, encode_prompts, encode_sft, tokenizer_texts
+from roll_core.data.rows import read_rows
 from roll_core.data.templates import chat_template_of, control_tokens, load_template
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError

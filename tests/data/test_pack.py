@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.order import RowOrder
 from roll_core.data.pack import balance, pack, pack_evenly, totals
 from roll_core.errors import DataError
+from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.types import Totals, TrainSequence
 from roll_testing.errors import raises_error
 
@@ -148,9 +148,9 @@ def test_row_order_visits_every_row_once_an_epoch_and_is_a_function_of_the_step(
 
 def test_row_order_differs_by_seed_and_epoch():
     order = RowOrder(100, 1)
-    assert order.rows(0, 100) != order.rows(100, 100)
-    assert order.rows(0, 100) != RowOrder(100, 2).rows(0, 100)
-    assert RowOrder(5, 1, shuffle=False).visits(3, 4) == [(3, 0), (4, 0), (0, 1), (1, 1)]
+    assert order.batch(0, 100) != order.batch(1, 100)
+    assert order.batch(0, 100) != RowOrder(100, 2).batch(0, 100)
+    assert RowOrder(5, 1, shuffle=False).batch(1, 3) == [3, 4, 0]
 
 
 def test_an_order_of_no_rows_is_refused():

@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.data.sequences import sequence_of
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.runtime.planning.models import vocab_size_of
+from roll_core.runtime.planning.memory import vocab_size_of
 from roll_core.runtime.rollout.program import group_of
 from roll_core.runtime.rollout.scoring import request_of
 from roll_core.runtime.run.active_run import token_problem

@@ -187,7 +187,7 @@ def load_policy_loss(target: str) -> PolicyLoss:
 
 def _given(what: str, tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise DataError(f"the loss reads {what}, and the batch has none")
+        raise DataError(f"the loss needs {what}, but the batch has none")
     return tensor
 
 
@@ -231,6 +231,6 @@ def _check(loss: Tensor, micro: MicroBatch, **outputs: Tensor | None) -> None:
                 f" {int(micro.positions_T[token])} of sequence {micro.ids[sequence]}"
             )
     raise NonFiniteError(
-        f"the loss is {loss.item()} though everything that it reads is finite: the policy loss itself overflowed"
+        f"the loss is {loss.item()}, although all its inputs are finite: the policy loss overflowed"
         f" on sequences {', '.join(micro.ids)}"
     )

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
 from roll_core.config.schema import paths, roles
-from roll_core.data.datasets import Rows, file_names, first_rows, messages_of, need_column
+from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, RewardConfig
 from roll_core.spec.model import is_hub_id

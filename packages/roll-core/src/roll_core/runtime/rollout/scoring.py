@@ -42,25 +42,22 @@ class RewardRouter:
     def __init__(self, roles: Mapping[str, RewardRole], tags: Mapping[str, Sequence[str]]) -> None:
         """`roles` by domain; `tags[domain]` lists further tags that the domain's role scores."""
         self._roles = roles
-        self._by_tag = {domain: domain for domain in roles} | {
-            tag: domain for domain, included in tags.items() for tag in included
-        }
+        self._by_tag = dict(roles) | {tag: roles[domain] for domain, included in tags.items() for tag in included}
 
     @property
     def domains(self) -> frozenset[str]:
         """Domains that have a role."""
         return frozenset(self._roles)
 
-    def domain_of(self, tag: str) -> str:
-        """The domain whose role scores a tag. Raises `DataError` for an unknown tag."""
-        if len(self._roles) == 1:
-            return next(iter(self._roles))
-        if tag not in self._by_tag:
-            known = ", ".join(sorted(self._by_tag))
+    def role_of(self, tag: str) -> RewardRole:
+        """The role that scores a tag. Raises `DataError` for an unknown tag."""
+        role = next(iter(self._roles.values())) if len(self._roles) == 1 else self._by_tag.get(tag)
+        if role is None:
             raise DataError(
-                f"no reward scores rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
+                f"no reward scores rows with tag {tag!r}, expected one of {', '.join(sorted(self._by_tag))}: see"
+                " rewards.<domain>.tag_included"
             )
-        return self._by_tag[tag]
+        return role
 
     @property
     def retries(self) -> int:
@@ -74,7 +71,7 @@ class RewardRouter:
 
     async def score(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
         """Score a group and return it with rewards. Raises `DataError` if its tag is unknown."""
-        role = self._roles[self.domain_of(prompt.tag)]
+        role = self.role_of(prompt.tag)
         rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
         samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
         return Group(id=group.id, samples=tuple(samples))
@@ -153,7 +150,7 @@ class RewardRole:
             await self.group.replace(rank)
             await self.group.call_rank(rank, "start")
         except Exception as failure:  # raised to callers once no rank is left
-            log.warning("%s rank %d died and could not be replaced: %s", self.name, rank, failure)
+            log.warning("%s rank %d exited and could not be restarted: %s", self.name, rank, failure)
             raise
         del self._replacing[rank]
 

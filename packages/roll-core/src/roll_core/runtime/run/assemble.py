@@ -14,8 +14,8 @@ from roll_core.errors import UnsupportedError
 from roll_core.runtime.cluster.executors import choose_executor, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
-from roll_core.runtime.planning.comparing import plan_of_run
-from roll_core.runtime.planning.models import vocab_size_of
+from roll_core.runtime.planning.memory import vocab_size_of
+from roll_core.runtime.planning.plan import plan_of_run
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter

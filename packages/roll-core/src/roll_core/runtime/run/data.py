@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.data.datasets import read_rows
 from roll_core.data.encode import encode_prompts, encode_sft
+from roll_core.data.rows import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.datasets import Rows
+    from roll_core.data.rows import Rows
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.rollout import Prompt
     from roll_core.types import TrainSequence

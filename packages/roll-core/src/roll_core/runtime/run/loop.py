@@ -30,7 +30,7 @@ from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDied
 from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.planning.comparing import compared
+from roll_core.runtime.planning.plan import compared
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards

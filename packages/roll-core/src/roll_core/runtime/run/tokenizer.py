@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.data.datasets import are_chats
 from roll_core.data.encode import tokenizer_texts
+from roll_core.data.rows import are_chats
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, ModelError

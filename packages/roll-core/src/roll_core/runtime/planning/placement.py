@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors import ExecutorName
     from roll_core.runtime.cluster.placement import Place
-    from roll_core.spec.config import RunConfig, WorkerConfig
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
@@ -39,7 +39,7 @@ HARDEST: dict[str, tuple[Activity, ...]] = {"train": UPDATE, "score": ("score",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placing:
+class Placement:
     """Placement of every worker, and problems with it."""
 
     pipeline: PipelinePlan
@@ -56,19 +56,19 @@ class Placing:
     """Reasons why the run would not start."""
     notes: tuple[str, ...] = ()
     """Resources that the run would wait for."""
-    here: bool = field(default=True)
+    here: bool = True
     """True if the devices are on this host, so that their memory can be queried."""
 
     @property
-    def nodes(self) -> tuple[int, ...]:
-        """Indices of the nodes that have workers, in order."""
-        return tuple(sorted({place.node for workers in self.places.values() for place in workers}))
+    def nodes(self) -> set[int]:
+        """Indices of the nodes that have workers."""
+        return {place.node for workers in self.places.values() for place in workers}
 
 
-def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = None) -> Placing:
+def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = None) -> Placement:
     """Place the workers of a config. `num_nodes` is the number of nodes, if the user gives it.
 
-    Most problems are returned in `Placing.problems`. Raises `PlacementError` if no placement can be computed at all.
+    Most problems are returned in `Placement.problems`. Raises `PlacementError` if no placement can be computed at all.
     """
     config = loaded.config
     pipeline = pipeline_plan(loaded.pipeline, config)
@@ -96,8 +96,12 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
     if num_nodes is None and not clustered and here:
         num_nodes = 1
     if executor == "local":
-        problems += _refused_locally(workers, places, platform, per_node) if here else ()
-        problems += [f"{apart}: executor local has only one"] if apart else ()
+        for role, each in places.items() if here else ():
+            try:
+                check_local(role, workers[role].kind, each, platform, per_node)
+            except RollError as error:
+                problems.append(str(error))
+        problems += [f"{apart}: executor local has only one process"] if apart else ()
     elif num_nodes is not None:
         problems += _missing(places, platform, per_node, num_nodes)
         if here and num_nodes == 1:
@@ -107,7 +111,7 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
     except RollError as error:
         weights = {}
         problems += [] if apart else [str(error)]
-    return Placing(
+    return Placement(
         pipeline=pipeline,
         platform=platform,
         per_node=per_node,
@@ -189,26 +193,14 @@ def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan
     return PipelinePlan(roles=roles, phases=tuple(Phase(name=f"{name}: {act}", acts={name: act}) for name, act in each))
 
 
-def _refused_locally(
-    workers: Mapping[str, WorkerConfig], places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int
-) -> list[str]:
-    found = []
-    for role, each in places.items():
-        try:
-            check_local(role, workers[role].kind, each, platform, per_node)
-        except RollError as error:
-            found.append(str(error))
-    return found
-
-
 def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int) -> list[str]:
     """One problem per role with slots beyond the last node: its first missing slot and number of unplaced workers."""
     found = []
     for role, workers in places.items():
-        homeless = [each for each in workers if each.node >= num_nodes and each.slots]
-        if homeless:
-            slot = next(slot for slot in homeless[0].slots if slot >= num_nodes * per_node)
-            count = f"{len(homeless)} of {len(workers)} workers of {role} would have no place"
+        unplaced = [each for each in workers if each.node >= num_nodes and each.slots]
+        if unplaced:
+            slot = next(slot for slot in unplaced[0].slots if slot >= num_nodes * per_node)
+            count = f"{len(unplaced)} of {len(workers)} workers of {role} cannot be placed"
             found.append(f"{count}: {no_such_slot(role, slot, platform, per_node, num_nodes)}")
     return found
 
@@ -216,18 +208,12 @@ def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_no
 def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int) -> list[str]:
     """One problem per role with slots beyond this host's devices: `num_gpus_per_node` may exceed the device count."""
     here = per_node if platform.slots_share_cores else platform.device_count()
-    if here >= per_node:
-        return []
-    lacking = {
-        role: min(s for s in slots_of(each) if s >= here)
-        for role, each in places.items()
-        if any(s >= here for s in slots_of(each))
-    }
+    missing = {role: [slot for slot in slots_of(each) if here <= slot < per_node] for role, each in places.items()}
     return [
-        f"{role} asks for slot {slot}, but this host has {here} of platform {platform.name} (num_gpus_per_node says"
-        f" {per_node})"
-        for role, slot in lacking.items()
-        if slot < per_node
+        f"{role} needs slot {min(slots)}, but this host has {here} slots of platform {platform.name}"
+        f" (num_gpus_per_node is {per_node})"
+        for role, slots in missing.items()
+        if slots
     ]
 
 
@@ -242,12 +228,11 @@ def _waiting(
                 highest[each.node] = max(highest.get(each.node, 0), max(each.local_indices) + 1)
     if not highest or platform.slots_share_cores:
         return ()
-    resource = platform.ray_resource
     wanted = ", ".join(f"{highest[node]}" for node in sorted(highest))
     nodes = f"{len(highest)} nodes" if len(highest) > 1 else "one node"
-    unknown = "" if num_nodes is not None else " (how many nodes the cluster has is not asked: --nodes N says it)"
+    unknown = "" if num_nodes is not None else " (the number of nodes of the cluster is unknown: give --nodes N)"
     return (
-        f"Ray reserves {resource} {wanted} on {nodes} together before any role starts{unknown}. Where they exist but"
-        f" other jobs have them, every role waits, for at most {WAITING_S} s; then the run ends and says what is"
-        " missing",
+        f"Ray reserves {platform.ray_resource} {wanted} on {nodes} together before any role starts{unknown}."
+        f" If other jobs occupy these slots, the run waits for at most {WAITING_S} s. Then it ends and names the"
+        " missing slots",
     )

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from roll_core.data.datasets import messages_of, need_column, read_rows, text_of
+from roll_core.data.rows import messages_of, need_column, read_rows, text_of
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
@@ -67,7 +67,7 @@ def test_files_are_read_in_order_up_to_max_samples(tmp_path):
 
 def test_a_changed_file_is_read_anew_and_nothing_is_left_behind(tmp_path, monkeypatch):
     home = tmp_path / "home"
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", home)
+    monkeypatch.setenv("HF_HOME", str(home))
     path = write(tmp_path / "a.jsonl")
     assert len(read_rows(DataArguments(file_name=path))) == 3
     write(tmp_path / "a.jsonl", ROWS[:1])
@@ -220,6 +220,18 @@ def test_bytes_of_a_parquet_column_that_are_no_text_name_their_row(tmp_path):
     pyarrow.parquet.write_table(pa.table({"prompt": raw}), tmp_path / "a.parquet")
     with raises_error(DataError, "a.parquet", "row 2"):
         read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
+
+
+def test_a_compressed_file_that_ends_early_is_named(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(GOOD * 1000)[:-20])
+    with raises_error(DataError, "a.gz"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.gz"), dataset_type="json"))
+
+
+def test_rows_of_a_csv_with_too_many_values_are_named(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,response\na,b\na,b,c\n")
+    with raises_error(DataError, "a.csv", "row 2", "3", "2"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.csv")))
 
 
 def test_messages_nested_too_deep_name_their_row(tmp_path):

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from roll_core.runtime.planning import make_plan
-from roll_core.runtime.planning.levers import changed, smallest_change
 from roll_core.runtime.planning.plan import PROCESS_BYTES
+from roll_core.runtime.planning.suggestion import changed, smallest_change
 from roll_core.spec.providers import TrainProvider
 from roll_strategy_hf.config import HFTrainConfig
 
@@ -46,7 +46,7 @@ def test_the_weakest_setting_that_fits_is_proposed_and_a_new_plan_agrees(loaded,
     assert planned(*LONG, *found.overrides, host_bytes=quarter).over == 0
 
 
-def test_two_levers_where_one_does_not_do(loaded, registry, planned):
+def test_two_changes_if_one_is_not_enough(loaded, registry, planned):
     both = most(
         planned(
             *LONG,

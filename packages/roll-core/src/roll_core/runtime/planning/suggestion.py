@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.planning.predicting import RoleMemory
+    from roll_core.runtime.planning.memory import RoleMemory
     from roll_core.spec.config import RunConfig, WorkerConfig
 
-MOST_LEVERS = 3
+MAX_KINDS = 3
 """Maximum number of changes of different kinds in a proposal, before all kinds are tried together."""
 
 
@@ -34,7 +34,7 @@ class Change:
     keys: Mapping[str, Any]
     """Config values by dotted key."""
     costs: str
-    """Drawback of the change, for people."""
+    """Drawback of the change, for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Propos
     changes = _changes(config, registry, plan)
     kinds = [list(each) for _, each in itertools.groupby(changes, key=lambda change: change.kind)]
     nearest: Proposal | None = None
-    for count in range(1, min(MOST_LEVERS, len(kinds)) + 1):
+    for count in range(1, min(MAX_KINDS, len(kinds)) + 1):
         for chosen in itertools.combinations(kinds, count):
             # The strongest settings save most memory: if they do not fit together, skip the weaker ones.
             strongest = _tried(config, registry, plan, [each[-1] for each in chosen])
@@ -69,7 +69,7 @@ def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Propos
             settings = itertools.product(*chosen)
             tries = (_tried(config, registry, plan, each) for each in settings)
             return next((each for each in tries if each is not None and not each.over), strongest)
-    if len(kinds) > MOST_LEVERS:
+    if len(kinds) > MAX_KINDS:
         everything = _tried(config, registry, plan, [each[-1] for each in kinds])
         if everything is not None and (nearest is None or everything.over < nearest.over):
             return everything
@@ -79,7 +79,7 @@ def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Propos
 def _tried(config: RunConfig, registry: Registry, plan: Plan, changes: Sequence[Change]) -> Proposal | None:
     keys = {key: value for change in changes for key, value in change.keys.items()}
     try:
-        found = plan_with(changed(config, keys), registry, plan.placing, plan.capacity)
+        found = plan_with(changed(config, keys), registry, plan.placement, plan.capacity)
     except (RollError, ValueError):  # incompatible settings are no proposal
         return None
     return Proposal(changes=tuple(changes), over=found.over)
@@ -87,9 +87,9 @@ def _tried(config: RunConfig, registry: Registry, plan: Plan, changes: Sequence[
 
 def _changes(config: RunConfig, registry: Registry, plan: Plan) -> Iterator[Change]:
     """Changes to roles that contribute to an overfull memory, grouped by kind and weakest first within a kind."""
-    guilty = {name for load in plan.loads if load.over for name, _ in load.by_role}
+    overfull = {name for load in plan.loads if load.over for name, _ in load.by_role}
     for role in plan.memory:
-        if role.role not in guilty or role.unknown:
+        if role.role not in overfull or role.unknown:
             continue
         worker = config.roles()[role.role]
         if role.kind == "train":
@@ -108,21 +108,21 @@ def _changes(config: RunConfig, registry: Registry, plan: Plan) -> Iterator[Chan
 
 
 def _smaller_micro_batches(name: str, worker: WorkerConfig) -> Iterator[Change]:
-    args = worker.training_args
-    costs = "smaller products use the hardware less well; the numbers stay the same"
+    size, steps = worker.training_args.per_device_train_batch_size, worker.training_args.gradient_accumulation_steps
     if worker.use_dynamic_batching_in_train and worker.max_tokens_per_microbatch_in_train:
-        for tokens in _halves(worker.max_tokens_per_microbatch_in_train):
-            keys = {f"{name}.max_tokens_per_microbatch_in_train": tokens}
-            yield Change(kind=f"{name} microbatch", keys=keys, costs=costs)
-        return
-    for size in _halves(args.per_device_train_batch_size):
-        times = args.per_device_train_batch_size // size
-        if size * times != args.per_device_train_batch_size:
-            continue
-        keys = {
-            f"{name}.training_args.per_device_train_batch_size": size,
-            f"{name}.training_args.gradient_accumulation_steps": args.gradient_accumulation_steps * times,
-        }
+        halved = _halves(worker.max_tokens_per_microbatch_in_train)
+        settings = [{f"{name}.max_tokens_per_microbatch_in_train": tokens} for tokens in halved]
+    else:
+        settings = [
+            {
+                f"{name}.training_args.per_device_train_batch_size": smaller,
+                f"{name}.training_args.gradient_accumulation_steps": steps * (size // smaller),
+            }
+            for smaller in _halves(size)
+            if size % smaller == 0
+        ]
+    costs = "smaller matrix products use the hardware less well; the numbers stay the same"
+    for keys in settings:
         yield Change(kind=f"{name} microbatch", keys=keys, costs=costs)
 
 
@@ -137,20 +137,18 @@ def _smaller_scoring(role: RoleMemory, worker: WorkerConfig) -> Iterator[Change]
 
 
 def _of_strategy(role: RoleMemory) -> Iterator[Change]:
-    """Changes from the strategy's levers. Levers that set the same keys are of one kind."""
-    ordered: dict[tuple[str, ...], list[Change]] = {}
-    for lever in role.levers:
-        kind = f"{role.role} {' '.join(sorted(lever.keys))}"
-        keys = {f"{role.role}.strategy_args.strategy_config.{key}": value for key, value in lever.keys.items()}
-        ordered.setdefault(tuple(sorted(lever.keys)), []).append(Change(kind=kind, keys=keys, costs=lever.costs))
+    """Savings that the strategy offers. Those that set the same keys are of one kind."""
+    ordered: dict[str, list[Change]] = {}
+    for saving in role.levers:
+        kind = f"{role.role} {' '.join(sorted(saving.keys))}"
+        keys = {f"{role.role}.strategy_args.strategy_config.{key}": value for key, value in saving.keys.items()}
+        ordered.setdefault(kind, []).append(Change(kind=kind, keys=keys, costs=saving.costs))
     for each in ordered.values():
         yield from each
 
 
 def _halves(value: int) -> Iterator[int]:
-    while value > 1:
-        value //= 2
-        yield value
+    return (value >> shift for shift in range(1, value.bit_length()))
 
 
 def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Validation: generates responses to held-out prompts, scores them and averages. Used by every generating pipeline."""
+"""Stages that several pipelines share: validation, and the checks of an optimizer update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.config import RunConfig, ValidationConfig
-    from roll_core.spec.pipeline import Run
+    from roll_core.spec.pipeline import Run, UpdateResult
     from roll_core.types import Sample
 
 
@@ -22,7 +22,7 @@ class Validation:
     ) -> None:
         """`role` generates with the weights of `source`, `batch_size` prompts at once."""
         self.role, self.source, self.batch_size = role, source, batch_size
-        self.num_answers = validation.generating_args.num_return_sequences
+        self.num_responses = validation.generating_args.num_return_sequences
         self.params = validation.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         self.prompts = run.prompts(validation.data_args)
 
@@ -32,7 +32,7 @@ class Validation:
         samples: list[Sample] = []
         for start in range(0, len(self.prompts), self.batch_size):
             prompts = self.prompts[start : start + self.batch_size]
-            groups = await run.rollout(self.role, prompts, self.params, n=self.num_answers, split="val")
+            groups = await run.rollout(self.role, prompts, self.params, n=self.num_responses, split="val")
             samples += [sample for group in groups for sample in group.samples]
         run.log_samples(samples, split="val")
         return score_metrics(samples)
@@ -58,3 +58,14 @@ def score_metrics(samples: list[Sample]) -> dict[str, float]:
     if len(by_tag) > 1:
         metrics |= {f"val/{tag or 'untagged'}/score/mean": statistics.fmean(found) for tag, found in by_tag.items()}
     return metrics
+
+
+def log_update(run: Run, update: UpdateResult, name: str) -> None:
+    """Log an update's metrics as `<name>/...`. Trips the guard `non_finite` if steps were skipped."""
+    run.log(update.named(name))
+    run.guard(
+        "non_finite",
+        update.num_not_finite == 0,
+        f"step {run.step + 1}: {update.num_not_finite} of {update.num_steps} optimizer steps were skipped, because the"
+        " gradient was NaN or infinite: lower the learning rate, clip the gradient, or check the rewards",
+    )

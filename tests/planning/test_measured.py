@@ -1,8 +1,7 @@
 """What was predicted beside what was measured."""
 
 from roll_core.runtime.cluster.memory_use import MemoryUse
-from roll_core.runtime.planning.comparing import compared
-from roll_core.runtime.planning.plan import PROCESS_BYTES
+from roll_core.runtime.planning.plan import PROCESS_BYTES, compared
 
 
 def use(pid, begun, peak, device=None):
