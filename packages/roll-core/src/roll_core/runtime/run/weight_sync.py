@@ -17,11 +17,14 @@ from roll_core.errors import (
     WeightSyncError,
     WorkerDiedError,
 )
+from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.run.probe import ProbeReading, logprob_probe, require_following
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import role_facts
 from roll_core.runtime.workers.build import provider_of, served_adapters
+from roll_core.runtime.workers.infer import InferWorker
+from roll_core.runtime.workers.train import TrainWorker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.providers import InferCapabilities, TrainCapabilities, WeightTransportProvider
-    from roll_core.spec.transport import Route
+    from roll_core.spec.transport import DeviceFacts, Route
     from roll_core.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -200,16 +203,21 @@ class WeightSyncController:
         """The most preferred transport and route that pass their self-test, and why better ones are not used."""
         run = self._run
         await run.engine(target).revive()  # exited workers cannot report their devices
-        groups = {source: run.train_role(source).group, target: run.engine(target).group}
-        sender, receiver = [
+        trainers, engines = run.train_role(source).group, run.engine(target).group
+        train_devices: Sequence[DeviceFacts] = ()
+        infer_devices: Sequence[DeviceFacts] = ()
+        if not self._executor.shares_memory:
+            train_devices = await WorkerStub[TrainWorker](trainers)(TrainWorker.device_facts).all()
+            infer_devices = await WorkerStub[InferWorker](engines)(InferWorker.device_facts).all()
+        sender, receiver = (
             role_facts(
                 group,
                 self._capabilities(name).weight_transports,
-                () if self._executor.shares_memory else await group.call("device_facts"),
+                devices,
                 directory=run.config.model_update_dir or "",
             )
-            for name, group in groups.items()
-        ]
+            for name, group, devices in ((source, trainers, train_devices), (target, engines, infer_devices))
+        )
         rejected: dict[str, str] = {}
         while True:
             wanted = run.config.weight_transport

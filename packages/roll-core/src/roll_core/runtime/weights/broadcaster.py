@@ -15,7 +15,8 @@ from roll_core.errors import (
     WorkerDiedError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.weights.plan import SendOutcome, SyncPlan
+from roll_core.runtime.cluster.executors.base import WorkerStub
+from roll_core.runtime.weights.plan import ReceivingWorker, SendingWorker, SendOutcome, SyncPlan
 from roll_core.runtime.weights.proof import require_change, verify
 from roll_core.spec.transport import Route
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
@@ -82,6 +83,8 @@ class WeightBroadcaster:
         self.transport, self.route = transport, route or Route()
         self._lends = lends
         self._train, self._infer = train, infer
+        self._senders = WorkerStub[SendingWorker](train)
+        self._receivers = WorkerStub[ReceivingWorker](infer)
         self._dtype, self._weight_format, self._adapters = dtype, weight_format, adapters
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._previous: WeightManifest | None = None
@@ -157,9 +160,7 @@ class WeightBroadcaster:
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, SendHandle]:
         """Prepare all senders. Returns rank and handle of the first; the handle has the addresses of all senders."""
-        found: list[SendHandle | None] = await self._train.call(
-            "prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S
-        )
+        found = await self._senders(SendingWorker.prepare_send, plan.deadline_s + GRACE_S).all(plan)
         ready = {rank: handle for rank, handle in enumerate(found) if handle is not None}
         for rank, handle in ready.items():
             if plan.route.sources:
@@ -202,11 +203,11 @@ class WeightBroadcaster:
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
         """Call all receivers, including lost ranks, so that the send fails instead of blocking on them."""
-        arguments = [(plan, handle)] * self._infer.world_size
-        return await self._infer.call_each("receive_weights", arguments, deadline_s=within_s)
+        receive = self._receivers(ReceivingWorker.receive_weights, within_s)
+        return await receive.each([receive.args(plan, handle)] * self._infer.world_size)
 
     async def _send(self, plan: SyncPlan, within_s: float) -> SendOutcome:
-        outcomes: list[SendOutcome | None] = await self._train.call("send_weights", plan, deadline_s=within_s)
+        outcomes = await self._senders(SendingWorker.send_weights, within_s).all(plan)
         return self._joined({rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None})
 
     def _joined(self, outcomes: dict[int, SendOutcome]) -> SendOutcome:

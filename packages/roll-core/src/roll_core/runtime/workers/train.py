@@ -14,7 +14,7 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
-from roll_core.runtime.weights import WeightSender, device_facts
+from roll_core.runtime.weights import SendingWorker, WeightSender, device_facts
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 
@@ -70,7 +70,7 @@ class UpdateShare:
     stats: StepStats
 
 
-class TrainWorker:
+class TrainWorker(SendingWorker):
     """Worker of one rank.
 
     The executor constructs it in the worker's process; sync methods run on the worker's own thread.
