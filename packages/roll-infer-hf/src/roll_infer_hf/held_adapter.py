@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError
-from roll_core.spec.weights import copy_digested, refuse_misfit, refuse_stale
+from roll_core.spec.weights import check_tensor, check_version, copy_digested
 from roll_core.types import WeightReceipt
 from roll_modeling.lora import target_layers
 
@@ -75,7 +75,7 @@ class HeldAdapter:
 
         Copies `shared` tensors too: they are small, and the trainer's next step would change A and B but not W + B A.
         """
-        refuse_stale(self._who, version, current, manifest)
+        check_version(self._who, version, current, manifest)
         self.torn = True
         entries = {entry.name: entry for entry in manifest.tensors}
         held: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ class HeldAdapter:
         if room is None or entry is None:
             whose = "manifest" if room is not None else "model"
             raise UnexpectedTensorError(f"{self._who}: was sent {name}, for which the {whose} has no place")
-        refuse_misfit(self._who, entry, tensor, room)
+        check_tensor(self._who, entry, tensor, room)
 
     def _refuse_missing(self, entries: dict[str, TensorEntry], held: dict[str, Tensor], version: int) -> None:
         if missing := sorted(entries.keys() - held.keys()):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError
-from roll_core.spec.weights import copy_digested, digest, held_digest, refuse_misfit, refuse_stale
+from roll_core.spec.weights import check_tensor, check_version, copy_digested, digest, loaded_digest
 from roll_core.types import WeightReceipt
 from roll_modeling.layout import SIBLINGS, adjacent
 
@@ -56,7 +56,7 @@ class HeldWeights:
 
         With `shared`, uses tensors of the right dtype and device without a copy where possible.
         """
-        refuse_stale(self._who, version, current, manifest)
+        check_version(self._who, version, current, manifest)
         self.torn = True
         entries = {entry.name: entry for entry in manifest.tensors}
         digests: dict[str, str] = {}
@@ -67,7 +67,7 @@ class HeldWeights:
             if held is None or name not in entries:
                 whose = "the model" if held is None else "the manifest"
                 raise UnexpectedTensorError(f"{self._who}: was sent {name}, which {whose} does not have")
-            refuse_misfit(self._who, entries[name], tensor, held.shape)
+            check_tensor(self._who, entries[name], tensor, held.shape)
             seen.add(id(held))
             if shared and tensor.dtype == held.dtype and tensor.device == held.device:
                 borrowed[name] = tensor.detach()
@@ -86,7 +86,7 @@ class HeldWeights:
             if held.data_ptr() != tensor.data_ptr():
                 digests[name] = self._copy(name, tensor)
             else:
-                digests[name] = held_digest(held.detach(), entries[name].digest)
+                digests[name] = loaded_digest(held.detach(), entries[name].digest)
         self.released = False
         return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
 

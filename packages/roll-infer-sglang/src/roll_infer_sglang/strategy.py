@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.requests import check_request
-from roll_core.spec.weights import refuse_stale
+from roll_core.spec.weights import check_version
 from roll_core.types import WeightReceipt
 from roll_core.weights.device_memory import slot_devices
 from roll_infer_sglang.adapter_weights import AdapterWeights
@@ -185,7 +185,7 @@ class SglangStrategy(InferStrategy):
             server, requests, published = self._ready, self._requests, self._published
             if self._asleep:
                 raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-            refuse_stale(self._who, version, requests.version, manifest)
+            check_version(self._who, version, requests.version, manifest)
             try:
                 await requests.halt()
                 await published.compare(manifest)

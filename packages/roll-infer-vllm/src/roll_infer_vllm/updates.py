@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from roll_core.spec.weights import refuse_stale
+from roll_core.spec.weights import check_version
 from roll_core.types import WeightReceipt
 from roll_modeling.buckets import Incoming
 
@@ -64,7 +64,7 @@ class WeightUpdates:
         """
         who = f"{self._mesh.role} rank {self._mesh.rank}"
         async with self._alone:
-            refuse_stale(who, version, self.version, manifest)
+            check_version(who, version, self.version, manifest)
             await self._loader.compare(manifest)
             engine = self._engine
             await engine.pause_generation(mode="keep", clear_cache=True)

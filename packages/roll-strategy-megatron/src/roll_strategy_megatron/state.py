@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError
 from roll_core.spec.train import ParameterState, PortableState
-from roll_core.weights.pieces import PieceFiles
+from roll_core.weights.shards import ShardFiles
 from roll_strategy_megatron.bridge.source import FileSource
 from roll_strategy_megatron.optimizer import KINDS
 
@@ -63,7 +63,7 @@ def save_state(
         }
         _write_json(shared / STATE, state)
     save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
-    files = PieceFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
+    files = ShardFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
     kept: list[tuple[str, Tensor]] = []
     for name, tensor in _of_my_turn(bridge, optimizer):
         if later:

@@ -193,14 +193,14 @@ def memory_token(tensor: Tensor) -> str:
     return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{dtype_name(tensor)}:{layout[0]}:{layout[1]}"
 
 
-def held_digest(tensor: Tensor, expected: str) -> str:
+def loaded_digest(tensor: Tensor, expected: str) -> str:
     """Digest or memory token of a receiver's tensor, if the manifest says `expected`; see `make_receipt`."""
     if expected.startswith(MEMORY) and memory_token(tensor) == expected:
         return expected
     return digest(tensor)
 
 
-def refuse_stale(who: str, version: int, held: int, manifest: WeightManifest) -> None:
+def check_version(who: str, version: int, held: int, manifest: WeightManifest) -> None:
     """Raise `StaleWeightsError` if `version` is older than the engine's version `held`, or differs from the manifest's.
     `who` names the engine in the message."""
     if version < held or version != manifest.version:
@@ -210,7 +210,7 @@ def refuse_stale(who: str, version: int, held: int, manifest: WeightManifest) ->
         )
 
 
-def refuse_misfit(who: str, entry: TensorEntry, arrived: Tensor, room: Sequence[int]) -> None:
+def check_tensor(who: str, entry: TensorEntry, arrived: Tensor, room: Sequence[int]) -> None:
     """Raise `CorruptTensorError` unless the tensor has the manifest's dtype and shape, and the shape `room` of the
     model's parameter."""
     shape, has = list(arrived.shape), list(room)
@@ -233,5 +233,5 @@ def make_receipt(
     Otherwise it has the digest of the tensor.
     """
     expected = {entry.name: entry.digest for entry in manifest.tensors}
-    digests = {name: held_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
+    digests = {name: loaded_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
     return WeightReceipt(version=manifest.version, digests=digests, role=role, rank=rank)

@@ -51,7 +51,7 @@ def use_compiled_digests() -> bool:
     try:
         library()
     except ExtensionError as error:
-        log.info("weights are digested in a pass of their own, more slowly: %s", error)
+        log.info("digests are computed in a separate, slower pass, because the kernel is unavailable: %s", error)
         return False
     take_leaves_from(compiled_leaves_of)
     return True
