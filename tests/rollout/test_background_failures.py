@@ -40,7 +40,7 @@ TASKS = {
     ("rollout/replicas.py", "submit"),
     ("rollout/scoring.py", "_scored"),
     ("run/saving.py", "_save"),
-    ("run/stopping.py", "unless_asked"),
+    ("run/stopping.py", "unless_requested"),
     ("weights/broadcaster.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }

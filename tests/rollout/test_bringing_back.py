@@ -26,9 +26,7 @@ class Role(GroupInferRole):
     """Its first replica dies after `life_s`, and so does each of those that it is brought back with."""
 
     def __init__(self, *lives_s):
-        super().__init__(
-            "actor_infer", WorkerConfig(), NoWorkers(), progress_s=1.0, bring_back=self.publish_to_a_new_one
-        )
+        super().__init__("actor_infer", WorkerConfig(), NoWorkers(), progress_s=1.0, restart=self.publish_to_a_new_one)
         self.lives_s = iter(lives_s)
         self.brought_back = -1
 
@@ -113,7 +111,7 @@ def test_a_publish_that_fails_is_what_the_one_who_waits_hears():
             async def refuses():
                 raise WeightSyncError("not these")
 
-            role._bring_back = refuses
+            role._restart = refuses
             with pytest.raises(WeightSyncError, match="not these"):
                 await role.generate(REQUESTS)
             assert role.queue.num_pending == 0

@@ -24,7 +24,7 @@ class Workers:
         self.asked, self.times = [], {}
         self.replaced, self.started = [], []
 
-    async def call_rank(self, rank, method, *args):
+    async def call_rank(self, rank, method, *args, deadline_s=None):
         await asyncio.sleep(0)
         if method == "start":
             self.started.append(rank)
@@ -130,7 +130,7 @@ def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
     class Slow(Workers):
         busy = 0
 
-        async def call_rank(self, rank, method, *args):
+        async def call_rank(self, rank, method, *args, deadline_s=None):
             self.busy += 1
             most.append(self.busy)
             await asyncio.sleep(0.001)

@@ -78,7 +78,7 @@ def test_without_a_compiler_digests_take_a_pass_of_their_own(monkeypatch, tmp_pa
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         monkeypatch.setenv("CXX", "/no/such/compiler")
         assert not digests.use_compiled_digests()
-        assert "in a pass of their own" in caplog.text
+        assert "/no/such/compiler" in caplog.text
         with pytest.raises(ExtensionError):
             digests.compiled_leaves_of(np.zeros(1000, np.uint8), np.zeros(1000, np.uint8))
         assert weights._leaves_of is before

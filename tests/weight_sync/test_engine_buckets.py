@@ -139,10 +139,10 @@ def test_memory_that_cannot_be_lent_gives_way_to_the_host(monkeypatch, caplog):
     kind = HostMemory()
     monkeypatch.setitem(device_memory.KINDS, "cpu", kind)
 
-    def lend(memory):
+    def share(memory):
         raise RuntimeError("operation not supported")
 
-    monkeypatch.setattr(kind, "lend", lend)
+    monkeypatch.setattr(kind, "share", share)
     writer = BucketWriter(256, ("cpu",))
     assert writer.trial(torch.ones(1)) is None
     bucket, _ = writer.fill(iter(()), ("a", torch.ones(1)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.run.probe import Compared, ProbeReading, logprob_probe, require_following
+from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.types import Completion, CompletionOutput
 from roll_testing.errors import raises_error
@@ -124,6 +124,6 @@ def compared(engine, trainer, ids=(1, 2)):
 def test_an_engine_that_does_not_follow_the_trainer_is_stale(before, now, stale, part):
     both = [ProbeReading(**({"fixed": None, "sampled": None} | {part: each})) for each in (before, now)]
     if not stale:
-        return require_following("actor_infer rank 0", 3, *both)
+        return check_follows("actor_infer rank 0", 3, *both)
     with raises_error(StaleWeightsError, "actor_infer rank 0", "3", "0.005", "0"):
-        require_following("actor_infer rank 0", 3, *both)
+        check_follows("actor_infer rank 0", 3, *both)

@@ -8,8 +8,9 @@ from sync_workers import ProcessGroup, Trainer, record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
-from roll_core.runtime.weights import WeightBroadcaster, WeightSender
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcTransport, sources_of
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
 from roll_testing.errors import raises_error
@@ -26,7 +27,8 @@ def with_groups(num_train, num_infer, scenario):
 
 def publisher_between(train, infer, sources):
     route = Route(sources=sources)
-    return WeightBroadcaster(train, infer, record_of("cuda_ipc"), route=route, bucket_bytes=64 << 10, deadline_s=20)
+    plan = SyncPlan(transport=record_of("cuda_ipc"), route=route, bucket_bytes=64 << 10, deadline_s=20)
+    return WeightBroadcaster(train, infer, plan)
 
 
 def test_each_engine_is_fed_from_its_own_device():
@@ -83,7 +85,7 @@ def test_a_self_test_says_why_memory_cannot_be_shared_and_leaves_the_workers_fre
         await infer.call_rank(1, "use_device", "the one device", "peer access is not supported")
         with raises_error(WeightSyncError, "actor_infer rank 1", "access"):
             await publisher_between(train, infer, (0, 0)).self_test()
-        publisher = WeightBroadcaster(train, infer, record_of("shm"), deadline_s=20)
+        publisher = WeightBroadcaster(train, infer, SyncPlan(transport=record_of("shm"), deadline_s=20))
         await publisher.publish(0)
 
     with_groups(1, 2, scenario)

@@ -9,8 +9,8 @@ from roll_core.errors import CorruptTensorError, WorkerDiedError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place
-from roll_core.runtime.weights import WeightBroadcaster
-from roll_core.runtime.weights.plan import role_facts
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_testing.errors import raises_error
 
 
@@ -37,7 +37,9 @@ def test_publishes_between_ray_workers():
                 sides = [role_facts(group, declared) for group in (train, infer)]
                 transport = choose_transport(load_registry(), *sides).provider
                 assert transport.name == {3: "shm", 1: "collective"}[len(declared)]
-                publisher = WeightBroadcaster(train, infer, transport, bucket_bytes=64 << 10, deadline_s=20)
+                publisher = WeightBroadcaster(
+                    train, infer, SyncPlan(transport=transport, bucket_bytes=64 << 10, deadline_s=20)
+                )
                 await train.call("begin")
                 await infer.call("begin")
                 await publisher.publish(0)

@@ -13,7 +13,7 @@ from vllm_live import CACHE, start
 from roll_core.errors import MissingTensorError, ModelError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
-from roll_core.weights.eight_bits import in_eight_bits
+from roll_core.weights.fp8 import to_fp8
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
 from roll_testing.infer.holding import LONG, PROMPT, digests
@@ -47,7 +47,7 @@ class Fp8Live(Live):
     """Publishes in fp8, and has a trainer's model whose layers compute in fp8."""
 
     def tensors(self):
-        return list(in_eight_bits(self.model.named_parameters(), None))
+        return list(to_fp8(self.model.named_parameters(), None))
 
     async def update(self, tensors=None, **given):
         return await super().update(self.tensors() if tensors is None else tensors, **given)

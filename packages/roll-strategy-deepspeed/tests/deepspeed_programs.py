@@ -221,7 +221,7 @@ def export_in_pieces(rank: int, case: Case, folder: str, piece_bytes: int) -> tu
         def count(writer: pieces.PieceWriter, name: str, tensor: torch.Tensor) -> None:
             nonlocal most
             add(writer, name, tensor)
-            most = max(most, writer.pieces.holds)
+            most = max(most, writer.pieces.pending_bytes)
 
         with patch.object(pieces.PieceWriter, "add", count):
             strategy.export_model(Path(folder))

@@ -180,8 +180,8 @@ class _DeviceMemory:
             if memory is not self.tensor:
                 memory[:num_bytes].copy_(self.tensor[:num_bytes])
         for device in self._on:
-            self._kind.settle(device)
-        return "", {self._kind.uuid(device): self._kind.lend(memory).hex() for device, memory in self._on.items()}
+            self._kind.synchronize(device)
+        return "", {self._kind.uuid(device): self._kind.share(memory).hex() for device, memory in self._on.items()}
 
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)
@@ -215,7 +215,7 @@ def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Te
     for each in info.tensors:
         yield each["name"], view(memory, torch_dtype(each["dtype"]), tuple(each["shape"]), each["start"]).clone()
     if kind is not None:
-        kind.settle(device)
+        kind.synchronize(device)
 
 
 def opening_failure(info: BucketInfo, device: str) -> str:

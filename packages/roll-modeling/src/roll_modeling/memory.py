@@ -99,13 +99,13 @@ def engine_uses(
     cache_formula: str,
     sleeps: bool,
     bucket_mib: int,
-    eight_bits: bool = False,
+    fp8: bool = False,
 ) -> tuple[MemoryItem, ...]:
     """Memory of an engine's slot with its own cache: its part of the weights, the cache, and the bucket for updates.
 
     An engine that `sleeps` frees the cache, and also the weights if they are not in host memory.
     """
-    num_bytes, formula = weight_bytes(question, eight_bits=eight_bits)
+    num_bytes, formula = weight_bytes(question, fp8=fp8)
     return (
         MemoryItem(
             what="weights",
@@ -123,13 +123,13 @@ def engine_uses(
     )
 
 
-def weight_bytes(question: MemoryInput, *, eight_bits: bool) -> tuple[int, str]:
+def weight_bytes(question: MemoryInput, *, fp8: bool) -> tuple[int, str]:
     """Bytes of an engine's whole model, and their formula.
 
-    With `eight_bits` (fp8), the layers' matrices take one byte per element, plus four bytes per row for its scale.
+    With `fp8`, the layers' matrices take one byte per element, plus four bytes per row for its scale.
     """
     size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
-    if not eight_bits:
+    if not fp8:
         return size * parameters, f"{size} × {millions(parameters)}"
     linears = [each for layer in question.model.layers for each in layer.linears]
     elements = sum(each.outputs * each.inputs for each in linears)

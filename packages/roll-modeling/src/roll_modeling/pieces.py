@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from roll_core.weights.pieces import PieceFiles
+from roll_core.weights.shards import ShardFiles
 from roll_modeling.export import check_exportable, write_description, write_model
 from roll_modeling.lora import base_name
 from roll_modeling.portable_state import stored_buffers
@@ -141,7 +141,7 @@ class PieceWriter:
         path.mkdir(parents=True, exist_ok=True)
         for old in (*path.glob("model*.safetensors"), path / INDEX):
             old.unlink(missing_ok=True)
-        self.pieces = PieceFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})
+        self.pieces = ShardFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; it is copied or written before this returns."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from roll_core.errors import CheckpointError
 from roll_core.spec.train import ParameterState, PortableState
-from roll_core.weights.pieces import PieceFiles
+from roll_core.weights.shards import ShardFiles
 from roll_modeling.checkpoints import (
     STATE,
     check_names,
@@ -72,7 +72,7 @@ def save_state(
         }
         write_json(shared / STATE, state)
     save_random(path)
-    files = PieceFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
+    files = ShardFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
     kept: list[tuple[str, Tensor]] = []
     for name, tensor in _of_my_turn(bridge, optimizer):
         if later:

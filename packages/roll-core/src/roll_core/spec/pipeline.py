@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.providers import AdvantageProvider
     from roll_core.spec.rollout import Prompt, RolloutProgram
-    from roll_core.spec.train import LossFn
+    from roll_core.spec.train import LossFn, WantedOutputs
     from roll_core.types import (
         Completion,
         Floats,
@@ -182,7 +182,6 @@ class TrainRole(ABC):
     capabilities: TrainCapabilities
     """Capabilities of its strategy."""
 
-    @abstractmethod
     async def score(
         self,
         sequences: Sequence[TrainSequence],
@@ -199,6 +198,21 @@ class TrainRole(ABC):
         `base`: use the model without the adapters that the role trains. Raises `UnsupportedError` if it trains none.
         `argmax_tokens` needs `capabilities.topk`.
         """
+        from roll_core.spec.train import WantedOutputs
+
+        want = WantedOutputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            topk=int(argmax_tokens),
+            temperature=temperature,
+            base=base,
+        )
+        return await self.forward(sequences, want)
+
+    @abstractmethod
+    async def forward(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
+        """What `score` returns for `want`. Pipelines call `score`."""
 
     @abstractmethod
     async def update(

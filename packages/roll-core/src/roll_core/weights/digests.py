@@ -51,7 +51,7 @@ def use_compiled_digests() -> bool:
     try:
         library()
     except ExtensionError as error:
-        log.info("weights are digested in a pass of their own, more slowly: %s", error)
+        log.info("digests are computed in a separate, slower pass, because the kernel is unavailable: %s", error)
         return False
     set_leaf_function(compiled_leaves_of)
     return True

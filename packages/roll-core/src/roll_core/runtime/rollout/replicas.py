@@ -16,13 +16,15 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
 
 from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.executors.calls import retrieve
+from roll_core.runtime.workers.infer import InferWorker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -52,6 +54,8 @@ BUSIER_BY, BUSIER_TIMES = 64, 1.5
 SGLang's router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
 ABORT_AGAIN_S = 0.5
 """Seconds between repeated aborts: an abort may overtake the request that it should end."""
+NO_DEADLINE = math.inf
+"""Calls of replicas have no deadline: a busy engine queues requests, and the health monitor detects hangs."""
 POLLS = 4
 """A progress poll times out after `replica_timeout / POLLS`, since engines report only between two steps."""
 PAUSES = 20
@@ -94,17 +98,16 @@ class WorkerReplica(Replica):
     def __init__(self, group: WorkerGroup, rank: int) -> None:
         self.name = f"{group.role} rank {rank}"
         self._group, self._rank = group, rank
+        self._workers = WorkerStub[InferWorker](group)
         self._submitting: set[asyncio.Future[None]] = set()
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._cancelling: set[asyncio.Task[None]] = set()
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Call without a deadline: a busy engine queues requests, and the health monitor detects hangs."""
-        return await self._group.call_rank(self._rank, method, *args, deadline_s=math.inf)
-
     @override
     def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
-        submitting = asyncio.ensure_future(self._call("submit", list(requests)))
+        submitting = asyncio.ensure_future(
+            self._workers(InferWorker.submit, NO_DEADLINE).at(self._rank, list(requests))
+        )
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
         submitting.add_done_callback(retrieve)
@@ -116,7 +119,7 @@ class WorkerReplica(Replica):
         outcome: Completion | BaseException
         try:
             await asyncio.shield(submitting)
-            outcome = await self._call("result", id)
+            outcome = await self._workers(InferWorker.result, NO_DEADLINE).at(self._rank, id)
         except Exception as error:  # the queue decides what it means
             outcome = error
         if self._waiting.get(id) is asyncio.current_task():
@@ -127,12 +130,11 @@ class WorkerReplica(Replica):
     async def abort(self, ids: Sequence[str]) -> None:
         if self._submitting:
             await asyncio.wait(list(self._submitting))
-        await self._call("abort", list(ids))
+        await self._workers(InferWorker.abort, NO_DEADLINE).at(self._rank, list(ids))
 
     @override
     async def progress(self) -> list[Completion] | None:
-        found: list[Completion] | None = await self._call("progress")
-        return found
+        return await self._workers(InferWorker.progress, NO_DEADLINE).at(self._rank)
 
     @override
     async def terminate(self, why: str) -> WorkerDiedError:
@@ -155,7 +157,7 @@ class WorkerReplica(Replica):
         try:
             if self._submitting:
                 await asyncio.wait(list(self._submitting))
-            await self._group.call_rank(self._rank, "forget", ids)
+            await self._workers(InferWorker.forget).at(self._rank, ids)
         except RollError as error:  # the worker exited or the run ends, which cancels the requests too
             log.debug("%s: %s", self.name, error)
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import DataError, WorkerDiedError
-from roll_core.runtime.workers.reward import THREADS
+from roll_core.runtime.cluster.executors.base import WorkerStub
+from roll_core.runtime.workers.reward import THREADS, RewardWorker
 from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Group, Reward
 
@@ -83,6 +84,7 @@ class RewardRole:
     def __init__(self, name: str, config: RewardConfig, group: WorkerGroup, redactor: Redactor | None = None) -> None:
         """`redactor` removes secrets from failures and details, which are shown with samples."""
         self.name, self.config, self.group = name, config, group
+        self._workers = WorkerStub[RewardWorker](group)
         self._redactor = redactor or Redactor()
         self._turns = itertools.cycle(range(group.world_size))
         self._room = [asyncio.Semaphore(GROUPS_AT_ONCE) for _ in range(group.world_size)]
@@ -93,7 +95,7 @@ class RewardRole:
 
     async def start(self) -> None:
         """Load the reward function on every worker."""
-        await self.group.call("start")
+        await self._workers(RewardWorker.start).all()
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score the samples of a group together, on one worker.
@@ -127,7 +129,7 @@ class RewardRole:
         rank = await self._next()
         try:
             async with self._room[rank]:
-                found: list[Reward] = await self.group.call_rank(rank, "score", requests)
+                found = await self._workers(RewardWorker.score).at(rank, requests)
         except WorkerDiedError as death:
             if rank not in self.group.lost:  # this group cannot replace workers, so the run ends
                 raise
@@ -148,7 +150,7 @@ class RewardRole:
     async def _replace(self, rank: int) -> None:
         try:
             await self.group.replace(rank)
-            await self.group.call_rank(rank, "start")
+            await self._workers(RewardWorker.start).at(rank)
         except Exception as failure:  # raised to callers once no rank is left
             log.warning("%s rank %d exited and could not be restarted: %s", self.name, rank, failure)
             raise

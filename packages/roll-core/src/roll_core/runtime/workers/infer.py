@@ -18,7 +18,8 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.executors.calls import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
-from roll_core.runtime.weights import WeightReceiver, device_facts
+from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
+from roll_core.runtime.weights.receiver import WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import model_keys
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SyncPlan
+    from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SyncPlan
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
@@ -56,7 +57,7 @@ def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
     return {name: join[kinds.get(name, "sum")](values) for name, values in found.items()}
 
 
-class InferWorker:
+class InferWorker(ReceivingWorker):
     """Worker of one replica.
 
     The executor constructs it in the worker's process; methods run on its event loop and may overlap.

@@ -14,7 +14,8 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
-from roll_core.runtime.weights import WeightSender, device_facts
+from roll_core.runtime.weights.plan import SendingWorker, device_facts
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.runtime.weights import SendHandle, SendOutcome, SyncPlan
+    from roll_core.runtime.weights.plan import SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import (
@@ -70,7 +71,7 @@ class UpdateShare:
     stats: StepStats
 
 
-class TrainWorker:
+class TrainWorker(SendingWorker):
     """Worker of one rank.
 
     The executor constructs it in the worker's process; sync methods run on the worker's own thread.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PieceFiles:
+class ShardFiles:
     """Writer of a sequence of safetensors files of bounded size."""
 
     def __init__(self, folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] | None = None) -> None:
@@ -19,25 +19,21 @@ class PieceFiles:
         self._folder, self._name, self._max_bytes = folder, name, max_bytes
         self._metadata = dict(metadata) if metadata else None
         self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
+        self.pending_bytes = 0
+        """Bytes not yet written."""
         self.files: list[tuple[str, list[str]]] = []
         """Name of each written file, and the names of its tensors."""
         self.num_bytes = 0
         """Total size of all tensors so far, written or not."""
 
-    @property
-    def holds(self) -> int:
-        """Bytes not yet written."""
-        return self._pending_bytes
-
     def add(self, tensors: Mapping[str, Tensor]) -> str:
         """Add tensors, copied to the host or written before this returns. All go to the file whose name is returned."""
         added = sum(each.nbytes for each in tensors.values())
-        if self._pending and self._pending_bytes + added > self._max_bytes:
+        if self._pending and self.pending_bytes + added > self._max_bytes:
             self.flush()
         # Host tensors are copied too: a gathered tensor is valid only until the next gather.
         self._pending |= {key: each.detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
-        self._pending_bytes += added
+        self.pending_bytes += added
         self.num_bytes += added
         return self._name.format(len(self.files) + 1)
 
@@ -50,4 +46,4 @@ class PieceFiles:
         file = self._name.format(len(self.files) + 1)
         save_file(self._pending, self._folder / file, metadata=self._metadata)
         self.files.append((file, list(self._pending)))
-        self._pending, self._pending_bytes = {}, 0
+        self._pending, self.pending_bytes = {}, 0

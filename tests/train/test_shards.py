@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from roll_core.weights.pieces import PieceFiles
+from roll_core.weights.shards import ShardFiles
 from roll_modeling import pieces
 from roll_modeling.model import load_model
 from roll_modeling.pieces import write_gathered
@@ -63,7 +63,7 @@ def test_files_hold_what_transformers_would_store(monkeypatch, tmp_path, archite
 
 
 def test_a_file_is_written_when_the_next_tensor_does_not_fit(tmp_path):
-    files = PieceFiles(tmp_path, "part-{}.safetensors", 16)
+    files = ShardFiles(tmp_path, "part-{}.safetensors", 16)
     named = [files.add({str(number): torch.full((2,), float(number))}) for number in range(3)]
     named.append(files.add({"large": torch.zeros(9)}))
     files.flush()

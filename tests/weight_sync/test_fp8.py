@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from sync_workers import record_of
 
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
-from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.spec.transport import Route
 from roll_core.spec.weights import make_manifest
-from roll_core.weights import eight_bits
-from roll_core.weights.eight_bits import in_eight_bits, is_layers_weight, quantise_rows
+from roll_core.weights import fp8
+from roll_core.weights.fp8 import is_layers_weight, quantise_rows, to_fp8
 from roll_testing.errors import raises_error
 
 TINY = 2.0**-126
@@ -96,7 +97,7 @@ def test_a_row_is_rounded_by_itself(matrix, random, chunk):
     random.shuffle(order)
     weight, scale = quantise_rows(torch.from_numpy(matrix))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eight_bits, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(fp8, "CHUNK_ELEMENTS", chunk)
         shuffled, scales = quantise_rows(torch.from_numpy(matrix[order]))
     assert torch.equal(shuffled.view(torch.uint8), weight.view(torch.uint8)[order])
     assert torch.equal(scales, scale[order])
@@ -152,7 +153,7 @@ def model():
 
 
 def test_a_matrix_is_followed_by_its_scales_and_the_rest_is_cast():
-    found = list(in_eight_bits(iter(model().items()), torch.bfloat16))
+    found = list(to_fp8(iter(model().items()), torch.bfloat16))
     assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found] == [
         ("embed.weight", torch.bfloat16, (3, 4)),
         ("layers.0.proj.weight", torch.float8_e4m3fn, (2, 2)),
@@ -174,14 +175,14 @@ def test_what_is_not_finite_is_named_once_the_export_is_over(wrong):
             seen.append(name)
 
     with raises_error(NonFiniteWeightError, "layers.0.proj.weight", "NaN"):
-        list(in_eight_bits(export(), None))
+        list(to_fp8(export(), None))
     assert seen == list(tensors)  # other ranks wait in the same export
 
 
 def test_a_model_without_such_matrices_is_refused():
     tensors = {"transformer.h.0.attn.weight": torch.ones(2, 2)}
-    with raises_error(UnsupportedError, "8"):
-        list(in_eight_bits(iter(tensors.items()), None))
+    with raises_error(UnsupportedError, "fp8"):
+        list(to_fp8(iter(tensors.items()), None))
 
 
 # -- publishes ---------------------------------------------------------------------------------------------------------
@@ -192,16 +193,15 @@ OTHER_BYTES = 2 * 1 + 17 + 2 * 5
 
 def publisher(duo, transport, bucket_bytes=64 << 10):
     sources = (0,) * duo.infer.world_size if transport == "cuda_ipc" else ()
-    return WeightBroadcaster(
-        duo.train,
-        duo.infer,
-        record_of(transport),
+    plan = SyncPlan(
+        transport=record_of(transport),
         route=Route(options={"directory": duo.directory}, sources=sources),
         dtype="BF16",
         weight_format="fp8",
         bucket_bytes=bucket_bytes,
         deadline_s=20,
     )
+    return WeightBroadcaster(duo.train, duo.infer, plan)
 
 
 @pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective", "disk"])

@@ -59,7 +59,7 @@ def quantise_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return found_OI, scale_O1
 
 
-def in_eight_bits(exported: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def to_fp8(exported: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Convert exported tensors: layer matrices to fp8, each followed by its scales, and all others to `dtype`.
 
     With `dtype` None, other tensors keep their dtype. Raises `NonFiniteWeightError`, naming the tensor, and
@@ -82,9 +82,9 @@ def in_eight_bits(exported: Iterator[tuple[str, Tensor]], dtype: torch.dtype | N
         yield name, weight
         yield f"{name}_scale", scale
     if wrong:
-        raise NonFiniteWeightError(f"{wrong} has values that are NaN or infinite, which 8 bits would not show")
+        raise NonFiniteWeightError(f"{wrong} has values that are NaN or infinite, which fp8 cannot represent")
     if not num_found:
         raise UnsupportedError(
-            "the engine asks for weights in 8 bits, but no tensor of this model has a name like"
-            " layers.0.….weight: its architecture is not supported in 8 bits"
+            "the engine requires fp8 weights, but this model has no tensor with a name like layers.0.….weight: its"
+            " architecture is not supported in fp8"
         )
