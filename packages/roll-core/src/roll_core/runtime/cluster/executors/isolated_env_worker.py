@@ -37,7 +37,7 @@ from roll_core.runtime.cluster.executors.frames import (
 )
 from roll_core.runtime.cluster.executors.host import WorkerHost
 from roll_core.runtime.cluster.executors.sigterm_mask import be_deaf_to
-from roll_core.runtime.records.versions import versions
+from roll_core.runtime.records.provenance import versions
 
 if TYPE_CHECKING:
     import socket
