@@ -29,7 +29,8 @@ REMEDIES = {
     "weight_manifest": "the engine's weights differ from those of the trainer: update the infer strategy's plugin",
     "logprob_probe": (
         "does the engine load the weights that it confirms, and are its logprobs those of"
-        " softmax(logits / temperature)? Compare dtype and attention of trainer and engine. If they are correct, raise the threshold"
+        " softmax(logits / temperature)? Compare dtype and attention of trainer and engine. If they are correct, raise"
+        " the threshold"
     ),
     "logprob_gap": (
         "compare temperature, dtype and attention of trainer and engine. If they are correct, raise the threshold"
