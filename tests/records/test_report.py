@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.cli.report import write_report as report_command
+from roll_core.cli import main as cli
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.guards import GuardEvent
@@ -281,8 +281,7 @@ def test_the_command_takes_a_run_or_an_experiment(tmp_path: Path, capsys: pytest
     run = make_run(tmp_path)
     for path in (run.path, tmp_path / "grpo", tmp_path / "grpo" / "latest"):
         run.report.unlink(missing_ok=True)
-        assert report_command(path) == 0
+        assert cli.main(["report", str(path)]) == 0
         assert capsys.readouterr().out == f"{run.report}\n"
         assert run.report.exists()
-    with pytest.raises(RunDirectoryError):
-        report_command(tmp_path / "nowhere")
+    assert cli.main(["report", str(tmp_path / "nowhere")]) == RunDirectoryError.exit_code
