@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
-PACKAGES: tuple[str, ...] = ()
+PACKAGES: tuple[str, ...] = (
+    "packages/roll-core/src/roll_core/cli",
+    "packages/roll-core/src/roll_core/runtime/records",
+)
 """Folders of sources whose error and log messages are checked as well."""
 
 MAX_COLUMNS = 100
