@@ -64,7 +64,7 @@ def test_non_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
 def test_numbers_come_back_to_the_last_bit_under_any_name(values: dict[str, float]) -> None:
     read = json.loads(encode(values), parse_constant=pytest.fail)
     assert {name: number(value) for name, value in read.items()} == values
-    assert "\n" not in encode(values)
+    assert encode(values).count(b"\n") == 1
 
 
 def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_writing_goes_on_behind_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     writer = LineWriter(path)
-    writer.write({"step": 3})
+    writer.append({"step": 3})
     writer.close()
     writer.close()
     assert [row["step"] for row in read_lines(path)] == [1, 3]

@@ -46,7 +46,7 @@ def export_part(strategy, path):
 
 def log_to_full(*arguments):
     with contextlib.closing(LineWriter(FULL)) as file:
-        file.write({"step": 1})
+        file.append({"step": 1})
 
 
 FAULTS = {

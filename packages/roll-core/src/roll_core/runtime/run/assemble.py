@@ -23,6 +23,7 @@ from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.runtime.workers.build import (
     group_specs,
     model_spec,
+    offloads,
     provider_of,
     role_config,
     separate_processes_reason,

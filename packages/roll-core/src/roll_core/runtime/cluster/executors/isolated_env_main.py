@@ -47,7 +47,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     settings = json.loads(sys.argv[2])
     try:
-        import roll_core.runtime.records.versions  # noqa: F401
+        import roll_core.runtime.records.provenance  # noqa: F401
         from roll_core.runtime.cluster.executors import worker_server  # noqa: F401
         from roll_core.runtime.cluster.executors.worker_process import prepare_process
     except BaseException as error:  # SystemExit included: any failure of the environment is reported
@@ -71,7 +71,7 @@ async def _serve(connection: socket.socket, settings: Mapping[str, Any]) -> None
     from roll_core.runtime.cluster.concurrency import background, end_on_failure
     from roll_core.runtime.cluster.executors.codecs import WIRE
     from roll_core.runtime.cluster.executors.worker_server import WorkerServer
-    from roll_core.runtime.records.versions import versions
+    from roll_core.runtime.records.provenance import versions
 
     end_on_failure(_exit_after)
     server = WorkerServer(settings["role"], settings["rank"], WIRE)
