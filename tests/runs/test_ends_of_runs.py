@@ -237,7 +237,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     ("settings", "times", "says"),
     [
         ({}, 2, "stopped by a second SIGTERM"),
-        ({"preemption_timeout": 1.0}, 1, "not done and saved within preemption_timeout = 1 s"),
+        ({"preemption_timeout": 1.0}, 1, "preemption_timeout = 1 s"),
         ({"preemption_timeout": 0.0}, 1, "preemption_timeout is 0"),
     ],
     ids=["second", "deadline", "off"],
@@ -249,7 +249,7 @@ def test_a_step_that_does_not_end_does_not_keep_sigterm_waiting(local_runs, sett
     run = (local_runs.folder / "output" / "rlvr" / "latest").resolve()
     process.send_signal(signal.SIGTERM)
     if times == 2:
-        wait_for(lambda: "SIGTERM: a checkpoint" in (run / "log.txt").read_text(encoding="utf-8"), process)
+        wait_for(lambda: "SIGTERM: " in (run / "log.txt").read_text(encoding="utf-8"), process)
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
