@@ -82,14 +82,14 @@ def test_the_policys_trainer_and_engine_are_told_and_nobody_else(read, tmp_path)
 
 def test_a_model_without_experts_is_refused_once(read):
     found = problems(read, "actor_train.model_args.random_init.model_type=qwen3")
-    assert found.count("router_replay.mode: R3 needs a mixture of experts whose routers are known here") == 1
-    assert "the model is of type qwen3" in found
+    assert found.count("router_replay.mode") == 1
+    assert mentions(found, "qwen3")
     assert "mode: disable" in found
 
 
 def test_routers_that_are_not_known_are_named(read):
     found = problems(read, "actor_train.model_args.random_init.model_type=gpt_oss")
-    assert "the model is of type gpt_oss" in found
+    assert mentions(found, "gpt_oss")
     assert "qwen3_moe" in found
 
 

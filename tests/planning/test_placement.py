@@ -99,12 +99,12 @@ def test_more_slots_than_this_host_has_are_named(planned):
 def test_what_the_local_executor_refuses_is_a_problem(planned):
     found = planned("executor=local", "num_gpus_per_node=2", "actor_train.device_mapping=[0,1]")
     (problem,) = found.placement.problems
-    assert "actor_train has 2 workers, but the local executor has one process" in problem
+    assert mentions(problem, "actor_train", "2 workers", "executor")
 
 
 def test_a_platform_that_is_not_here_is_drawn_all_the_same(planned, registry):
     found = planned("platform=cuda", "num_gpus_per_node=8", "actor_train.device_mapping=list(range(0,8))")
-    assert "platform cuda is asked for but not here" in found.placement.problems[0]
+    assert mentions(found.placement.problems[0], "cuda")
     assert len(found.placement.places["actor_train"]) == 8
     assert planned(
         "platform=cuda", "num_gpus_per_node=8", "actor_train.device_mapping=list(range(0,8))", num_nodes=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from roll_core.errors import CheckpointMismatchError, ConfigError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import verify
+from roll_core.spec.providers import TrainCapabilities
 from roll_testing.errors import mentions, raises_error
 
 CLOCKS = ("time", "tokens_per_s")
@@ -126,7 +128,7 @@ def test_a_strategy_that_cannot_export_its_state_is_refused_before_anything_star
     from roll_core.plugins.registry import load_registry
     from roll_strategy_hf import plugin
 
-    unable = plugin.HF_TRAIN.__class__(tasks=("causal_lm",))
+    unable = dataclasses.replace(plugin.HF_TRAIN, capabilities=TrainCapabilities(tasks=("causal_lm",)))
     monkeypatch.setattr(plugin, "HF_TRAIN", unable)
     local_runs.registry = load_registry()
     with raises_error(ConfigError, "hf_train"):

@@ -9,7 +9,7 @@ import torch
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.pack import pack
 from roll_core.types import TrainSequence
-from roll_infer_hf import linear as hf_linear
+from roll_infer_hf import decoder
 from roll_modeling import products
 from roll_modeling.products import (
     HAS_ONEDNN,
@@ -106,9 +106,9 @@ def rows_seen(monkeypatch, module):
 @pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
 def test_an_engine_computes_with_few_numbers_of_rows(monkeypatch):
     """oneDNN keeps memory for each of them."""
-    seen = rows_seen(monkeypatch, hf_linear)
+    seen = rows_seen(monkeypatch, decoder)
     weight = torch.randn(LARGE)
-    project = hf_linear.Projection(weight, None, pack=True)
+    project = decoder.Projection(weight, None, pack=True)
     for rows in range(1, 200):
         x = torch.randn(rows, LARGE[1])
         torch.testing.assert_close(project(x), x @ weight.T, rtol=1e-4, atol=1e-4)

@@ -254,7 +254,7 @@ def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
 
     monkeypatch.setattr(dist, "ProcessGroupOWNCCL", ProcessGroupOWNCCL, raising=False)
     group = groups.make_group("ownccl", "cpu", "store", 2, 5, groups.LOOPBACK, Deadline(1))
-    assert isinstance(group, groups.DeviceGroup)
+    assert isinstance(group, groups.DeviceBroadcastGroup)
     assert made == [("store", 2, 5, timedelta(days=1))]
     assert watchdogs == ["0", "0"]
     assert [os.environ.get(name) for name in groups.WATCHDOGS] == [None, "2"]

@@ -1,7 +1,7 @@
 import torch
 
 from roll_core.runtime.weights.transports import collective
-from roll_core.runtime.weights.transports.collective import Group
+from roll_core.runtime.weights.transports.collective import BroadcastGroup
 from roll_core.spec.transport import Deadline, SenderSetup
 from roll_core.spec.weights import make_manifest
 
@@ -11,7 +11,7 @@ class Work:
         self.number = number
 
 
-class Recorded(Group):
+class Recorded(BroadcastGroup):
     """Says what it is told."""
 
     def __init__(self, done):

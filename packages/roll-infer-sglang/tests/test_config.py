@@ -162,7 +162,7 @@ def test_architectures_that_sglang_does_not_have_are_refused(models, tmp_path, m
         SglangConfig().check_architecture({"architectures": [name]})
     with pytest.raises(ValueError, match="NoSuchForCausalLM"):
         SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
-    monkeypatch.setattr("roll_core.config.validate.check_requirements", lambda record, owner: None)
+    monkeypatch.setattr("roll_core.config.parts.check_requirements", lambda record, owner: None)
     random = "actor_train.model_args.random_init={model_type: xlnet}"
     keys = [key for *_, key in problems(tmp_path, "{}", random, needs=True)]
     assert keys == ["actor_train.model_args.random_init.model_type"]

@@ -259,7 +259,7 @@ def test_architectures_that_vllm_does_not_have_are_refused(registry, keys, known
 
 
 def test_an_architecture_that_vllm_does_not_have_is_a_mistake_where_the_model_is_named(run, registry, monkeypatch):
-    monkeypatch.setattr("roll_core.config.validate.check_requirements", lambda record, owner: None)
+    monkeypatch.setattr("roll_core.config.parts.check_requirements", lambda record, owner: None)
     random = "actor_train.model_args.random_init={model_type: xlnet, n_layer: 2}"
     with pytest.raises(ConfigError) as raised:
         load(run("{}"), [random], load_registry(), needs=True)

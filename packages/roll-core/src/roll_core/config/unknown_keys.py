@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,10 +72,9 @@ MAX_SHOWN = 6
 @lru_cache
 def foreign_keys() -> Mapping[str, tuple[str, str]]:
     """Foreign keys, each with the equivalent keys of ROLL (separated by spaces) and a note."""
-    import tomllib
-    from importlib.resources import files
+    import yaml
 
-    table = tomllib.loads(files("roll_core.config").joinpath("foreign_keys.toml").read_text(encoding="utf-8"))
+    table = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_bytes())
     return {key: (each, "") if isinstance(each, str) else (each[0], each[1]) for key, each in table.items()}
 
 

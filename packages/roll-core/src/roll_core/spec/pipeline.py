@@ -174,7 +174,7 @@ class Rollouts(ABC):
 class TrainRole(ABC):
     """A role with a train strategy: it trains, or only computes forward passes (kind `score`).
 
-    Coroutines: `score`, `update`.
+    Coroutines: `forward`, `score`, `update`.
     """
 
     name: str

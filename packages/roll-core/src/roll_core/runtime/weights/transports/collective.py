@@ -134,10 +134,10 @@ class _Endpoint:
     def __init__(self, setup: SenderSetup | ReceiverSetup) -> None:
         self._bucket_bytes = min(setup.bucket_bytes, BUCKET_BYTES)
         self._backend, self._device = setup.options.get("backend", HOST_BACKEND), setup.device
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._number = 0
 
-    def _join(self, rank: int, size: int, host: str, deadline: Deadline) -> Group:
+    def _join(self, rank: int, size: int, host: str, deadline: Deadline) -> BroadcastGroup:
         self._group = make_group(self._backend, self._device, self._store, rank, size, host, deadline)
         return self._group
 
@@ -193,7 +193,7 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
             raise ReceiversLostError(at, gone=self._with("gone") or unread) from error
         return sent
 
-    def _meet(self, at: str, deadline: Deadline) -> Group:
+    def _meet(self, at: str, deadline: Deadline) -> BroadcastGroup:
         here = [f"here/{rank}" for rank in range(self._num_receivers)]
         while not self._store.check(here):
             if gone := self._with("gone"):
@@ -255,14 +255,14 @@ class CollectiveReceiver(_Endpoint, ReceiverEndpoint):
             self._store.set(f"gone/{self._rank}", "")
         super().close()
 
-    def _meet(self, deadline: Deadline) -> Group:
+    def _meet(self, deadline: Deadline) -> BroadcastGroup:
         self._store.set(f"here/{self._rank}", "")
         self._store.wait(["go"], timeout(deadline))
         host = self.address.partition("@")[2].rpartition(":")[0]
         return self._join(self._rank + 1, self._num_receivers + 1, host, deadline)
 
 
-def _buffers(group: Group, buckets: list[Bucket]) -> list[Tensor]:
+def _buffers(group: BroadcastGroup, buckets: list[Bucket]) -> list[Tensor]:
     num_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
     return [group.memory(num_bytes) for _ in range(2)]
 
@@ -270,7 +270,7 @@ def _buffers(group: Group, buckets: list[Bucket]) -> list[Tensor]:
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
-class Group:
+class BroadcastGroup:
     """The sender and all receivers. Failures are raised as `RuntimeError`."""
 
     def __init__(self, group: Any, device: str) -> None:
@@ -310,7 +310,7 @@ class Group:
         return timeout(deadline)
 
 
-class DeviceGroup(Group):
+class DeviceBroadcastGroup(BroadcastGroup):
     """An asynchronous library that may not detect a lost peer: the host polls the operation, and checks meanwhile
     whether the publish was called off."""
 
@@ -339,12 +339,14 @@ class DeviceGroup(Group):
         return _NEVER
 
 
-def make_group(backend: str, device: str, store: Store, rank: int, size: int, host: str, deadline: Deadline) -> Group:
+def make_group(
+    backend: str, device: str, store: Store, rank: int, size: int, host: str, deadline: Deadline
+) -> BroadcastGroup:
     """Create the group; blocks until all ranks call this. `host` is the sender's address, to which gloo connects."""
     if backend == HOST_BACKEND:
-        return Group(_gloo_group(store, rank, size, host, deadline), HOST_DEVICE)
+        return BroadcastGroup(_gloo_group(store, rank, size, host, deadline), HOST_DEVICE)
     with _watchdogs_off():
-        return DeviceGroup(_torch_group(backend, store, rank, size), device, store)
+        return DeviceBroadcastGroup(_torch_group(backend, store, rank, size), device, store)
 
 
 def _gloo_group(store: Store, rank: int, size: int, host: str, deadline: Deadline) -> Any:
