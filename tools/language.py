@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
+PAGES: tuple[str, ...] = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/README.md",
+    "docs/architecture.md",
+    "docs/errors.md",
+    "docs/installing.md",
+    "docs/quickstart.md",
+    "docs/support.md",
+)
 PACKAGES: tuple[str, ...] = ()
 """Folders of sources whose error and log messages are checked as well."""
 
