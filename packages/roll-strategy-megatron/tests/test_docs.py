@@ -8,7 +8,7 @@ from roll_strategy_megatron.config import REFUSED, MegatronConfig
 from roll_testing.config_table import check_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "megatron.md"
-BEGIN, END = "<!-- table: made by packages/roll-strategy-megatron/tests/test_docs.py -->\n", "<!-- end of table -->"
+BEGIN, END = "<!-- keys: made by packages/roll-strategy-megatron/tests/test_docs.py -->\n", "<!-- end of keys -->"
 
 
 def test_the_page_has_every_key_as_the_schema_has_it():
