@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from roll_testing.part import Part
+    from roll_testing.kit import Kit
 
 # Under `uv run pytest` Ray would give every worker an environment resolved anew, from a copy of the working directory.
 # It reads this once, when it is imported.
@@ -54,7 +54,7 @@ def _not_here(item: pytest.Item) -> bool:
 
 
 @cache
-def _provider(part: type[Part]) -> object:
+def _provider(part: type[Kit]) -> object:
     """The record under test; None where its name is that of no part, which a test of the kit reports."""
     from roll_core.errors import PluginError
 
@@ -65,7 +65,7 @@ def _provider(part: type[Part]) -> object:
 
 
 @cache
-def _engine_is_here(part: type[Part]) -> bool:
+def _engine_is_here(part: type[Kit]) -> bool:
     from roll_core.errors import MissingRequirementError
     from roll_core.plugins.requirements import check_requirements
 

@@ -229,7 +229,9 @@ class Trajectories:
 
     def __call__(self, id: str, index: int) -> Trajectory:
         turns = self._turns(int(id.rpartition("/")[2]), index)
-        return Trajectory(drawn_K=self.drawn[turns], observed_K=self.observed[turns], away_s_K=self.away_s[turns])
+        return Trajectory(
+            generated_K=self.drawn[turns], observed_K=self.observed[turns], environment_s_K=self.away_s[turns]
+        )
 
     def _turns(self, position: int, index: int) -> slice:
         at = position % self.groups * self.load.group + index

@@ -31,7 +31,8 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.plugin import roll_weight_transports
 from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place
-from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.transport import Route
@@ -105,7 +106,7 @@ async def measure(arrangement: Arrangement, rounds: int, limits: Limits, directo
         found = []
         for transport in arrangement.transports:
             route = Route(options={"directory": directory})
-            publisher = WeightBroadcaster(train, infer, TRANSPORTS[transport], route=route)
+            publisher = WeightBroadcaster(train, infer, SyncPlan(transport=TRANSPORTS[transport], route=route))
             of_transport = await measure_one(arrangement, publisher, rounds, limits)
             found.append(
                 {
@@ -152,7 +153,7 @@ async def measure_copying(
     """Publishes of the three kinds in turn. A version that is published again is no claim that something changed:
     without digests nothing seems to."""
     train, infer = publisher._train, publisher._infer
-    limit = LIMIT[publisher.transport.name]
+    limit = LIMIT[publisher.plan.transport.name]
     modes = list(LEAVES)
     cold = await publisher.publish(0)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}

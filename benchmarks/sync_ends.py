@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.runtime.weights import WeightReceiver, WeightSender
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 from roll_core.spec import weights
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.cluster.executors.base import Place
-    from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan
+    from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.weights import Bytes
     from roll_core.types import WeightManifest
 
@@ -74,7 +75,7 @@ class Switch:
     def digests(self, which: str) -> None:
         """From the next publish on."""
         library()
-        weights.take_leaves_from(LEAVES[which])
+        weights.set_leaf_function(LEAVES[which])
 
     def cpu_s(self) -> float:
         """CPU time of its process so far."""

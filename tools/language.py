@@ -1,7 +1,6 @@
 """Checks the language of docs and messages; part of `./run lint`. Words and rules: CONTRIBUTING.md.
 
-Pages and packages that are already clean are listed in `PAGES` and `PACKAGES`, so that they stay clean. A page that
-is cleaned joins the list. `python tools/language.py PATH...` checks other files.
+Checks all pages, and the messages of errors and logs in all packages. `python tools/language.py PATH...` checks others.
 """
 
 from __future__ import annotations
@@ -16,56 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES: tuple[str, ...] = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs/README.md",
-    "docs/algorithms.md",
-    "docs/architecture.md",
-    "docs/configuration.md",
-    "docs/conformance.md",
-    "docs/data.md",
-    "docs/deepspeed.md",
-    "docs/doctor.md",
-    "docs/engine.md",
-    "docs/errors.md",
-    "docs/fsdp2.md",
-    "docs/gpu.md",
-    "docs/guards.md",
-    "docs/images.md",
-    "docs/installing.md",
-    "docs/lora.md",
-    "docs/multi-node.md",
-    "docs/plan.md",
-    "docs/platforms.md",
-    "docs/plugins.md",
-    "docs/quickstart.md",
-    "docs/resources.md",
-    "docs/rewards.md",
-    "docs/rollouts.md",
-    "docs/router-replay.md",
-    "docs/runs.md",
-    "docs/sglang.md",
-    "docs/support.md",
-    "docs/vllm.md",
-    "docs/weight-sync.md",
-    "packages/roll-core/README.md",
-    "packages/roll-infer-hf/README.md",
-    "packages/roll-infer-sglang/README.md",
-    "packages/roll-infer-vllm/README.md",
-    "packages/roll-migrate/README.md",
-    "packages/roll-modeling/README.md",
-    "packages/roll-platform-cuda/README.md",
-    "packages/roll-platform-npu/README.md",
-    "packages/roll-platform-rocm/README.md",
-    "packages/roll-strategy-deepspeed/README.md",
-    "packages/roll-strategy-fsdp2/README.md",
-    "packages/roll-strategy-hf/README.md",
-    "packages/roll-strategy-megatron/README.md",
-    "packages/roll-testing/README.md",
-)
-PACKAGES: tuple[str, ...] = ()
-"""Folders of sources whose error and log messages are checked as well."""
+CHECKED = ("README.md", "CONTRIBUTING.md", "docs/*.md", "packages/*/README.md", "packages/*/src")
 
 MAX_COLUMNS = 100
 MAX_CELL_WORDS = 15
@@ -85,8 +35,8 @@ TEXT = re.compile(
 
 def main(arguments: list[str]) -> int:
     """0 if nothing is found."""
-    named = [Path(each) for each in arguments] or [REPOSITORY / each for each in (*PAGES, *PACKAGES)]
-    files = [each for path in named for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    named = [Path(each) for each in arguments] or [each for glob in CHECKED for each in REPOSITORY.glob(glob)]
+    files = [each for path in sorted(named) for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     found = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
     if not arguments:
         tests = [*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("packages/*/tests/*.py")]

@@ -59,7 +59,7 @@ class Roll:
         from collections import defaultdict
         from unittest.mock import patch
 
-        from roll_infer_hf.linear import Projection
+        from roll_infer_hf.decoder import Projection
 
         seconds: defaultdict[str, float] = defaultdict(float)
         core: Any = self.engine._ready_core

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def batch_of(rewards, masks, *, groups=None, values=None, gamma=1.0, lambd=1.0, scores=None):
@@ -105,7 +105,7 @@ def test_rloo_does_not_compare_with_a_sequence_that_drew_nothing():
 
 
 def test_rloo_refuses_a_discount():
-    with refused(UnsupportedError, "0.9"):
+    with raises_error(UnsupportedError, "0.9"):
         rloo(batch_of([[1]], [[1]], gamma=0.9))
 
 
@@ -134,7 +134,7 @@ def test_gae_with_lambda_one_is_the_return_less_the_value():
 
 
 def test_gae_needs_a_critic():
-    with refused(UnsupportedError, "critic"):
+    with raises_error(UnsupportedError, "critic"):
         gae(batch_of([[1]], [[1]]))
 
 
@@ -170,7 +170,7 @@ def test_rewards_that_are_not_finite_are_an_error(estimate, poison):
 
 
 def test_values_that_are_not_finite_are_an_error():
-    with refused(NonFiniteError, "critic"):
+    with raises_error(NonFiniteError, "critic"):
         gae(batch_of([[0, 1]], [[1, 1]], values=[[0, math.nan]]))
 
 

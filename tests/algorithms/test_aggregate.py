@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import UnsupportedError
 from roll_core.types import Totals
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 # first sequence: 1, 2 masked in; second: 3, 4, 6
 VALUES = torch.tensor([100.0, 1, 2, 3, 4, 6, 100])
@@ -65,7 +65,7 @@ def test_a_sequence_without_masked_tokens_does_not_count(mode, micro_of):
 
 
 def test_an_unknown_mode_is_named(micro_of):
-    with refused(UnsupportedError, "seq-mean-token-sum-norm"):
+    with raises_error(UnsupportedError, "seq-mean-token-sum-norm"):
         aggregate(VALUES, micro_of(MASKS), "tokens")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll_core.algorithms.normalise import RewardNormaliser, RunningMoments, clip, moments_by, whiten
 from roll_core.errors import NonFiniteError
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 4.0])
 GROUPS = torch.tensor([0, 0, 9, 9])
@@ -105,7 +105,7 @@ def test_the_running_state_is_plain_values():
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_rewards_that_are_not_finite_are_an_error(poison):
     normalise = RewardNormaliser("running", "group")
-    with refused(NonFiniteError, "rewards"):
+    with raises_error(NonFiniteError, "rewards"):
         normalise(torch.tensor([0.0, poison]), torch.tensor([0, 0]))
     assert normalise.state() == {}
 

@@ -16,7 +16,7 @@ from roll_core.errors import DataError, NonFiniteError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import Totals
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 LN2 = math.log(2)
 
@@ -122,7 +122,7 @@ def test_a_policy_loss_is_loaded_by_name(micro_of):
 
 @pytest.mark.parametrize("target", ["roll_core.algorithms.policy_losses:nothing", "no_such_module:f", "no colon"])
 def test_a_policy_loss_that_is_not_there_is_named(target, micro_of):
-    with refused(DataError, repr(target)):
+    with raises_error(DataError, repr(target)):
         PolicyObjective(policy_loss=target, entropy_metric=False)(
             TokenOutputs(logprobs_T=torch.tensor([0.0])), micro_of([[1]], advantages=[[1.0]])
         )
@@ -272,19 +272,19 @@ def test_outputs_that_are_not_finite_are_named(objective, poison, micro_of):
         values=zeros,
     )
     bad = torch.tensor([poison, 0.0, 0.0, poison])
-    with refused(NonFiniteError, "token 1", "row/2"):
+    with raises_error(NonFiniteError, "token 1", "row/2"):
         objective(TokenOutputs(logprobs_T=bad, entropy_T=torch.zeros(4), values_T=bad), micro)
 
 
 def test_an_input_that_is_not_finite_is_named(micro_of):
     micro = micro_of([[1]], advantages=[[math.nan]])
-    with refused(NonFiniteError, "advantages", "token 0", "s0"):
+    with raises_error(NonFiniteError, "advantages", "token 0", "s0"):
         PolicyObjective(entropy_metric=False)(TokenOutputs(logprobs_T=torch.tensor([0.0])), micro)
 
 
 def test_missing_reference_logprobs_are_named(micro_of):
     outputs = TokenOutputs(logprobs_T=torch.tensor([0.0]), entropy_T=torch.tensor([0.0]))
-    with refused(DataError, "ref_logprobs"):
+    with raises_error(DataError, "ref_logprobs"):
         PolicyObjective(kl_coef=0.1)(outputs, micro_of([[1]], advantages=[[1.0]]))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll_core.algorithms.policy_losses import ppo, vanilla
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLossParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 LN2 = math.log(2)
 
@@ -100,7 +100,7 @@ def test_the_clamp_of_the_log_ratio_is_an_option(micro_of):
 
 def test_an_unknown_option_is_refused(micro_of):
     logprobs, micro = one_each(micro_of, [0.0], [1])
-    with refused(UnsupportedError, "epsilon"):
+    with raises_error(UnsupportedError, "epsilon"):
         ppo(logprobs, micro, PolicyLossParams(options={"epsilon": 1.0}))
 
 
@@ -117,7 +117,7 @@ def test_vanilla_by_hand(micro_of):
 
 @pytest.mark.parametrize("loss", [ppo, vanilla])
 def test_a_batch_without_advantages_is_refused(loss, micro_of):
-    with refused(DataError, "advantages"):
+    with raises_error(DataError, "advantages"):
         loss(torch.tensor([0.0]), micro_of([[1]]), PolicyLossParams())
 
 

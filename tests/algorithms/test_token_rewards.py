@@ -9,7 +9,7 @@ import torch
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
 from roll_core.errors import NonFiniteError
 from roll_core.spec.algorithms import AdvantageInput
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def flat(*rows):
@@ -55,9 +55,9 @@ def test_the_input_is_not_modified():
 
 
 def test_scores_and_penalties_that_are_not_finite_are_an_error():
-    with refused(NonFiniteError, "scores"):
+    with raises_error(NonFiniteError, "scores"):
         token_rewards(batch(torch.tensor([math.nan, 0.0, 0.0])))
-    with refused(NonFiniteError, "KL"):
+    with raises_error(NonFiniteError, "KL"):
         token_rewards(batch(torch.zeros(3), kl_T=torch.full((9,), math.inf), kl_coef=0.1))
 
 

@@ -11,7 +11,7 @@ from roll_core import __version__
 from roll_core.cli import main as cli
 from roll_core.errors import RollError, RunInterruptedError
 from roll_testing.errors import mentions
-from roll_testing.part import HF_PACKAGES
+from roll_testing.kit import HF_PACKAGES
 
 SFT = """\
 pipeline: sft
@@ -79,7 +79,7 @@ def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_pa
     ],
 )
 def test_configs_overrides_and_options_come_in_any_order(words, monkeypatch):
-    import roll_core.cli.check as check
+    from roll_core.cli import run
 
     seen = {}
 
@@ -87,7 +87,7 @@ def test_configs_overrides_and_options_come_in_any_order(words, monkeypatch):
         seen.update(configs=[str(each) for each in configs], overrides=overrides, disabled=disabled, files=files)
         return 0
 
-    monkeypatch.setattr(check, "check_configs", record)
+    monkeypatch.setattr(run, "check_configs", record)
     assert cli.main(["check", *words]) == 0
     expected = {"configs": ["run.yaml"], "overrides": ["seed=3", "~exp_name"], "disabled": ["acme"], "files": False}
     assert seen == expected
@@ -179,7 +179,7 @@ def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(con
 @pytest.mark.parametrize("command", ["run", "check", "plan"])
 def test_a_key_without_a_value_and_a_command_without_a_config_are_told_how(command, config, capsys):
     for words, says in (
-        ([config, "max_steps"], "there is no file max_steps; to set a key write max_steps=VALUE"),
+        ([config, "max_steps"], "max_steps=VALUE"),
         ([], "config file"),
         (["seed=3"], "config file"),
     ):

@@ -11,7 +11,7 @@ import pytest
 
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.run.resuming import SavedRun
-from roll_testing.part import HF_PACKAGES
+from roll_testing.kit import HF_PACKAGES
 
 HEAVY = ("torch", "ray", "transformers", "datasets")
 ASK = """

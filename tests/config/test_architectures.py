@@ -90,10 +90,10 @@ def test_the_lists_are_those_by_which_the_auto_classes_of_transformers_choose():
         builds = {each for each, config in types.items() if type(config, (), {}) in mapping}
         assert len(builds) > 100
         for each in types:
-            assert refused(check_buildable, {"model_type": each}, name) == (each not in builds)
+            assert raises_error(check_buildable, {"model_type": each}, name) == (each not in builds)
 
 
-def refused(check, *arguments):
+def raises_error(check, *arguments):
     try:
         check(*arguments)
     except ValueError:
@@ -109,7 +109,7 @@ def test_models_that_take_a_cache_are_those_whose_forward_has_a_parameter_for_it
 
     model = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
     takes = "past_key_values" in inspect.signature(model.forward).parameters
-    assert refused(check_cached, {"model_type": model_type}) == (not takes)
+    assert raises_error(check_cached, {"model_type": model_type}) == (not takes)
 
 
 @pytest.mark.parametrize(

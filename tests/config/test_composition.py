@@ -14,7 +14,7 @@ from roll_core.config import load
 from roll_core.config.compose import compose
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 REGISTRY = load_registry()
 SFT = """\
@@ -78,7 +78,7 @@ def test_a_fragment_is_merged_into_a_role_and_its_mistakes_are_found_there(write
     file = write(run="defaults: [adam@sft_train.training_args]\n" + SFT, adam="learning_rate: 0.25\nadam_beta1: 0.5\n")
     assert load(file, [], REGISTRY).config.sft_train.training_args.learning_rate == 0.25
     Path("adam.yaml").write_text("learning_rate: 0.25\n\nadam_beta1: 2\n")
-    with refused(ConfigError, "adam.yaml:3", "13", "sft_train.training_args.adam_beta1", "2"):
+    with raises_error(ConfigError, "adam.yaml:3", "13", "sft_train.training_args.adam_beta1", "2"):
         load(file, [], REGISTRY)
 
 

@@ -8,7 +8,7 @@ from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.plugins.registry import Registry
 from roll_testing.errors import mentions
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
 CONFIG = """\

@@ -18,7 +18,7 @@ from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Config
 from roll_testing.config_table import key_entry
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 TEXT = DOCS.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.spec.devices import MAX_SLOTS, parse_device_mapping
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 @pytest.mark.parametrize(
@@ -121,19 +121,19 @@ def test_a_list_of_a_list_is_that_list():
     ],
 )
 def test_what_is_no_mapping_is_refused(text):
-    with refused(ValueError):
+    with raises_error(ValueError):
         parse_device_mapping(text)
 
 
 @pytest.mark.parametrize("value", [None, 3, 1.5, True, {"a": 1}, [True], ["0"], [0.0], [None], [[0]], b"[0]", []])
 def test_other_values_are_refused(value):
-    with refused(ValueError, "device_mapping"):
+    with raises_error(ValueError, "device_mapping"):
         parse_device_mapping(value)
 
 
 def test_a_huge_sum_is_refused_before_it_fills_the_memory():
     text = "+".join([f"range(0,{MAX_SLOTS})"] * 2000)
-    with refused(ValueError, "1000000"):
+    with raises_error(ValueError, "1000000"):
         parse_device_mapping(text)
 
 
@@ -149,5 +149,5 @@ def test_any_text_is_slots_or_a_value_error(text):
 
 
 def test_an_error_says_where_in_the_expression():
-    with refused(ValueError, "14"):
+    with raises_error(ValueError, "14"):
         parse_device_mapping("list(range(0,x8))")

@@ -5,12 +5,12 @@ import re
 import pytest
 
 from roll_core.config import load
-from roll_core.config.foreign_keys import FOREIGN
 from roll_core.config.schema import paths
+from roll_core.config.unknown_keys import foreign_keys
 from roll_core.errors import ConfigError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import Registry
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
 RLVR = """\
@@ -54,7 +54,7 @@ def hints(tmp_path, text):
 
 def test_every_key_in_the_place_of_a_foreign_one_exists():
     ours = {path for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
-    for foreign, (targets, _) in FOREIGN.items():
+    for foreign, (targets, _) in foreign_keys().items():
         assert targets, foreign
         for target in targets.split():
             steps = tuple(target.split("."))
@@ -63,7 +63,7 @@ def test_every_key_in_the_place_of_a_foreign_one_exists():
 
 def test_no_foreign_key_is_a_key_of_ours_in_its_place():
     ours = {path for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
-    assert not [foreign for foreign in FOREIGN if tuple(foreign.split(".")) in ours]
+    assert not [foreign for foreign in foreign_keys() if tuple(foreign.split(".")) in ours]
 
 
 @pytest.mark.parametrize(

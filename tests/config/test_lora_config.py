@@ -14,8 +14,8 @@ from roll_core.runtime.workers.build import lora_spec
 from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_testing.errors import mentions, refused
-from roll_testing.part import hf_plugins
+from roll_testing.errors import mentions, raises_error
+from roll_testing.kit import hf_plugins
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 SFT = """
@@ -99,12 +99,10 @@ def test_a_saved_config_without_adapters_loads_again(read):
 
 def test_a_strategy_without_adapters_is_refused_where_they_are_asked_for(read):
     text = SFT.replace("hf_train", "plain_train")
-    with pytest.raises(ConfigError) as raised:
+    with raises_error("ROLL-C017", "plain_train", "hf_train", key="sft_train.model_args.lora_target") as raised:
         read(text)
     (problem,) = raised.value.problems
     assert problem.where.endswith("run.yaml:4:18")
-    assert problem.key == "sft_train.model_args.lora_target"
-    assert (problem.message, problem.hint) == ("plain_train trains no adapters", "strategies that do: hf_train")
     read(text, "sft_train.model_args.lora_rank=0")
 
 
@@ -125,7 +123,7 @@ def test_a_policy_with_adapters_needs_no_reference_and_may_have_one(read):
     assert read(RLVR).reference is None
     reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})
     assert read(RLVR + reference).reference is not None
-    with refused(ConfigError, "use_kl_loss"):
+    with raises_error(ConfigError, "use_kl_loss"):
         read(RLVR, "actor_train.model_args.lora_rank=0")
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from roll_core.config import load
-from roll_core.config.nearest import MAX_SUGGESTIONS
+from roll_core.config.unknown_keys import MAX_SUGGESTIONS
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 GOLDEN = Path(__file__).with_name("mistakes.txt")
 REGISTRY = Registry(hf_plugins())

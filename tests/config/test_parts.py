@@ -20,8 +20,8 @@ from roll_core.spec.providers import (
     TrainCapabilities,
     TrainProvider,
 )
-from roll_testing.errors import mentions, refused
-from roll_testing.part import hf_plugins
+from roll_testing.errors import mentions, raises_error
+from roll_testing.kit import hf_plugins
 
 MODULE = "acme_parts_of_a_test"
 PARTS = """
@@ -187,7 +187,7 @@ def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, ove
 @pytest.mark.usefixtures("problems")
 def test_plugins_check_refuses_a_part_that_cannot_be_called():
     record = AdvantageProvider(name="x", target=f"{MODULE}:estimator_of_two", summary="")
-    with refused(PluginLoadError, "'x'", "roll-acme 2.1", "'gamma'"):
+    with raises_error(PluginLoadError, "'x'", "roll-acme 2.1", "'gamma'"):
         check_part(record, owner="advantage estimator 'x' of roll-acme 2.1")
 
 

@@ -19,8 +19,8 @@ from roll_core.spec.providers import (
     TrainCapabilities,
     TrainProvider,
 )
-from roll_testing.errors import mentions, refused
-from roll_testing.part import hf_plugins
+from roll_testing.errors import mentions, raises_error
+from roll_testing.kit import hf_plugins
 
 MODULE = "acme_schemas_of_a_test"
 
@@ -162,16 +162,14 @@ def test_slots_per_worker_that_contradict_the_strategy_are_refused(check):
 
 
 def test_slots_that_the_computed_size_does_not_divide_are_refused(check):
-    found = problems_of(
-        check,
-        """
+    text = """
         engines:
           one:
             device_mapping: list(range(0,7))
             strategy_args: {strategy_name: engine, strategy_config: {tensor_parallel_size: 2}}
-        """,
-    )
-    assert found == [("engines.one", "device_mapping has 7 slots, which is not a multiple of num_gpus_per_worker 2")]
+        """
+    with raises_error("ROLL-C014", "device_mapping", 7, "num_gpus_per_worker", 2, key="engines.one"):
+        check(text)
 
 
 @pytest.mark.parametrize(
@@ -247,42 +245,40 @@ def test_strategy_config_is_judged_by_the_schema_that_the_strategy_brings(check)
 
 
 def test_a_key_of_the_strategy_that_stands_in_the_role_is_sent_where_it_belongs(check):
-    with refused(ConfigError, "engines.one.strategy_args.strategy_config"):
+    with raises_error(ConfigError, "engines.one.strategy_args.strategy_config"):
         check("engines: {one: {tensor_parallel_size: 2, strategy_args: {strategy_name: engine}}}\n")
 
 
 def test_a_strategy_without_a_schema_takes_no_keys(check):
-    with refused(ConfigError, "learner.strategy_args.strategy_config.size"):
+    with raises_error(ConfigError, "learner.strategy_args.strategy_config.size"):
         check("", "learner.strategy_args.strategy_config.size=1")
 
 
 def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(check):
-    found = problems_of(
-        check,
-        "platform: cpu\nengines: {one: {model_args: {dtype: fp32}, strategy_args: {strategy_name: engine}}}\n",
-    )
-    assert found == [
-        ("engines.one.model_args.dtype", "engine does not compute in fp32"),
-        ("engines.one.strategy_args.strategy_name", "engine runs on gpu, but platform is cpu"),
-    ]
+    text = "platform: cpu\nengines: {one: {model_args: {dtype: fp32}, strategy_args: {strategy_name: engine}}}\n"
+    with raises_error("ROLL-C017", "engine", "fp32", "bf16", key="engines.one.model_args.dtype") as raised:
+        check(text)
+    assert len(raised.value.problems) == 2
+    with raises_error("ROLL-C017", "engine", "gpu", "cpu", key="engines.one.strategy_args.strategy_name"):
+        check(text)
 
 
 def test_a_schema_that_cannot_be_loaded_names_its_owner(check):
-    with refused(PluginLoadError, "'broken'", "roll-acme 2.1", "'Nothing'"):
+    with raises_error(PluginLoadError, "'broken'", "roll-acme 2.1", "'Nothing'"):
         check("engines: {one: {strategy_args: {strategy_name: broken}}}\n")
 
 
 def test_a_schema_whose_rule_crashes_names_its_owner(registry, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("pipeline: rude\n")
-    with refused(PluginLoadError, "'rude'", "roll-acme 2.1", "KeyError") as raised:
+    with raises_error(PluginLoadError, "'rude'", "roll-acme 2.1", "KeyError") as raised:
         load(file, [], registry)
     assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_a_reward_that_two_packages_offer_is_refused_only_where_it_is_used(check):
     assert check("rewards: {}\n").rewards == {}
-    with refused(ConfigError, "'roll-core/math_rule'", "'roll-acme/math_rule'"):
+    with raises_error(ConfigError, "'roll-core/math_rule'", "'roll-acme/math_rule'"):
         check("rewards: {math: {reward: math_rule}}\n")
 
 

@@ -7,7 +7,7 @@ from roll_core.errors import ConfigError
 from roll_core.pipelines.plans import rlvr
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.workers.build import kept_apart
+from roll_core.runtime.workers.build import separate_processes_reason
 from roll_core.spec.providers import (
     InferCapabilities,
     InferProvider,
@@ -15,7 +15,7 @@ from roll_core.spec.providers import (
     TrainProvider,
     WeightTransportProvider,
 )
-from roll_testing.part import hf_plugins
+from roll_testing.kit import hf_plugins
 
 RLVR = """
 pipeline: rlvr
@@ -77,7 +77,7 @@ def read(tmp_path, registry):
 )
 def test_roles_that_need_separate_processes_are_known_before_anything_starts(read, registry, names, overrides, words):
     config = read(*names, *overrides)
-    why = kept_apart(rlvr(config).roles, config, registry)
+    why = separate_processes_reason(rlvr(config).roles, config, registry)
     assert bool(why) == bool(words)
     assert all(word in why for word in words)
 

@@ -14,9 +14,9 @@ from roll_testing import (
     WeightTransportConformance,
 )
 from roll_testing.bounds import BOUNDS, SPLIT
-from roll_testing.infer.subject import InferSubject
-from roll_testing.part import Part
-from roll_testing.subject import Subject
+from roll_testing.infer.kit import InferKit
+from roll_testing.kit import Kit
+from roll_testing.train_kit import TrainKit
 
 TEXT = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
 STRATEGIES, _, REST = TEXT.partition("\n## Is my infer strategy right?\n")
@@ -28,14 +28,14 @@ KITS = [
     (PLATFORMS, PlatformConformance),
     (TRANSPORTS, WeightTransportConformance),
 ]
-INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "answers"}
+INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "oracle"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
-INTERNAL |= {"need_exact", "answers_of", "stored", "prompt", "bound", "published", "answered", "seed"}
-INTERNAL |= {"check_logprobs", "check_greedy", "check_answers", "need_trainer"}
+INTERNAL |= {"need_exact", "oracle_of", "stored", "prompt", "bound", "published", "generate_or_skip", "seed"}
+INTERNAL |= {"check_logprobs", "check_greedy", "check_outputs", "need_trainer"}
 PUBLIC = [
     (text, name)
-    for text, subject in ((STRATEGIES, Subject), (ENGINES, InferSubject))
-    for name in sorted({*vars(Part), *vars(subject)} - INTERNAL)
+    for text, subject in ((STRATEGIES, TrainKit), (ENGINES, InferKit))
+    for name in sorted({*vars(Kit), *vars(subject)} - INTERNAL)
     if not name.startswith("_")
 ]
 

@@ -1,4 +1,4 @@
-"""What the kit for engines takes for right: exact probabilities, and a test of draws that seldom errs."""
+"""What the kit for engines takes for right: exact probabilities, and a test of sampled that seldom errs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from roll_core.types import SamplingParams
-from roll_testing.errors import refused
-from roll_testing.infer.exact import BINS, FALSE_ALARM, Draws, clear, probabilities
+from roll_testing.errors import raises_error
+from roll_testing.infer.exact import BINS, FALSE_ALARM, SampledTokens, clear, probabilities
 
 ROWS = np.random.default_rng(4).normal(0, 2, (50, 40))
 
@@ -67,24 +67,24 @@ def drawn(params, seed, rows, wrong=None):
 def test_right_draws_have_the_statistic_of_chi_square():
     params, statistics = SamplingParams(temperature=0.8), []
     for seed in range(60):
-        draws = Draws(params)
-        draws.add(np.tile(ROWS, (8, 1)), drawn(params, seed, np.tile(ROWS, (8, 1))))
-        statistics.append(draws.statistic())
-        draws.check()
+        sampled = SampledTokens(params)
+        sampled.add(np.tile(ROWS, (8, 1)), drawn(params, seed, np.tile(ROWS, (8, 1))))
+        statistics.append(sampled.statistic())
+        sampled.check()
     # Of 60 variables with mean 19 and variance 38 the mean lies within 3.2 in all but one of 20,000 cases.
     assert abs(np.mean(statistics) - (BINS - 1)) < 3.2
 
 
 def test_other_draws_are_less_likely_than_the_false_alarm():
     rows, params = np.tile(ROWS, (24, 1)), SamplingParams(temperature=0.8)
-    draws = Draws(params)
-    draws.add(rows, drawn(params, 1, rows, wrong=SamplingParams(temperature=1.0)))
-    with refused(AssertionError, "1200"):
-        draws.check()
+    sampled = SampledTokens(params)
+    sampled.add(rows, drawn(params, 1, rows, wrong=SamplingParams(temperature=1.0)))
+    with raises_error(AssertionError, "1200"):
+        sampled.check()
     assert FALSE_ALARM == 1e-6
 
 
 def test_a_token_that_is_ruled_out_is_named_with_its_rank():
     row = np.log(np.array([[0.2, 0.5, 0.3]]))
-    with refused(AssertionError, "token 0", "3", "2"):
-        Draws(SamplingParams(top_k=2)).add(row, np.array([0]))
+    with raises_error(AssertionError, "token 0", "3", "2"):
+        SampledTokens(SamplingParams(top_k=2)).add(row, np.array([0]))

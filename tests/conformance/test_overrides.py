@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from roll_testing import InferStrategyConformance, TrainStrategyConformance
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def test_an_override_without_a_reason_is_refused():
-    with refused(TypeError, "test_topk_equals_the_reference", "xfail(reason"):
+    with raises_error(TypeError, "test_topk_equals_the_reference", "xfail(reason"):
 
         class Mine(TrainStrategyConformance):
             def test_topk_equals_the_reference(self):
@@ -17,7 +17,7 @@ def test_an_override_without_a_reason_is_refused():
 
 
 def test_the_kit_for_engines_refuses_it_too():
-    with refused(TypeError, "test_metrics_are_numbers", "xfail(reason"):
+    with raises_error(TypeError, "test_metrics_are_numbers", "xfail(reason"):
 
         class Mine(InferStrategyConformance):
             def test_metrics_are_numbers(self):
@@ -26,7 +26,7 @@ def test_the_kit_for_engines_refuses_it_too():
 
 @pytest.mark.parametrize("value", [None, 3])
 def test_a_test_that_is_taken_away_is_refused(value):
-    with refused(TypeError, "test_closing_twice_is_fine"):
+    with raises_error(TypeError, "test_closing_twice_is_fine"):
         type("Mine", (TrainStrategyConformance,), {"test_closing_twice_is_fine": value})
 
 
@@ -45,7 +45,7 @@ def test_other_marks_are_no_explanation(mark):
     def test_closing_twice_is_fine(self):
         pass
 
-    with refused(TypeError, "overrides"):
+    with raises_error(TypeError, "overrides"):
         type("Mine", (TrainStrategyConformance,), {"test_closing_twice_is_fine": mark(test_closing_twice_is_fine)})
 
 
@@ -54,7 +54,7 @@ def test_a_mixin_is_seen_through():
         def test_closing_twice_is_fine(self):
             pass
 
-    with refused(TypeError, "overrides"):
+    with raises_error(TypeError, "overrides"):
         type("Mine", (Mixin, TrainStrategyConformance), {})
 
 

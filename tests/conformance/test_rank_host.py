@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from roll_testing import RankHost, RanksFailedError
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
@@ -87,31 +87,31 @@ def test_each_rank_is_a_process_of_its_own(host, functions):
 
 def test_the_rank_that_raised_is_named_and_the_others_do_not_keep_one_waiting(host, functions):
     began = time.monotonic()
-    with refused(RanksFailedError, "rank 1", "LookupError", "about"):
+    with raises_error(RanksFailedError, "rank 1", "LookupError", "about"):
         host.run(functions.fail, 1, num_ranks=3, timeout_s=60)
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(("how", "facts"), [("SIGKILL", ("SIGKILL",)), ("SIGSEGV", ("SIGSEGV",)), ("exit", ("7",))])
 def test_a_rank_that_dies_is_named(host, functions, how, facts):
-    with refused(RanksFailedError, "rank 1", *facts):
+    with raises_error(RanksFailedError, "rank 1", *facts):
         host.run(functions.die, how, num_ranks=2)
 
 
 def test_a_rank_that_hangs_is_named_with_the_place(host, functions):
-    with refused(RanksFailedError, "rank 1", "4", "0", "hang_in_a_place_of_its_own"):
+    with raises_error(RanksFailedError, "rank 1", "4", "0", "hang_in_a_place_of_its_own"):
         host.run(functions.hang_in_a_place_of_its_own, num_ranks=2, timeout_s=4)
 
 
 def test_what_a_rank_started_ends_with_it(host, functions, tmp_path):
     file = tmp_path / "ids"
-    with refused(RanksFailedError, "rank 0", "8"):
+    with raises_error(RanksFailedError, "rank 0", "8"):
         host.run(functions.start_a_child, str(file), timeout_s=8)
     assert all(gone(int(each)) for each in file.read_text().split())
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_the_rank(host, functions):
-    with refused(RanksFailedError, "rank 0"):
+    with raises_error(RanksFailedError, "rank 0"):
         host.run(functions.return_what_cannot_travel)
 
 
@@ -134,7 +134,7 @@ def test_a_host_that_is_killed_takes_its_ranks_along_and_is_started_again(functi
 
     killer = threading.Thread(target=kill_once_it_runs)
     killer.start()
-    with refused(RanksFailedError, "EOFError"):
+    with raises_error(RanksFailedError, "EOFError"):
         host.run(functions.start_a_child, str(file), timeout_s=60)
     killer.join()
     assert gone(int(file.read_text().split()[0]))
@@ -144,5 +144,5 @@ def test_a_host_that_is_killed_takes_its_ranks_along_and_is_started_again(functi
 
 
 def test_a_preload_that_cannot_be_imported_is_named():
-    with refused(RanksFailedError, "no_such_module", "ModuleNotFoundError"):
+    with raises_error(RanksFailedError, "no_such_module", "ModuleNotFoundError"):
         RankHost(preload=["no_such_module"]).run(print)

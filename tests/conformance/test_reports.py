@@ -11,7 +11,7 @@ LEAVES_GARBAGE = """\
 import gc
 import traceback
 
-from roll_testing.part import Part
+from roll_testing.kit import Kit
 
 
 class ShowsATraceback:
@@ -22,7 +22,7 @@ class ShowsATraceback:
             "".join(traceback.format_exception(error))
 
 
-class TestBroken(Part):
+class TestBroken(Kit):
     def test_it(self):
         gc.set_threshold(50, 2, 2)  # parsing this file collects
         for _ in range(2000):

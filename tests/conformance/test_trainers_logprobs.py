@@ -9,12 +9,12 @@ import pytest
 
 from roll_core.spec.providers import InferProvider
 from roll_core.types import Completion, CompletionOutput
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.engine import Setup, ask
-from roll_testing.infer.models import SMALL, Answers
+from roll_testing.infer.models import SMALL, Oracle
 from roll_testing.infer.trainer import check_against_trainer, trains_in
+from roll_testing.kit import registry
 from roll_testing.models import write_checkpoint
-from roll_testing.part import registry
 from roll_testing.reference import TransformersModel
 
 VOCABULARY = 40
@@ -29,7 +29,7 @@ def setup(request, tmp_path_factory):
 
 def answered(setup, request, spoil=lambda logprobs: logprobs):
     """What an engine would answer whose logprobs are the reference's, or those spoiled."""
-    answers = Answers(TransformersModel(setup.model))
+    answers = Oracle(TransformersModel(setup.model))
     outputs = []
     for index in range(request.n):
         tokens = np.random.default_rng((index, len(request.prompt_ids))).integers(2, VOCABULARY, 6 + index)
@@ -59,7 +59,7 @@ def test_the_references_logprobs_are_the_train_strategys(setup):
 def test_other_logprobs_are_not(setup, spoil):
     asked = requests(temperature=0.7)
     found = [answered(setup, each) for each in asked[:2]] + [answered(setup, asked[2], spoil)]
-    with refused(AssertionError, "hf_train", asked[2].id):
+    with raises_error(AssertionError, "hf_train", asked[2].id):
         check_against_trainer("hf_train", setup, asked, found)
 
 
@@ -67,7 +67,7 @@ def test_the_temperature_is_that_of_the_requests(setup):
     asked = requests(temperature=0.3)
     found = [answered(setup, each) for each in asked]
     warmer = [replace(each, params=replace(each.params, temperature=1.0)) for each in asked]
-    with refused(AssertionError, "hf_train"):
+    with raises_error(AssertionError, "hf_train"):
         check_against_trainer("hf_train", setup, warmer, found)
 
 

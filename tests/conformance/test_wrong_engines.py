@@ -8,33 +8,32 @@ from __future__ import annotations
 import pytest
 
 from roll_testing import InferStrategyConformance
-from roll_testing.packaging import PackagingTests
-from roll_testing.refusals import RefusalTests
+from roll_testing.packaging import PackagingTests, RefusalTests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]  # the first of them waits for the suite
 
 UPDATES = {
-    "test_new_weights_are_those_that_answer",
+    "test_new_weights_compute_the_outputs",
     "test_each_tensor_takes_effect",
     "test_nothing_computed_under_old_weights_is_used",
     "test_what_does_not_fit_the_manifest_is_named",
-    "test_what_the_sender_writes_afterwards_changes_nothing",
+    "test_the_engine_copies_what_it_receives",
     "test_shared_tensors_may_be_a_trainers_own",
     "test_weights_arrive_by_every_transport",
     "test_numbers_are_the_same_after_a_sleep",
 }
-SHARED_ASLEEP = "test_nothing_is_kept_of_shared_tensors_in_a_sleep"
-HELD = "test_the_receipt_is_of_what_is_held"
-IN_FLIGHT = "test_requests_go_on_under_new_weights"
-BROKE_OFF = "test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next"
-CUTS = "test_logprobs_do_not_know_of_penalties_and_cuts"
+SHARED_ASLEEP = "test_a_sleeping_engine_keeps_no_shared_tensors"
+HELD = "test_the_receipt_describes_the_loaded_weights"
+IN_FLIGHT = "test_requests_continue_under_new_weights"
+BROKE_OFF = "test_nothing_is_generated_between_a_failed_update_and_the_next"
+CUTS = "test_logprobs_ignore_penalties_and_cuts"
 STARTED = "test_a_started_engine_has_the_models_weights"
-TIGHT = "test_more_than_the_cache_holds_is_answered"
-MANY = "test_many_requests_at_once_are_each_answered"
+TIGHT = "test_requests_beyond_the_cache_complete"
+MANY = "test_many_concurrent_requests_complete"
 CANCELLED = "test_a_cancelled_call_harms_no_other"
 EQUAL = "test_logprobs_equal_the_reference"
 PENALTY = "test_the_repetition_penalty_is_that_of_ctrl"
-ON_TOP = "test_an_adapter_answers_on_top_of_the_model"
+ON_TOP = "test_an_adapter_is_applied_to_the_model"
 MISFIT = "test_an_adapter_that_does_not_fit_is_named"
 ORDER = "test_parameters_apply_in_their_order"
 TOP_P = "test_top_p_keeps_the_smallest_set_that_reaches_it"
@@ -42,15 +41,15 @@ STOP_IDS = {"test_stop_token_ids_end_a_response", "test_min_new_tokens_masks_end
 END = "test_the_models_end_token_ends_a_response"
 STOP_STRING = "test_a_stop_string_ends_a_response_and_is_kept"
 PARTIAL = "test_an_aborted_request_keeps_its_tokens"
-PROGRESS = "test_progress_tells_what_is_drawn"
-PROGRESS_OVER = "test_progress_tells_versions_over_an_update"
+PROGRESS = "test_progress_reports_generated_tokens"
+PROGRESS_OVER = "test_progress_reports_versions_during_an_update"
 WRONG = {
     # logprobs
     "logprobs_off_by_one": {
         EQUAL,
         "test_logprobs_have_the_temperature",
         CUTS,
-        "test_a_prompt_is_taken_as_it_is",
+        "test_a_prompt_is_used_as_given",
         MANY,
         CANCELLED,
         STARTED,
@@ -70,8 +69,8 @@ WRONG = {
     "logprobs_of_the_kept": {CUTS},
     "prompt_logprobs_tempered": {"test_prompt_logprobs_equal_the_reference"},
     "greedy_logprobs_zero": {EQUAL, MANY, CANCELLED},
-    "noisy_logprobs": {"test_greedy_answers_repeat"},
-    "finer_logprobs": {"test_answers_have_their_form"},
+    "noisy_logprobs": {"test_greedy_outputs_repeat"},
+    "finer_logprobs": {"test_completions_have_their_form"},
     "bias_lost_in_bf16": {"test_logprobs_in_lower_precision_stay_in_bounds"},
     # sampling
     "greedy_takes_the_first": {
@@ -91,14 +90,14 @@ WRONG = {
     "same_without_seed": {"test_requests_without_a_seed_differ"},
     "loses_track_of_many": {MANY},
     # ends
-    "two_tokens_at_least": {"test_max_new_tokens_are_drawn", MANY},
+    "two_tokens_at_least": {"test_max_new_tokens_are_generated", MANY},
     "stop_string_cut": {STOP_STRING},
     "end_token_dropped": {END, *STOP_IDS},
     "stop_not_said": {END, STOP_STRING, *STOP_IDS},
-    "stops_in_spite_of_all": {"test_ignore_eos_goes_on_whatever_is_drawn"},
+    "stops_in_spite_of_all": {"test_ignore_eos_continues_past_every_end"},
     "ends_too_soon": {"test_min_new_tokens_masks_ends"},
     "prompt_cut": {"test_a_request_longer_than_the_context_is_refused"},
-    "takes_any_number": {"test_what_makes_no_sense_is_refused"},
+    "takes_any_number": {"test_invalid_requests_are_refused"},
     # weights
     "stale_long_prefixes": {"test_nothing_computed_under_old_weights_is_used"},
     "changes_overlooked": {"test_each_tensor_takes_effect"},
@@ -110,7 +109,7 @@ WRONG = {
         "test_the_receipt_does_not_repeat_the_manifest",
         "test_weights_arrive_by_every_transport",
     },
-    "borrows_for_good": {"test_what_the_sender_writes_afterwards_changes_nothing"},
+    "borrows_for_good": {"test_the_engine_copies_what_it_receives"},
     "writes_into_shared": {"test_shared_tensors_may_be_a_trainers_own"},
     "missing_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
     "unexpected_ignored": {"test_what_does_not_fit_the_manifest_is_named"},
@@ -123,20 +122,20 @@ WRONG = {
     "abort_knows_all": {"test_unknown_and_finished_ids_are_ignored"},
     "abort_ends_all": {"test_aborting_harms_no_other", BROKE_OFF},
     "cancel_ends_all": {CANCELLED},
-    "draws_for_nobody": {"test_a_cancelled_call_draws_no_more"},
+    "draws_for_nobody": {"test_a_cancelled_call_stops_generating"},
     "tells_no_ends": {PROGRESS},
     "tells_the_version_of_now": {PROGRESS_OVER},
     "tells_nothing_new": {PROGRESS, PROGRESS_OVER},
     "answers_before_start": {"test_calls_before_start_raise"},
-    "outlives_its_process": {"test_an_engine_whose_process_dies_says_so"},
+    "outlives_its_process": {"test_requests_of_a_killed_engine_raise"},
     "cuts_short_without_room": {TIGHT},
     "buffer_lost_asleep": {"test_numbers_are_the_same_after_a_sleep"},
     "shared_kept_asleep": {SHARED_ASLEEP},
-    "answers_after_stop": {"test_a_stopped_engine_says_so"},
-    "nameless_model": {"test_a_model_that_is_not_there_is_named"},
+    "answers_after_stop": {"test_requests_after_stop_raise"},
+    "nameless_model": {"test_a_missing_model_is_named"},
     # what is said
-    "silent_prompt_logprobs": {"test_what_is_not_declared_is_refused"},
-    "silent_routed_experts": {"test_what_is_not_declared_is_refused"},
+    "silent_prompt_logprobs": {"test_undeclared_features_are_refused"},
+    "silent_routed_experts": {"test_undeclared_features_are_refused"},
     "name_of_nobody": {"test_the_endpoint_lists_its_models"},
     "uncounted_metrics": {"test_metrics_are_numbers"},
     # adapters

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 WRONG = {
-    "other_name": {"test_the_class_bears_the_name_of_the_record"},
-    "fickle": {"test_probing_twice_says_the_same"},
-    "silent": {"test_it_says_what_it_saw"},
+    "other_name": {"test_the_class_has_the_name_of_the_record"},
+    "fickle": {"test_probing_twice_returns_the_same"},
+    "silent": {"test_the_probe_states_a_reason"},
     "found_nothing": {"test_what_is_found_has_slots"},
-    "sets_variables": {"test_asking_changes_nothing"},
-    "starts_threads": {"test_asking_changes_nothing"},
-    "keeps_devices_open": {"test_asking_leaves_no_device_open"},
+    "sets_variables": {"test_queries_change_nothing"},
+    "starts_threads": {"test_queries_change_nothing"},
+    "keeps_devices_open": {"test_queries_leave_no_device_open"},
     "other_type": {
         "test_each_slot_has_its_device",
         "test_it_computes_in_what_it_supports",
         "test_memory_is_counted_in_bytes",
     },
-    "one_for_all": {"test_each_slot_has_its_device", "test_memory_counts_what_is_put_there"},
+    "one_for_all": {"test_each_slot_has_its_device", "test_memory_counts_allocations"},
     "numbers_as_values": {"test_variables_are_text_with_a_reason"},
     "without_reason": {"test_variables_are_text_with_a_reason"},
     "deals_out_ranks": {"test_variables_of_the_runtime_are_left_to_it"},

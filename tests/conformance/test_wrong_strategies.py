@@ -26,12 +26,12 @@ LOGPROBS = {
 }
 BESIDE_TORCH = {
     "test_a_portable_state_equals_the_references",
-    "test_a_run_goes_on_from_the_references_state",
+    "test_a_run_resumes_from_the_references_state",
 }
 """What takes steps, and compares with those of plain torch."""
 PORTABLE_IMPORT = {
-    "test_a_run_goes_on_from_the_references_state",
-    "test_a_run_goes_on_from_its_own_portable_state",
+    "test_a_run_resumes_from_the_references_state",
+    "test_a_run_resumes_from_its_own_portable_state",
 }
 RIGHT = {"Test_right", "Test_right_together", "Test_right_sgd", "Test_right_muon"}
 WRONG = {
@@ -110,24 +110,24 @@ WRONG = {
     # state
     "stale_export": {
         "test_a_resumed_run_equals_an_uninterrupted_one",
-        "test_a_run_goes_on_from_its_own_portable_state",
+        "test_a_run_resumes_from_its_own_portable_state",
     },
     "optimizer_lost": {"test_a_resumed_run_equals_an_uninterrupted_one"},
     "saves_late": {"test_a_resumed_run_equals_an_uninterrupted_one"},
     "saves_rounded": {"test_saving_changes_nothing"},
-    "state_lost_away": {"test_moving_parts_away_and_back_changes_no_number"},
+    "state_lost_away": {"test_offload_and_onload_change_no_number"},
     "weights_taken_along": {"test_weights_alone_compute_and_are_exported"},
-    "memory_kept": {"test_what_is_moved_away_gives_its_memory_back"},
+    "memory_kept": {"test_offload_frees_memory"},
     # portable state
     "portable_moments_lost": PORTABLE_IMPORT,
     "portable_step_forgotten": PORTABLE_IMPORT,
     "portable_in_own_units": BESIDE_TORCH,
     "portable_rounded": {
         "test_a_portable_state_equals_the_references",
-        "test_a_run_goes_on_from_its_own_portable_state",
+        "test_a_run_resumes_from_its_own_portable_state",
     },
     "portable_taken_away": {
-        "test_a_run_goes_on_from_its_own_portable_state",
+        "test_a_run_resumes_from_its_own_portable_state",
         "test_exporting_the_state_changes_nothing",
     },
     "portable_of_any_model": {"test_a_portable_state_of_another_model_is_refused"},
@@ -139,12 +139,12 @@ WRONG = {
     "damage_ignored": {"test_a_damaged_state_is_refused", "test_calls_before_build_raise"},
     # contract and packaging
     "closes_once": {"test_closing_twice_is_fine"},
-    "forward_clears": {"test_looking_changes_nothing"},
+    "forward_clears": {"test_forward_passes_change_nothing"},
     "scorer_trains": {"test_a_role_that_only_scores_has_no_optimizer"},
-    "silent_without_topk": {"test_what_is_not_declared_is_refused"},
+    "silent_without_topk": {"test_undeclared_features_are_refused"},
     "declares_too_much": {"test_declared_parallelism_is_tested"},
-    "takes_every_task": {"test_what_is_not_declared_is_refused"},
-    "other_capabilities": {"test_the_class_keeps_the_contract", "test_what_is_not_declared_is_refused"},
+    "takes_every_task": {"test_undeclared_features_are_refused"},
+    "other_capabilities": {"test_the_class_implements_the_contract", "test_undeclared_features_are_refused"},
     "heavy": {"test_listing_it_imports_nothing_heavy"},
 }
 

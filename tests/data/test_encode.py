@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.data.datasets import read_rows
 from roll_core.data.encode import Encoder, encode_prompts, encode_sft, tokenizer_texts
+from roll_core.data.rows import read_rows
 from roll_core.data.templates import chat_template_of, control_tokens, load_template
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -174,7 +174,7 @@ def test_chats_need_a_template_and_prompts_do_not(load, columns):
     rows, data, tokenizer = load([row], **columns)
     for encode in (encode_prompts, encode_sft):
         lengths = {"prompt_length": 99} | ({"response_length": 99} if encode is encode_sft else {})
-        with refused(DataError, "data_args.template"):
+        with raises_error(DataError, "data_args.template"):
             encode(rows, data, tokenizer, **lengths)
     bare, data, tokenizer = load([row])
     assert encode_prompts(bare, data, tokenizer, prompt_length=99)[0][0].text == "48+43"
@@ -182,7 +182,7 @@ def test_chats_need_a_template_and_prompts_do_not(load, columns):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(load):
     rows, data, tokenizer = load([{"chat": CHAT}], messages="chat", native=FORGETFUL)
-    with refused(DataError, "template", "message 2"):
+    with raises_error(DataError, "template", "message 2"):
         encode_sft(rows, data, tokenizer, prompt_length=200, response_length=200)
     single, data, tokenizer = load([{"chat": CHAT[:2]}], messages="chat", native=FORGETFUL)
     ((sequence,), _) = encode_sft(single, data, tokenizer, prompt_length=200, response_length=200)
@@ -203,7 +203,7 @@ def test_uncovered_characters_name_the_row(load):
     rows, data, tokenizer = load(
         [{"prompt": "1+1=", "response": "2"}, {"prompt": "1×é", "response": "2"}], alphabet="0123456789+="
     )
-    with refused(DataError, "rows.jsonl", "row 2", "'×'", "'é'"):
+    with raises_error(DataError, "rows.jsonl", "row 2", "'×'", "'é'"):
         encode_sft(rows, data, tokenizer, prompt_length=9, response_length=9)
 
 
@@ -236,7 +236,7 @@ def test_prompts_longer_than_the_limit_are_left_out(load):
     assert [each.id for each in prompts] == ["0", "2"]
     assert counts.overlong_prompts == 1
     assert prompts[0].metadata["response"] == "12345"
-    with refused(DataError, "3", "prompt_length"):
+    with raises_error(DataError, "3", "prompt_length"):
         encode_prompts(rows, data, tokenizer, prompt_length=0)
 
 
@@ -248,7 +248,7 @@ def test_learning_the_prompt_too_leaves_out_only_the_first_token(load):
 
 def test_an_empty_prompt_cannot_be_answered_but_its_response_can_be_learnt(load):
     rows, data, tokenizer = load([{"prompt": "", "response": "12"}])
-    with refused(DataError, "row 1"):
+    with raises_error(DataError, "row 1"):
         encode_prompts(rows, data, tokenizer, prompt_length=9)
     ((sequence,), _) = encode_sft(rows, data, tokenizer, prompt_length=9, response_length=9)
     assert sequence.loss_mask.tolist() == [False, True, True]
@@ -262,7 +262,7 @@ def test_an_empty_response_is_the_end_token_alone(load):
 
 def test_unknown_templates_and_missing_control_tokens_are_refused(load):
     _, _, tokenizer = load([{"prompt": "12", "response": "3"}])
-    with refused(DataError, "'chatmal'"):
+    with raises_error(DataError, "'chatmal'"):
         load_template("chatmal", tokenizer)
-    with refused(DataError, "im_start"):
+    with raises_error(DataError, "im_start"):
         load_template("chatml", tokenizer)

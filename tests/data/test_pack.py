@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.order import RowOrder
 from roll_core.data.pack import balance, pack, pack_evenly, totals
 from roll_core.errors import DataError
+from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.types import Totals, TrainSequence
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def sequence(name, length, masked=1, group=0, **fields):
@@ -116,12 +116,12 @@ def test_microbatches_are_even_and_keep_to_the_budget(lengths, max_tokens, multi
     ],
 )
 def test_sequences_that_make_no_sense_are_named(bad, facts):
-    with refused(DataError, *facts):
+    with raises_error(DataError, *facts):
         pack([bad])
 
 
 def test_a_field_that_only_some_sequences_have_is_named():
-    with refused(DataError, "sequence 2", "sequence 1"):
+    with raises_error(DataError, "sequence 2", "sequence 1"):
         pack([sequence("1", 2, values=np.zeros(2, np.float32)), sequence("2", 2)])
 
 
@@ -148,11 +148,11 @@ def test_row_order_visits_every_row_once_an_epoch_and_is_a_function_of_the_step(
 
 def test_row_order_differs_by_seed_and_epoch():
     order = RowOrder(100, 1)
-    assert order.rows(0, 100) != order.rows(100, 100)
-    assert order.rows(0, 100) != RowOrder(100, 2).rows(0, 100)
-    assert RowOrder(5, 1, shuffle=False).visits(3, 4) == [(3, 0), (4, 0), (0, 1), (1, 1)]
+    assert order.batch(0, 100) != order.batch(1, 100)
+    assert order.batch(0, 100) != RowOrder(100, 2).batch(0, 100)
+    assert RowOrder(5, 1, shuffle=False).batch(1, 3) == [3, 4, 0]
 
 
 def test_an_order_of_no_rows_is_refused():
-    with refused(DataError):
+    with raises_error(DataError):
         RowOrder(0, 1)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from roll_core.data.tokenizers import EOS, PAD, make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import TokenizerConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TEXTS = ["the cat sat on the mat", "12+34=46\n", "naïve café — 漢字 😀", "  two  spaces\tand\r\nlines"]
 
@@ -79,8 +79,8 @@ def test_an_alphabet_counts_each_character_once(tmp_path):
 
 
 def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
-    with refused(DataError, "alphabet"):
+    with raises_error(DataError, "alphabet"):
         make_tokenizer(TokenizerConfig(kind="char"), (), tmp_path)
     config = TokenizerConfig(kind="bpe", vocab_size=260)
-    with refused(DataError, "263"):
+    with raises_error(DataError, "263"):
         make_tokenizer(config, TEXTS, tmp_path, control_tokens=["<a>", "<b>", "<c>", "<d>", "<e>"])

@@ -218,7 +218,7 @@ def test_the_palindrome_is_a_package_that_scores(site, tmp_path, monkeypatch):
     Path("run.yaml").write_text("defaults: [base, part]\n", encoding="utf-8")
     config = load("run.yaml", (), load_registry()).config
 
-    from roll_core.spec.reward import RewardRequest
+    from roll_core.spec.rollout import RewardRequest
 
     def score(config, text):
         reward = load_target(record.target, owner="")(config)

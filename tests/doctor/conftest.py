@@ -13,7 +13,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.cluster.doctor import DoctorFinding, examine
-from roll_core.spec.checks import Situation
+from roll_core.spec.diagnostics import CheckContext
 from roll_core.spec.platform import Platform
 from roll_core.spec.providers import CheckProvider, PlatformProvider, Provider
 
@@ -57,6 +57,6 @@ def doctor(module: ModuleType) -> Callable[..., list[DoctorFinding]]:
 
 
 @pytest.fixture
-def situation() -> Situation:
+def context() -> CheckContext:
     """Of a laptop without a config."""
-    return Situation(platform=CpuPlatform())
+    return CheckContext(platform=CpuPlatform())

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from roll_core.builtin.checks import devices, files, host, software
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.pipelines.config import SFTConfig
-from roll_core.spec.checks import CheckResult, Situation
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.diagnostics import CheckContext, CheckResult
+from roll_core.spec.platform import TorchBuild
 
 GIB = 1024**3
 
@@ -56,14 +56,14 @@ def by_subject(results: Iterator[CheckResult]) -> dict[str, CheckResult]:
     return {each.subject: each for each in results}
 
 
-def sft(folder: Path, **keys: Any) -> Situation:
+def sft(folder: Path, **keys: Any) -> CheckContext:
     """A run whose paths are below the folder."""
     rows = folder / "rows.jsonl"
     if not rows.exists():
         rows.write_text('{"prompt": "a", "response": "b"}\n')
     role = {"data_args": {"file_name": str(rows)}, "strategy_args": {"strategy_name": "hf_train"}}
     given_keys = {"pipeline": "sft", "output_dir": str(folder / "output"), "sft_train": role, **keys}
-    return Situation(platform=CpuPlatform(), config=SFTConfig.model_validate(given_keys))
+    return CheckContext(platform=CpuPlatform(), config=SFTConfig.model_validate(given_keys))
 
 
 # -- host --------------------------------------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ def sft(folder: Path, **keys: Any) -> Situation:
     ],
 )
 def test_the_system_and_its_kernel(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch, system: str, release: str, level: str, said: str
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, system: str, release: str, level: str, said: str
 ) -> None:
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "release", lambda: release)
-    found = only(host.operating_system(situation))
+    found = only(host.operating_system(context))
     assert found.level == level
     assert said in found.found
     assert (re.search("wsl", found.remedy, re.IGNORECASE) is not None) is (level == "error")
@@ -94,18 +94,18 @@ def test_the_system_and_its_kernel(
 
 @pytest.mark.parametrize(("free", "level"), [(64 * 1024**2, "warning"), (GIB, "ok")])
 def test_shared_memory_of_a_container(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, level: str
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, level: str
 ) -> None:
     monkeypatch.setattr(host, "SHM", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    found = only(host.shared_memory(situation))
+    found = only(host.shared_memory(context))
     assert found.level == level
     assert ("--shm-size" in found.remedy) is (level == "warning")
 
 
-def test_a_system_without_shared_memory(situation: Situation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_without_shared_memory(context: CheckContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "SHM", tmp_path / "none")
-    assert only(host.shared_memory(situation)).level == "note"
+    assert only(host.shared_memory(context)).level == "note"
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_a_system_without_shared_memory(situation: Situation, monkeypatch: pytes
     ],
 )
 def test_the_limit_of_open_files(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, level: str, remedy: str
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, level: str, remedy: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    found = only(host.open_files(situation))
+    found = only(host.open_files(context))
     assert found.level == level
     assert remedy in found.remedy
 
@@ -137,7 +137,7 @@ def test_the_limit_of_open_files(
     ],
 )
 def test_threads_and_other_programs(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], load: float, level: str
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], load: float, level: str
 ) -> None:
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -145,7 +145,7 @@ def test_threads_and_other_programs(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(host, "usable_cores", lambda: 4)
-    assert only(host.threads(situation)).level == level
+    assert only(host.threads(context)).level == level
 
 
 @pytest.mark.parametrize(("free", "level"), [(GIB // 2, "error"), (10 * GIB, "warning"), (60 * GIB, "ok")])
@@ -161,7 +161,7 @@ def test_space_where_runs_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     [("0.29.2+cu132", "", "error"), ("0.29.2+cu132", "12.8", "error"), ("0.29.2+cu132", "13.0", ""), ("0.29", "", "")],
 )
 def test_a_torchvision_for_another_torch_is_an_error(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, cuda: str, level: str
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, cuda: str, level: str
 ) -> None:
     package = tmp_path / "torchvision"
     package.mkdir()
@@ -169,29 +169,29 @@ def test_a_torchvision_for_another_torch_is_an_error(
     (package / "version.py").write_text(f"__version__ = '{version}'\ngit_version = ''\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(software, "torch_build", lambda: TorchBuild(version="2.13.0", cuda=cuda))
-    found = by_subject(software.libraries(situation)).get("torchvision")
+    found = by_subject(software.libraries(context)).get("torchvision")
     assert (found.level if found else "") == level
 
 
 # -- software ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_python_that_is_too_old(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_is_too_old(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    found = only(software.python(situation))
+    found = only(software.python(context))
     assert found.level == "error"
     assert "uv venv --python 3.11" in found.remedy
 
 
-def test_libraries_of_this_environment_are_fine_and_the_main_ones_are_shown(situation: Situation) -> None:
-    found = by_subject(software.libraries(situation))
+def test_libraries_of_this_environment_are_fine_and_the_main_ones_are_shown(context: CheckContext) -> None:
+    found = by_subject(software.libraries(context))
     assert {each.level for each in found.values()} == {"ok"}
     assert set(found) == set(software.SHOWN)
     assert "built for" in found["torch"].found
 
 
 def test_a_library_that_is_missing_or_too_old_names_the_command(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
         if name == "ray":
@@ -201,30 +201,30 @@ def test_a_library_that_is_missing_or_too_old_names_the_command(
     wanted = ["ray>=2.48", "torch>=2.6", "extra-one; extra == 'tests'", "old-one; python_version < '3'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: wanted)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = by_subject(software.libraries(situation))
+    found = by_subject(software.libraries(context))
     assert set(found) == {"ray", "torch"}
     assert (found["ray"].level, found["ray"].found, found["ray"].wanted) == ("error", "2.9.0", ">=2.48")
     assert found["torch"].remedy == "pip install 'torch>=2.6'"
 
 
-def test_a_ray_that_does_not_answer(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_does_not_answer(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert only(software.ray_cluster(situation)).level == "error"
+        assert only(software.ray_cluster(context)).level == "error"
         listener.listen()
-        assert only(software.ray_cluster(situation)).level == "ok"
+        assert only(software.ray_cluster(context)).level == "ok"
 
 
 @pytest.mark.parametrize("address", [None, "", "local"])
 def test_without_an_address_there_is_no_cluster_to_look_for(
-    situation: Situation, monkeypatch: pytest.MonkeyPatch, address: str | None
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, address: str | None
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
-    assert list(software.ray_cluster(situation)) == []
+    assert list(software.ray_cluster(context)) == []
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -234,26 +234,26 @@ def test_a_dtype_that_a_role_wants_and_devices_lack_is_an_error(tmp_path: Path) 
     run = sft(tmp_path)
     role = run.config.sft_train  # type: ignore[union-attr]
     bf16 = role.model_copy(update={"model_args": role.model_args.model_copy(update={"dtype": "bf16"})})
-    wants = Situation(platform=Gpus(), config=run.config.model_copy(update={"sft_train": bf16}))  # type: ignore[union-attr]
+    wants = CheckContext(platform=Gpus(), config=run.config.model_copy(update={"sft_train": bf16}))  # type: ignore[union-attr]
     found = by_subject(devices.dtypes(wants))
     assert found["bf16"].level == "error"
     assert "sft_train" in found["bf16"].remedy
-    assert by_subject(devices.dtypes(Situation(platform=Gpus())))["bf16"].level == "note"
+    assert by_subject(devices.dtypes(CheckContext(platform=Gpus())))["bf16"].level == "note"
 
 
 def test_a_device_that_others_use_is_a_warning() -> None:
-    found = by_subject(devices.device_memory(Situation(platform=Gpus())))
+    found = by_subject(devices.device_memory(CheckContext(platform=Gpus())))
     assert (found["gpu:0"].level, found["gpu:1"].level) == ("ok", "warning")
     assert "80.0 GiB, of which 40.0 are in use" in found["gpu:1"].found
 
 
 def test_a_small_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpus, "memory", lambda *_: {"total": 8 * GIB, "used": 0})
-    assert {each.level for each in devices.device_memory(Situation(platform=Gpus()))} == {"warning"}
+    assert {each.level for each in devices.device_memory(CheckContext(platform=Gpus()))} == {"warning"}
 
 
 def test_without_a_platform_nothing_is_said_of_devices() -> None:
-    assert not [*devices.dtypes(Situation(platform=None)), *devices.device_memory(Situation(platform=None))]
+    assert not [*devices.dtypes(CheckContext(platform=None)), *devices.device_memory(CheckContext(platform=None))]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_looking_whether_output_can_be_written_leaves_nothing(tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == before
 
 
-def model(folder: Path, source: str) -> Situation:
+def model(folder: Path, source: str) -> CheckContext:
     return sft(folder, pretrain=source)
 
 
@@ -312,13 +312,13 @@ def test_rows_that_are_missing_or_empty(tmp_path: Path) -> None:
     assert "No such file" in missing.found
 
 
-def test_without_a_config_there_is_nothing_to_look_for(situation: Situation) -> None:
-    assert not [*files.output(situation), *files.models(situation), *files.data(situation)]
+def test_without_a_config_there_is_nothing_to_look_for(context: CheckContext) -> None:
+    assert not [*files.output(context), *files.models(context), *files.data(context)]
 
 
 # -- garbage -----------------------------------------------------------------------------------------------------------
 
-CHECKS: tuple[Callable[[Situation], Iterator[CheckResult]], ...] = (
+CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
     host.operating_system,
     host.shared_memory,
     host.open_files,
@@ -337,7 +337,7 @@ ADDRESSES = st.text(st.characters(exclude_characters="\0", exclude_categories=["
     free=st.integers(0, 2**70),
 )
 def test_whatever_the_system_answers_is_a_result(
-    situation: Situation, system: str, release: str, address: str, limits: tuple[int, int], free: int
+    context: CheckContext, system: str, release: str, address: str, limits: tuple[int, int], free: int
 ) -> None:
     def unreachable(*_: Any, **__: Any) -> Any:
         raise OSError("unreachable")
@@ -350,4 +350,4 @@ def test_whatever_the_system_answers_is_a_result(
         patch.setattr(socket, "create_connection", unreachable)
         patch.setenv("RAY_ADDRESS", address)
         for check in CHECKS:
-            assert all(type(result) is CheckResult for result in check(situation))
+            assert all(type(result) is CheckResult for result in check(context))

@@ -15,9 +15,10 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.loader import Plugin
 from roll_core.runtime.cluster.doctor import DoctorFinding
-from roll_core.spec.checks import CheckResult, Situation
+from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import Probe
 from roll_core.spec.providers import PlatformProvider, TrainProvider
+from roll_testing.errors import mentions
 
 Doctor = Callable[..., list[DoctorFinding]]
 
@@ -40,7 +41,7 @@ def of(findings: list[DoctorFinding], check: str) -> dict[str, CheckResult]:
     return {each.result.subject: each.result for each in findings if each.check == check}
 
 
-def fine(_: Situation) -> Iterator[CheckResult]:
+def fine(_: CheckContext) -> Iterator[CheckResult]:
     yield CheckResult(level="ok", found="it is well")
 
 
@@ -51,53 +52,53 @@ def config(**keys: Any) -> Any:
     return SFTConfig.model_validate({"pipeline": "sft", "sft_train": role, **keys})
 
 
-def raises(_: Situation) -> Any:
+def raises(_: CheckContext) -> Any:
     raise RuntimeError("the tool is broken")
 
 
-def leaves(_: Situation) -> Any:
+def leaves(_: CheckContext) -> Any:
     raise SystemExit(3)
 
 
-def hangs(_: Situation) -> Any:
+def hangs(_: CheckContext) -> Any:
     threading.Event().wait()
 
 
-def yields_text(_: Situation) -> Any:
+def yields_text(_: CheckContext) -> Any:
     yield "all is well"
 
 
-def yields_numbers(_: Situation) -> Any:
+def yields_numbers(_: CheckContext) -> Any:
     yield CheckResult(level="ok", found=42)  # type: ignore[arg-type]
 
 
-def yields_another_level(_: Situation) -> Any:
+def yields_another_level(_: CheckContext) -> Any:
     yield CheckResult(level="fatal", found="x")  # type: ignore[arg-type]
 
 
-def breaks_halfway(_: Situation) -> Any:
+def breaks_halfway(_: CheckContext) -> Any:
     yield CheckResult(level="ok", found="so far")
     raise KeyError("left")
 
 
-def returns_nothing(_: Situation) -> None:
+def returns_nothing(_: CheckContext) -> None:
     return None
 
 
-def forgets_the_remedy(_: Situation) -> Any:
+def forgets_the_remedy(_: CheckContext) -> Any:
     yield CheckResult(level="error", found="broken")
 
 
 BAD = {
     raises: "RuntimeError: the tool is broken",
     leaves: "SystemExit: 3",
-    hangs: "no answer within 3 s",
+    hangs: "no result within 3 s",
     yields_text: "it yielded str, expected CheckResult",
-    yields_numbers: "found of its result should be text",
-    yields_another_level: "it found 'fatal', expected one of ok, note, warning, error",
+    yields_numbers: "result's found is",
+    yields_another_level: "'fatal', expected ok, note, warning, error",
     breaks_halfway: "KeyError: 'left'",
     returns_nothing: "TypeError",
-    forgets_the_remedy: "says no remedy",
+    forgets_the_remedy: "ValueError",
 }
 
 
@@ -108,7 +109,7 @@ def test_a_check_that_fails_is_a_finding_and_harms_no_other(doctor: Doctor, bad:
     failed = of(found, "bad")[""]
     assert failed.level == "warning"
     assert BAD[bad] in failed.found
-    assert "tell the authors of acme" in failed.remedy
+    assert mentions(failed.remedy, "acme")
 
 
 def test_a_check_whose_module_cannot_be_imported_is_a_finding(doctor: Doctor) -> None:
@@ -119,7 +120,7 @@ def test_a_check_whose_module_cannot_be_imported_is_a_finding(doctor: Doctor) ->
 
 
 def test_what_a_check_prints_does_not_end_up_in_the_output(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
-    def talks(_: Situation) -> Iterator[CheckResult]:
+    def talks(_: CheckContext) -> Iterator[CheckResult]:
         sys.stdout.write("hello")
         yield CheckResult(level="ok", found="quiet")
 
@@ -142,9 +143,9 @@ def test_each_platform_says_why_it_was_or_was_not_chosen(doctor: Doctor) -> None
     found = of(
         doctor(platforms={"cpu": (CpuPlatform, 0), "absent": (Absent, 10), "other": (CpuPlatform, -1)}), "platform"
     )
-    assert (found["cpu"].level, found["cpu"].wanted) == ("ok", "chosen")
+    assert (found["cpu"].level, found["cpu"].wanted) == ("ok", "selected")
     assert (found["absent"].level, found["absent"].found) == ("note", "no board in the slot")
-    assert (found["other"].level, found["other"].wanted) == ("note", "here, but not chosen")
+    assert (found["other"].level, found["other"].wanted) == ("note", "available, not selected")
 
 
 def test_one_that_the_config_asks_for_and_is_not_here_is_an_error(doctor: Doctor) -> None:
@@ -157,14 +158,14 @@ def test_one_that_the_config_asks_for_and_is_not_here_is_an_error(doctor: Doctor
 def test_a_tie_is_an_error_that_names_the_choice(doctor: Doctor) -> None:
     found = of(doctor(platforms={"one": (CpuPlatform, 5), "two": (CpuPlatform, 5)}), "platform")
     assert sorted(result.level for result in found.values()) == ["error", "ok"]
-    assert "platform: two, or platform: one" in found["two"].remedy
+    assert "platform: two or platform: one" in found["two"].remedy
 
 
 def test_a_probe_that_ends_the_program_is_a_finding(doctor: Doctor) -> None:
     found = of(doctor(platforms={"cpu": (CpuPlatform, 0), "broken": (Broken, 10)}), "platform")
     assert found["broken"].level == "warning"
     assert "its driver called exit" in found["broken"].found
-    assert found["cpu"].wanted == "chosen"
+    assert found["cpu"].wanted == "selected"
 
 
 def test_checks_of_a_platform_run_where_it_is_chosen(doctor: Doctor) -> None:
@@ -204,7 +205,7 @@ def test_an_engine_that_is_missing_is_an_error_only_for_a_config_that_uses_it(do
 
 def test_an_engine_of_another_version_is_shown_beside_what_is_wanted(doctor: Doctor) -> None:
     found = of(doctor(records=(strategy("pluggy>=99"),)), "requirements")["acme_train"]
-    assert "is installed, wanted >=99" in found.found
+    assert mentions(found.found, "pluggy", ">=99")
 
 
 def test_an_engine_that_is_there_is_fine(doctor: Doctor) -> None:

@@ -14,9 +14,9 @@ from roll_infer_hf.compiled_decoder import CompiledDecoder, decoder_class
 from roll_infer_hf.decoder import Decoder
 from roll_infer_hf.kernels import decode
 from roll_infer_hf.kernels.decode import DecodeKernels
-from roll_infer_hf.runner import Piece, Prompt
+from roll_infer_hf.runner import CachedPrompt, PromptChunk
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -127,7 +127,7 @@ def test_without_a_compiler_torch_computes_unless_kernels_were_asked_for(no_comp
     with caplog.at_level(logging.INFO):
         assert decoder_class(model, "auto") is Decoder
     assert "no C++ compiler no-such-compiler" in caplog.text
-    with refused(ExtensionError, "roll_decode", "no-such-compiler", "CXX"):
+    with raises_error(ExtensionError, "roll_decode", "no-such-compiler", "CXX"):
         decoder_class(model, "compiled")
     assert decoder_class(model, "torch") is Decoder
 
@@ -135,7 +135,7 @@ def test_without_a_compiler_torch_computes_unless_kernels_were_asked_for(no_comp
 def test_kernels_for_another_precision_are_refused(tiny_spec):
     model = load_model(tiny_spec)
     assert decoder_class(model, "compiled") is CompiledDecoder
-    with refused(UnsupportedError, "float64"):
+    with raises_error(UnsupportedError, "float64"):
         decoder_class(model.double(), "compiled")
     assert decoder_class(model, "auto") is Decoder
 
@@ -147,10 +147,10 @@ def test_rows_that_come_and_go_decode_as_with_torch(tiny_spec):
     tokens = rng.integers(0, 97, (20, 5))
 
     def logits(chosen):
-        prompts = [Prompt(tokens=each) for each in begun]
+        prompts = [CachedPrompt(tokens=each) for each in begun]
         made = chosen(model, cache_bytes=1 << 24, max_rows=8)
         made.reserve(5, 40)
-        made.prefill([Piece(each, 0, len(each)) for each in prompts])
+        made.prefill([PromptChunk(each, 0, len(each)) for each in prompts])
         made.join(prompts[:3])
         found = [made.decode(row[:3]) for row in tokens[:5]]
         made.join(prompts[3:])

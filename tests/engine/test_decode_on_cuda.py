@@ -13,7 +13,7 @@ from roll_core.errors import ExtensionError
 from roll_core.native import extensions
 from roll_infer_hf.kernels import decode
 from roll_infer_hf.kernels.decode import CUDA_EXTENSION, DecodeKernels
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 SOURCE = Path(decode.__file__).with_name("decode.cu")
 STAND_IN = Path(__file__).with_name("cuda_on_a_cpu")
@@ -114,7 +114,7 @@ def test_what_cuda_refuses_is_an_error(kernels):
     _, gpu = kernels(torch.float32, heads=1, kv_heads=1, size=1024)
     keys = torch.zeros(1, 1, 1, 1024)
     gpu.begin(keys, np.zeros(1, dtype=np.int64))
-    with refused(ExtensionError, "roll_attend", "CUDA", "1"):
+    with raises_error(ExtensionError, "roll_attend", "CUDA", "1"):
         gpu.attend(torch.zeros(1, 3 * 1024), None, keys[0, 0], keys[0, 0], keys, keys.clone())
 
 

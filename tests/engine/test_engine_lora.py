@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from roll_core.data.pack import pack
-from roll_core.runtime.weights import SyncPlan, WeightSender
+from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
-from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_modeling.model import load_model
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.publishing import transport_record
 
 TOKENS = np.arange(3, 40)
@@ -26,7 +27,7 @@ TOKENS = np.arange(3, 40)
 class Likelihood:
     """Minus the sum of logprobs."""
 
-    want = Want(logprobs=True)
+    want = WantedOutputs(logprobs=True)
 
     def __call__(self, outputs, micro):
         return LossOutput(loss=-outputs.logprobs_T[micro.loss_mask_T].mean())
@@ -53,7 +54,7 @@ def step(trainer):
     row = TrainSequence(id="row", tokens=TOKENS, loss_mask=np.arange(len(TOKENS)) > 0)
     trainer.forward_backward(pack([row]), Likelihood())
     trainer.optimizer_step()
-    return trainer.forward(pack([row])[0], Want(logprobs=True)).logprobs_T.numpy()
+    return trainer.forward(pack([row])[0], WantedOutputs(logprobs=True)).logprobs_T.numpy()
 
 
 async def scored(engine, name):
@@ -168,7 +169,7 @@ def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_en
         step(trainer)
         await publish(engine, trainer, 1, adapters=True)
         await engine.sleep()
-        with refused(RuntimeError, "weights"):
+        with raises_error(RuntimeError, "weights"):
             await scored(engine, "asleep")
         expected = step(trainer)
         await publish(engine, trainer, 2, adapters=True)

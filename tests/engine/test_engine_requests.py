@@ -1,6 +1,8 @@
 """What happens to requests: determinism, sharing, ends, queues, aborts, errors."""
 
 import asyncio
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from roll_core.errors import DataError, ModelError, NonFiniteError, UnsupportedE
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 VOCABULARY = 97
 
@@ -184,7 +186,7 @@ def test_a_response_ends_with_the_end_token_which_is_kept_and_named(with_engine)
     assert len(ended.logprobs) == len(ended.versions) == place + 1
 
 
-def test_ignore_eos_goes_on_whatever_is_drawn(with_engine):
+def test_ignore_eos_continues_past_every_end(with_engine):
     free = free_run(with_engine, stop_token_ids=tuple(range(VOCABULARY)))
     assert (len(free.token_ids), free.finish_reason, free.stop) == (60, "length", None)
 
@@ -373,17 +375,17 @@ def test_stop_ends_what_waits(with_engine, half_drawn):
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(with_engine, wrong, error, facts):
-    with refused(error, *facts):
+    with raises_error(error, *facts):
         with_engine(together([wrong]))
 
 
 def test_a_request_larger_than_the_cache_says_which_key_to_raise(with_engine):
-    with refused(ModelError, "kv_cache_gib"):
+    with raises_error(ModelError, "kv_cache_gib"):
         with_engine(together([request("a", [1], max_new_tokens=100)]), kv_cache_gib=1e-6)
 
 
 def test_two_running_requests_cannot_have_one_id(with_engine):
-    with refused(DataError, "'a'"):
+    with raises_error(DataError, "'a'"):
         with_engine(together([request("a", [1], max_new_tokens=5), request("a", [2], max_new_tokens=5)]))
 
 
@@ -403,11 +405,44 @@ def test_logits_that_are_not_finite_fail_the_request_by_name_and_the_engine_reco
     assert tokens(after) == tokens(with_engine(together(some(seed=7))))
 
 
-def test_a_stopped_engine_says_so(with_engine):
+def test_requests_after_stop_raise(with_engine):
     async def act(engine):
         await engine.generate(request("a", [3], max_new_tokens=2))
         await engine.stop()
-        with refused(RuntimeError):
+        with raises_error(RuntimeError):
             await engine.generate(request("b", [3]))
 
     with_engine(act)
+
+
+def test_metrics_taken_while_the_engine_runs_lose_no_token(with_engine):
+    """Other threads take metrics while the worker thread counts."""
+    requests = [request(f"r{at}", [2 + at, 3], max_new_tokens=60) for at in range(16)]
+
+    async def act(engine):
+        found = []
+        done = threading.Event()
+
+        def take():
+            while not done.is_set():
+                found.append(engine.metrics()["generated_tokens"])
+
+        takers = [threading.Thread(target=take) for _ in range(4)]
+        for each in takers:
+            each.start()
+        try:
+            completions = await asyncio.gather(*[engine.generate(each) for each in requests])
+        finally:
+            done.set()
+            for each in takers:
+                each.join()
+        generated = sum(len(each.outputs[0].token_ids) for each in completions)
+        return sum(found) + engine.metrics()["generated_tokens"], generated
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        counted, generated = with_engine(act)
+    finally:
+        sys.setswitchinterval(before)
+    assert counted == generated

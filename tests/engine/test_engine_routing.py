@@ -12,7 +12,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TOP_K, LAYERS = 2, 2
 
@@ -124,7 +124,7 @@ def test_engines_that_cannot_or_were_not_told_to_refuse(with_engine, mixture, ti
     async def act(engine):
         await engine.generate(ask([5]))
 
-    with refused(UnsupportedError, "routed_experts"):
+    with raises_error(UnsupportedError, "routed_experts"):
         with_engine(act, replace(mixture, router_replay=False))
-    with refused(UnsupportedError, "qwen3"):
+    with raises_error(UnsupportedError, "qwen3"):
         with_engine(act, replace(tiny_spec, router_replay=True))

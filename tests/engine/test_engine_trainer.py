@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.data.pack import pack
 from roll_core.spec.model import MeshInfo
-from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_strategy_hf.config import HFTrainConfig
@@ -17,7 +17,7 @@ from roll_strategy_hf.train import HFTrainStrategy
 class Likelihood:
     """Minus the sum of logprobs: any loss that changes every weight would do."""
 
-    want = Want(logprobs=True)
+    want = WantedOutputs(logprobs=True)
 
     def __call__(self, outputs, micro):
         return LossOutput(loss=-outputs.logprobs_T[micro.loss_mask_T].mean())
@@ -51,7 +51,7 @@ def test_logprobs_equal_those_of_the_trainer_before_and_after_a_step_without_a_c
     def compare(completions):
         pairs = [(p, output) for p, c in zip(prompts, completions, strict=True) for output in c.outputs]
         micros = pack([as_sequence(str(i), *pair) for i, pair in enumerate(pairs)])
-        trained = trainer.forward(micros[0], Want(logprobs=True, temperature=0.8)).logprobs_T.numpy()
+        trained = trainer.forward(micros[0], WantedOutputs(logprobs=True, temperature=0.8)).logprobs_T.numpy()
         mine = np.concatenate([np.concatenate([np.zeros(len(p)), output.logprobs]) for p, output in pairs])
         drawn = micros[0].loss_mask_T.numpy()
         np.testing.assert_allclose(mine[drawn], trained[drawn], atol=1e-5)

@@ -13,7 +13,7 @@ from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_modeling.layout import adjacent, make_adjacent
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(name, prompt, **params):
@@ -182,12 +182,12 @@ def publish(trainer, change, version=1, first=None):
 def test_what_is_not_as_the_manifest_says_is_an_error_that_names_role_rank_and_tensor(
     with_engine, trainer, error, facts, change
 ):
-    with refused(error, "actor_infer rank 3", *facts):
+    with raises_error(error, "actor_infer rank 3", *facts):
         with_engine(publish(trainer, change))
 
 
 def test_an_older_version_is_stale(with_engine, trainer):
-    with refused(StaleWeightsError, "version 4", "version 5"):
+    with raises_error(StaleWeightsError, "version 4", "version 5"):
         with_engine(publish(trainer, lambda tensors: tensors, version=4, first=5))
 
 
@@ -197,7 +197,7 @@ def test_a_manifest_that_lacks_a_tensor_of_the_model_is_refused(with_engine, tra
     async def act(engine):
         await engine.update_weights(1, make_manifest(1, some), some)
 
-    with refused(MissingTensorError, "lm_head.weight"):
+    with raises_error(MissingTensorError, "lm_head.weight"):
         with_engine(act)
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_slept_computes_with_the_weights_that_come_then(with_engi
         await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=shared)
         before = await engine.generate(request("before", prompt))
         await engine.sleep()
-        with refused(RuntimeError, "weights"):
+        with raises_error(RuntimeError, "weights"):
             await engine.generate(request("asleep", prompt))
         await engine.wake()
         receipt = await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=shared)
@@ -287,7 +287,7 @@ def test_an_engine_does_not_sleep_while_requests_run(with_engine):
     async def act(engine):
         running = asyncio.create_task(engine.generate(request("long", range(9), max_new_tokens=100)))
         await asyncio.sleep(0)
-        with refused(RuntimeError, "requests"):
+        with raises_error(RuntimeError, "requests"):
             await engine.sleep()
         return await running
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
 import sys
 
 import psutil
 import pytest
 import torch
 
-from roll_modeling.host_memory import release_pages
+from roll_modeling.offload import release_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
@@ -38,3 +41,24 @@ def test_what_is_smaller_than_a_page_stays(size):
     tensor = torch.full((size,), 3, dtype=torch.uint8)
     assert release_pages(tensor) == 0
     assert tensor.tolist() == [3] * size
+
+
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "8"}])
+def test_freed_memory_is_reused_without_page_faults_unless_the_environment_configures_malloc(environment):
+    program = """
+import resource, torch
+from roll_modeling.offload import keep_freed_memory
+
+keep_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    tensors = [torch.ones(n << 18) for n in range(1, 24)]  # 1 to 23 MiB each
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=usual | environment, check=True, capture_output=True, text=True
+    )
+    pages_once = sum(range(1, 24)) * (1 << 20) // mmap.PAGESIZE
+    assert (int(done.stdout) > 1.7 * pages_once) == bool(environment)

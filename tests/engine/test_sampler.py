@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.types import SamplingParams
-from roll_infer_hf.sampler import draw, invert_cdf, sampling_row, shaped_rows
+from roll_infer_hf.sampler import invert_cdf, sample, sampling_row, shaped_rows
 
 NUM = 4000
 
@@ -23,7 +23,7 @@ def softmax(logits):
 
 def draw_rows(logits, params, uniforms, **more):
     table = np.array([sampling_row(each) for each in params])
-    return draw(
+    return sample(
         torch.from_numpy(np.array(logits, dtype=np.float32)),
         np.array(uniforms),
         table,

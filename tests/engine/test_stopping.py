@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_infer_hf.stopping import StopStrings
+from roll_infer_hf.sequence import StopStrings
 
 
 class ByteTokenizer:

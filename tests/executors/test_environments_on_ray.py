@@ -19,7 +19,7 @@ from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerGroup
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
 from roll_core.spec.config import RewardConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 pytestmark = [pytest.mark.ray]
 HERE = str(Path(__file__).parent)
@@ -69,18 +69,18 @@ def test_errors_name_role_and_rank_and_tensors_are_refused(started: Any) -> None
     import torch
 
     _, run, groups, _ = started
-    with refused(CorruptTensorError, "foreign rank 0", "layer.0.weight"):
+    with raises_error(CorruptTensorError, "foreign rank 0", "layer.0.weight"):
         run(groups["foreign"].call("corrupt"))
-    with refused(WorkerError, "foreign rank 1", "ZeroDivisionError"):
+    with raises_error(WorkerError, "foreign rank 1", "ZeroDivisionError"):
         run(groups["foreign"].call_rank(1, "divide"))
-    with refused(UnsupportedError, "foreign.echo", "torch.Tensor"):
+    with raises_error(UnsupportedError, "foreign.echo", "torch.Tensor"):
         run(groups["foreign"].call("echo", torch.zeros(1)))
 
 
 def test_a_missing_environment_fails_the_start_with_its_command(started: Any, tmp_path: Path) -> None:
     _, run, _, _ = started
     another = make_executor("ray", CpuPlatform(), slots_per_node=2)
-    with refused(PythonEnvironmentError, "actor_infer", tmp_path, "/no"):
+    with raises_error(PythonEnvironmentError, "actor_infer", tmp_path, "/no"):
         run(another.start([spec("actor_infer", tmp_path / "no")]))
 
 
@@ -96,5 +96,5 @@ def test_a_killed_process_is_a_dead_worker(started: Any) -> None:
         await waiting
 
     pid = group.members[1].pid
-    with refused(WorkerDiedError, "foreign rank 1", pid, "SIGKILL"):
+    with raises_error(WorkerDiedError, "foreign rank 1", pid, "SIGKILL"):
         run(kill())

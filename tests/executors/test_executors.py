@@ -29,7 +29,7 @@ from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerGroup
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig, TrainWorkerConfig
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 HERE = str(Path(__file__).parent)
 RANKS = 2
@@ -41,7 +41,7 @@ def places(ranks: int = RANKS) -> tuple[Place, ...]:
     return place_roles({"rewards.r": RewardConfig(reward="r", world_size=ranks)}, CpuPlatform())["rewards.r"]
 
 
-def spec(role: str = "judge", ranks: int = RANKS, target: str = "executor_workers:Recorder", **more: Any) -> GroupSpec:
+def spec(role: str = "reward", ranks: int = RANKS, target: str = "executor_workers:Recorder", **more: Any) -> GroupSpec:
     return GroupSpec(role=role, kind="reward", target=target, places=places(ranks), timeout_s=60, **more)
 
 
@@ -52,7 +52,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run, WorkerGr
         patch.syspath_prepend(HERE)
         executor = make_executor(request.param, CpuPlatform(), slots_per_node=2)
         groups = runner.run(executor.start([spec(args={"greeting": "good day"})]))
-        yield request.param, runner.run, groups["judge"]
+        yield request.param, runner.run, groups["reward"]
         runner.run(executor.close())
 
 
@@ -84,7 +84,7 @@ def test_call_each_gives_every_rank_its_own_arguments(run: Run, group: WorkerGro
 
 
 def test_call_each_with_too_few_arguments_is_refused(run: Run, group: WorkerGroup) -> None:
-    with refused(ValueError, "judge.greet", "1", "2"):
+    with raises_error(ValueError, "reward.greet", "1", "2"):
         run(group.call_each("greet", [("Ann",)]))
 
 
@@ -149,12 +149,12 @@ def test_error_of_ours_keeps_its_class_and_gets_role_rank_and_host(run: Run, gro
     host = group.members[1].host
     with pytest.raises(CorruptTensorError) as caught:
         run(group.call_rank(1, "corrupt"))
-    assert mentions(str(caught.value), "judge rank 1", host, "layer.0.weight")
+    assert mentions(str(caught.value), "reward rank 1", host, "layer.0.weight")
     assert "in corrupt" in caught.value.trace
 
 
 def test_guard_that_trips_in_a_worker_keeps_its_id(run: Run, group: WorkerGroup) -> None:
-    with refused(GuardTrippedError, "judge rank 0") as caught:
+    with raises_error(GuardTrippedError, "reward rank 0") as caught:
         run(group.call_rank(0, "trip"))
     assert caught.value.guard == "weights-unchanged"
 
@@ -163,40 +163,40 @@ def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group
     with pytest.raises(WorkerError) as caught:
         run(group.call_rank(1, "divide"))
     error = caught.value
-    assert (error.role, error.rank, error.host, error.method) == ("judge", 1, group.members[1].host, "divide")
+    assert (error.role, error.rank, error.host, error.method) == ("reward", 1, group.members[1].host, "divide")
     assert mentions(str(error), "ZeroDivisionError")
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert "return 1 / 0" in error.trace
 
 
 def test_errors_of_async_methods_are_reported_alike(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError, "judge rank 0", "fail_async", "KeyError", "'lost'"):
+    with raises_error(WorkerError, "reward rank 0", "fail_async", "KeyError", "'lost'"):
         run(group.call_rank(0, "fail_async"))
 
 
 def test_exception_that_cannot_be_pickled_still_says_what_it_was(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError, "cannot_travel", "CannotTravel"):
+    with raises_error(WorkerError, "cannot_travel", "CannotTravel"):
         run(group.call_rank(0, "cannot_travel"))
 
 
 def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError, "SystemExit", "3"):
+    with raises_error(WorkerError, "SystemExit", "3"):
         run(group.call_rank(0, "exit"))
     assert run(group.call_rank(0, "greet", "Ann")) == "good day Ann from 0"
 
 
 def test_unknown_method_is_named(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError, "'Recorder'", "'gret'"):
+    with raises_error(WorkerError, "'Recorder'", "'gret'"):
         run(group.call("gret", "Ann"))
 
 
 def test_cause_is_named_though_its_echoes_came_first(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError, "judge rank 1", "ValueError"):
+    with raises_error(WorkerError, "reward rank 1", "ValueError"):
         run(group.call("fail_on_one_and_echo_on_others", 1))
 
 
 def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerTimeoutError, "wait_on_rank", "2", "rank 1") as caught:
+    with raises_error(WorkerTimeoutError, "wait_on_rank", "2", "rank 1") as caught:
         run(group.call("wait_on_rank", 1, 6.0, deadline_s=2))
     assert "in wait_on_rank" in caught.value.trace
     assert run(group.call("wait_on_rank", 0, 0.0)) == ["done", "done"]
@@ -208,28 +208,28 @@ def test_deadline_and_cancelling_end_async_methods(run: Run, group: WorkerGroup)
     assert run(group.call("until_cancelled")) == [True, True]
 
 
-# -- giving up
+# -- killing
 
 
-def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
+def test_a_worker_that_is_killed_is_gone_and_its_error_names_the_cause_and_the_stack(
     run: Run, started: tuple[str, Run, WorkerGroup], another: Executor
 ) -> None:
-    async def hang_and_give_up() -> None:
+    async def hang_and_kill() -> None:
         async with another:
             group = (await another.start([spec("engine", survives="while_others_live")]))["engine"]
             hanging = asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=math.inf))
             await group.call_rank(1, "until_waiting")
-            death = await group.give_up(1, "it said nothing")
-            assert re.fullmatch(r"engine rank 1 on \S+ was given up: it said nothing", str(death))
+            death = await group.kill(1, "no heartbeat")
+            assert re.fullmatch(r"engine rank 1 on \S+ .*: no heartbeat", str(death))
             assert "engine[1].wait_forever:" in death.trace
-            with refused(WorkerHungError, "engine rank 1"):
+            with raises_error(WorkerHungError, "engine rank 1"):
                 await group.call_rank(1, "echo", 1)
             if started[0] == "local":  # whose threads cannot be killed: nothing of the role is used any more
                 hanging.cancel()
-                with refused(WorkerHungError, "rank 1"):
+                with raises_error(WorkerHungError, "rank 1"):
                     await group.call_rank(0, "echo", 1)
                 return
-            with refused(WorkerHungError, "engine rank 1"):
+            with raises_error(WorkerHungError, "engine rank 1"):
                 await hanging
             while Path(f"/proc/{group.members[1].pid}").exists():
                 await asyncio.sleep(0.05)
@@ -238,7 +238,7 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
             await group.replace(1)
             assert await group.call("echo", 3) == [3, 3]
 
-    run(hang_and_give_up())
+    run(hang_and_kill())
 
 
 # -- starting and closing
@@ -246,12 +246,12 @@ def test_a_worker_that_is_given_up_is_ended_and_says_why_and_where_it_hung(
 
 def test_failure_to_make_a_worker_names_it_and_leaves_nothing(run: Run, another: Executor) -> None:
     broken = spec("broken", target="executor_workers:BrokenOnRank", args={"rank": 1})
-    with refused(WorkerError, "broken rank 1", "ValueError", "rank 1"):
+    with raises_error(WorkerError, "broken rank 1", "ValueError", "rank 1"):
         run(another.start([spec("fine"), broken]))
 
 
 def test_worker_class_that_does_not_exist_is_named(run: Run, another: Executor) -> None:
-    with refused(PluginLoadError, "judge rank 0", "executor_workers", "'Nobody'"):
+    with raises_error(PluginLoadError, "reward rank 0", "executor_workers", "'Nobody'"):
         run(another.start([spec(ranks=1, target="executor_workers:Nobody")]))
 
 
@@ -267,7 +267,7 @@ def test_variables_of_a_role_are_there_and_gone_afterwards(run: Run, another: Ex
     async def see() -> list[list[str | None]]:
         async with another:
             groups = await another.start([spec(env={"ROLL_TEST_COLOUR": "blue"})])
-            return await groups["judge"].call("environment", "ROLL_TEST_COLOUR")
+            return await groups["reward"].call("environment", "ROLL_TEST_COLOUR")
 
     assert run(see()) == [["blue"], ["blue"]]
     assert "ROLL_TEST_COLOUR" not in os.environ
@@ -276,7 +276,7 @@ def test_variables_of_a_role_are_there_and_gone_afterwards(run: Run, another: Ex
 def test_roles_that_contradict_each_other_cannot_share_a_process() -> None:
     executor = make_executor("local", CpuPlatform(), slots_per_node=2)
     one, two = spec("one", env={"COLOUR": "blue"}), spec("two", env={"COLOUR": "red"})
-    with refused(UnsupportedError, "COLOUR=blue", "COLOUR=red"):
+    with raises_error(UnsupportedError, "COLOUR=blue", "COLOUR=red"):
         asyncio.run(executor.start([one, two]))
     assert "COLOUR" not in os.environ
 
@@ -291,14 +291,14 @@ def test_local_executor_has_the_slots_of_this_host_only() -> None:
     where = place_roles({"a": TrainWorkerConfig(device_mapping=(3,))}, TwoDevices(), num_gpus_per_node=8)["a"]
     executor = make_executor("local", TwoDevices(), slots_per_node=8)
     wanted = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=where)
-    with refused(PlacementError, "actor_train", "slot 3", "2", "0", "1"):
+    with raises_error(PlacementError, "actor_train", "slot 3", "2", "0", "1"):
         asyncio.run(executor.start([wanted]))
 
 
 def test_local_executor_refuses_two_workers_that_train() -> None:
     executor = make_executor("local", CpuPlatform(), slots_per_node=2)
     two = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=places(2))
-    with refused(UnsupportedError, "actor_train", "2"):
+    with raises_error(UnsupportedError, "actor_train", "2"):
         asyncio.run(executor.start([two]))
 
 
@@ -312,8 +312,8 @@ only_ray = pytest.mark.parametrize("started", [pytest.param("ray", marks=pytest.
 def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WORKER_NAME", "CLUSTER_NAME", "MASTER_ADDR", "OMP_NUM_THREADS")
     assert run(group.call("environment", *names)) == [
-        ["0", "2", "0", "judge-0", "judge", "127.0.0.1", "1"],
-        ["1", "2", "1", "judge-1", "judge", "127.0.0.1", "1"],
+        ["0", "2", "0", "reward-0", "reward", "127.0.0.1", "1"],
+        ["1", "2", "1", "reward-1", "reward", "127.0.0.1", "1"],
     ]
     (_, first), (_, second) = run(group.call("where"))
     assert first == second
@@ -323,13 +323,13 @@ def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> N
 
 @only_ray
 def test_result_that_cannot_be_sent_is_an_error_of_its_call(run: Run, group: WorkerGroup) -> None:
-    with refused(WorkerError, "unsendable"):
+    with raises_error(WorkerError, "unsendable"):
         run(group.call_rank(0, "unsendable"))
 
 
 @only_ray
 def test_arguments_that_cannot_be_sent_are_refused(run: Run, group: WorkerGroup) -> None:
-    with refused(UnsupportedError, "judge.echo"):
+    with raises_error(UnsupportedError, "reward.echo"):
         run(group.call("echo", (each for each in ())))
 
 
@@ -348,12 +348,12 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
             task = asyncio.ensure_future(waiting)
             await asyncio.sleep(0.2)
             os.kill(victim.pid, signal.SIGKILL)
-            with refused(WorkerDiedError, "victims rank 1", victim.host, victim.pid) as caught:
+            with raises_error(WorkerDiedError, "victims rank 1", victim.host, victim.pid) as caught:
                 await asyncio.wait_for(task, 30)
             assert caught.value.method == ("sleep" if pending == "own call" else "")
-            with refused(WorkerDiedError, "victims rank 1"):
+            with raises_error(WorkerDiedError, "victims rank 1"):
                 another.check_alive()
-            with refused(WorkerDiedError, "victims rank 1"):
+            with raises_error(WorkerDiedError, "victims rank 1"):
                 await groups["others"].call("greet", "Ann")
 
     run(kill_one())
@@ -363,8 +363,8 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
 def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run, another: Executor) -> None:
     async def lose_one() -> None:
         async with another:
-            group = (await another.start([spec(survives="while_others_live")]))["judge"]
-            with refused(WorkerDiedError, "judge rank 1", "lose_engine"):
+            group = (await another.start([spec(survives="while_others_live")]))["reward"]
+            with raises_error(WorkerDiedError, "reward rank 1", "lose_engine"):
                 await group.call_rank(1, "lose_engine")
             another.check_alive()
             assert group.lost == {1}
@@ -377,20 +377,20 @@ def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run,
 
 
 @only_ray
-def test_the_last_worker_of_a_role_that_outlives_all_can_be_replaced(run: Run, another: Executor) -> None:
+def test_the_last_worker_of_a_role_that_survives_all_can_be_replaced(run: Run, another: Executor) -> None:
     async def lose_the_only_one() -> None:
         async with another:
             group = (await another.start([spec("engine", ranks=1, survives="always")]))["engine"]
             hanging = asyncio.ensure_future(group.call("wait_forever"))
             await asyncio.sleep(0.2)
             os.kill(group.members[0].pid, signal.SIGKILL)
-            with refused(WorkerDiedError, "engine rank 0"):
+            with raises_error(WorkerDiedError, "engine rank 0"):
                 await asyncio.wait_for(hanging, 60)
             another.check_alive()
             assert group.lost == {0}
-            assert group.outlives_all
+            assert group.survives_all
             assert await group.call("greet", "Ann") == []
-            with refused(WorkerDiedError, "engine rank 0"):
+            with raises_error(WorkerDiedError, "engine rank 0"):
                 await group.call_each("greet", [("Ann",)])
             await group.replace(0)
             assert await group.call("greet", "Ann") == ["hello Ann from 0"]
@@ -399,25 +399,25 @@ def test_the_last_worker_of_a_role_that_outlives_all_can_be_replaced(run: Run, a
 
 
 @only_ray
-def test_a_worker_behind_a_gap_of_the_network_is_given_up_where_its_group_survives_that(
+def test_a_worker_behind_a_network_gap_is_killed_if_its_group_survives_that(
     run: Run, another: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
     from roll_core.runtime.cluster.executors import ray_worker
 
-    monkeypatch.setattr(ray_worker, "DEATH_NEWS_S", 0.1)
+    monkeypatch.setattr(ray_worker, "EXIT_NOTICE_S", 0.1)
 
     async def lose_a_call() -> None:
         async with another:
-            group: Any = (await another.start([spec(survives="while_others_live")]))["judge"]
+            group: Any = (await another.start([spec(survives="while_others_live")]))["reward"]
             behind = group._workers[1]
             asked = [asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=60)) for _ in range(2)]
             await group.call_rank(1, "greet", "Ann")
             error = ray.exceptions.ActorUnavailableError("no route to host", None)
-            behind._unreachable(next(iter(behind._pending)), error)
+            behind._call_lost(next(iter(behind._pending)), error)
             for each in asked:
-                with refused(WorkerDiedError, "judge rank 1", "route"):
+                with raises_error(WorkerDiedError, "reward rank 1", "route"):
                     await each
             another.check_alive()
             assert group.lost == {1}
@@ -432,8 +432,8 @@ def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Exe
     async def crash() -> None:
         async with another:
             groups = await another.start([spec(ranks=1)])
-            with refused(WorkerDiedError, "crash") as caught:
-                await groups["judge"].call("crash")
+            with raises_error(WorkerDiedError, "crash") as caught:
+                await groups["reward"].call("crash")
             assert "executor_workers.py" in caught.value.trace
 
     run(crash())
@@ -447,7 +447,7 @@ def test_collectives_fail_with_the_cause_and_not_with_its_echo(run: Run, another
             pair = spec("actor_train", target="executor_workers:Collective")
             group = (await another.start([pair]))["actor_train"]
             assert await group.call("sum_of_ranks") == [3, 3]
-            with refused(WorkerDiedError, "actor_train rank 1", "die_before_reduce"):
+            with raises_error(WorkerDiedError, "actor_train rank 1", "die_before_reduce"):
                 await group.call("die_before_reduce", 1)
 
     run(reduce())
@@ -459,5 +459,5 @@ def test_ray_address_where_nobody_answers_is_an_error_at_once(monkeypatch: pytes
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         executor = make_executor("ray", CpuPlatform(), slots_per_node=2)
-        with refused(PlacementError, "RAY_ADDRESS", address):
+        with raises_error(PlacementError, "RAY_ADDRESS", address):
             asyncio.run(executor.start([]))

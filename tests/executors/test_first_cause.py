@@ -18,7 +18,7 @@ from roll_core.errors import (
 from roll_core.runtime.cluster.executors import calls
 from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, collect
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 Settle = Callable[[list[asyncio.Future[Any]]], Coroutine[Any, Any, None]]
 
@@ -58,7 +58,7 @@ def test_error_of_one_rank_is_raised_though_others_never_answer(monkeypatch: pyt
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[1].set_exception(failed(ValueError("bad batch")))
 
-    with refused(WorkerError, "actor rank 1", "h1", "ValueError") as caught:
+    with raises_error(WorkerError, "actor rank 1", "h1", "ValueError") as caught:
         outcome(settle)
     assert isinstance(caught.value.__cause__, ValueError)
     assert caught.value.trace == "trace"
@@ -70,7 +70,7 @@ def test_earliest_error_by_the_workers_clocks_is_the_cause() -> None:
         futures[2].set_exception(failed(ValueError("first"), at=10.0))
         futures[1].set_result(None)
 
-    with refused(WorkerError, "rank 2", "first"):
+    with raises_error(WorkerError, "rank 2", "first"):
         outcome(settle)
 
 
@@ -79,7 +79,7 @@ def test_lowest_rank_speaks_for_all_that_fail_alike() -> None:
         for rank, at in ((2, 10.0), (1, 10.01), (0, 10.02)):
             futures[rank].set_exception(failed(ValueError("same"), at=at))
 
-    with refused(WorkerError, "rank 0"):
+    with raises_error(WorkerError, "rank 0"):
         outcome(settle)
 
 
@@ -99,7 +99,7 @@ def test_broken_connection_is_not_the_cause_when_a_later_error_is(echo: Exceptio
         await asyncio.sleep(0.05)
         futures[2].set_exception(failed(NonFiniteError("loss is nan"), at=10.05))
 
-    with refused(NonFiniteError, "actor rank 2", "h2"):
+    with raises_error(NonFiniteError, "actor rank 2", "h2"):
         outcome(settle)
 
 
@@ -109,7 +109,7 @@ def test_broken_connection_is_the_cause_when_nothing_else_is_known(monkeypatch: 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[0].set_exception(failed(ConnectionResetError("reset")))
 
-    with refused(WorkerError, "rank 0", "h0", "ConnectionResetError"):
+    with raises_error(WorkerError, "rank 0", "h0", "ConnectionResetError"):
         outcome(settle)
 
 
@@ -122,7 +122,7 @@ def test_death_explains_the_errors_that_came_before_the_news_of_it() -> None:
         futures[1].set_exception(death)
         futures[2].set_exception(death)
 
-    with refused(WorkerDiedError, "critic rank 1", "h9", "5"):
+    with raises_error(WorkerDiedError, "critic rank 1", "h9", "5"):
         outcome(settle)
 
 
@@ -130,7 +130,7 @@ def test_deadline_names_every_rank_that_did_not_answer() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[1].set_result(None)
 
-    with refused(WorkerTimeoutError, "0.05", "rank 0", "h0", "rank 2", "h2"):
+    with raises_error(WorkerTimeoutError, "0.05", "rank 0", "h0", "rank 2", "h2"):
         outcome(settle, seconds=0.05)
 
 
@@ -149,8 +149,8 @@ def test_error_of_ours_with_arguments_of_its_own_arrives_whole() -> None:
 
 def test_an_error_that_says_itself_where_it_comes_from_does_not_become_its_own_cause() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
-        futures[0].set_exception(failed(WorkerTimeoutError("judge", "make", 60.0, [0], ["h0"])))
+        futures[0].set_exception(failed(WorkerTimeoutError("reward", "make", 60.0, [0], ["h0"])))
 
-    with refused(WorkerTimeoutError, "judge", "make", "rank 0") as caught:
+    with raises_error(WorkerTimeoutError, "reward", "make", "rank 0") as caught:
         outcome(settle, ranks=1)
     assert caught.value.__cause__ is None

@@ -1,6 +1,7 @@
 """A worker under another interpreter, as its actor sees it; the process is real, Ray is not needed."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -21,13 +22,14 @@ from roll_core.errors import PythonEnvironmentError
 from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.cluster.executors.calls import CallFailed
 from roll_core.runtime.cluster.executors.codecs import WIRE, decode
-from roll_core.runtime.cluster.executors.isolated_env_process import IsolatedEnvProcess, ProcessEndedError
+from roll_core.runtime.cluster.executors.isolated_env_process import IsolatedEnvProcess
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.cluster.python_environments.prepare import environment_of
 from roll_core.spec.config import RewardConfig
-from roll_core.spec.reward import RewardRequest
+from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Sample
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 HERE = str(Path(__file__).parent)
 T = TypeVar("T")
@@ -35,26 +37,27 @@ Run = Callable[[Awaitable[T]], T]
 PLACE: Place = place_roles({"rewards.r": RewardConfig(reward="r")}, CpuPlatform())["rewards.r"][0]
 
 
-def settings(folder: Path, role: str = "judge") -> dict[str, Any]:
+def settings(folder: Path, role: str = "reward") -> dict[str, Any]:
     crash = str(folder / "crash")
     return {"role": role, "rank": 0, "level": logging.INFO, "crash_file": crash, "reported": ["msgpack"]}
 
 
 class Foreign:
-    """A process and the words of the driver's side."""
+    """A process as its actor calls it."""
 
     def __init__(self, folder: Path, python: Path) -> None:
         self.process = IsolatedEnvProcess(settings(folder))
         self.python = python
         self.hello: dict[str, Any] = {}
+        self.numbers = itertools.count()
 
     async def start(self, target: str = "executor_workers:Recorder", **args: Any) -> None:
         self.hello = await self.process.start(self.python, environment_of(self.python, os.environ))
         payload = WIRE.dumps((target, PLACE, Peers(), args, {"MASTER_PORT": "7"}, [HERE]))
-        decode(WIRE, await self.process.make(payload))
+        decode(WIRE, await self.process.request("construct", payload))
 
     async def call(self, method: str, *args: Any) -> Any:
-        return decode(WIRE, await self.process.begin(method, WIRE.dumps(args)))
+        return decode(WIRE, await self.process.request("call", next(self.numbers), method, WIRE.dumps(args)))
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +126,20 @@ def test_errors_cross_with_class_and_trace(runner: asyncio.Runner, shared: Forei
     with pytest.raises(CallFailed) as unknown:
         runner.run(shared.call("cannot_travel"))
     assert mentions(unknown.value.failure.summary, "CannotTravel:")
-    with refused(CallFailed, "_thread.lock"):
+    with raises_error(CallFailed, "_thread.lock"):
         runner.run(shared.call("unsendable"))
-    with refused(CallFailed, "'absent'"):
+    with raises_error(CallFailed, "'absent'"):
         runner.run(shared.call("absent"))
 
 
 def test_cancelling_a_call_ends_it_over_there(runner: asyncio.Runner, shared: Foreign) -> None:
     async def cancel() -> bool:
-        waiting = shared.process.begin("wait_forever", WIRE.dumps(()))
+        number = next(shared.numbers)
+        waiting = shared.process.request("call", number, "wait_forever", WIRE.dumps(()))
         await shared.call("greet", "Ann")
-        waiting.cancel()
+        await shared.process.request("cancel", number)
+        with pytest.raises(CallFailed):
+            decode(WIRE, await waiting)
         return await asyncio.wait_for(shared.call("until_cancelled"), 10)
 
     assert runner.run(cancel())
@@ -142,7 +148,7 @@ def test_cancelling_a_call_ends_it_over_there(runner: asyncio.Runner, shared: Fo
 def test_it_says_where_it_hangs(runner: asyncio.Runner, shared: Foreign) -> None:
     async def look() -> str:
         held = asyncio.ensure_future(shared.call("hold", 20.0))
-        while "in hold" not in (stack := await shared.process.stack()) and not held.done():
+        while "in hold" not in (stack := await shared.process.request("stack")) and not held.done():
             await asyncio.sleep(0.05)
         await shared.call("let_go")
         assert await held
@@ -156,7 +162,7 @@ def test_a_killed_process_fails_the_calls_that_wait(runner: asyncio.Runner, fres
         waiting = asyncio.ensure_future(fresh.call("wait_forever"))
         await fresh.call("greet", "Ann")
         os.kill(fresh.hello["pid"], signal.SIGKILL)
-        with refused(ProcessEndedError, "SIGKILL"):
+        with raises_error(ProcessEndedError, "SIGKILL"):
             await waiting
         with pytest.raises(ProcessEndedError):
             await fresh.call("greet", "Ann")
@@ -194,10 +200,10 @@ asyncio.run(main())
         worker.wait(60)
 
 
-def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_path: Path) -> None:
-    """The role's environment has what judges need, and neither torch nor Ray."""
+def test_a_reward_is_computed_without_torch(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """The role's environment has what rewards need, and neither torch nor Ray."""
     python = environment_with(tmp_path / "light", WITHOUT_TORCH)
-    (tmp_path / "judge.py").write_text(
+    (tmp_path / "rewards_of_mine.py").write_text(
         "def score(prompt, response):\n    import sys\n    return 'torch' in sys.modules"
     )
     foreign = Foreign(tmp_path, python)
@@ -207,19 +213,19 @@ def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_
         finish_reason="stop",
     )  # fmt: skip
 
-    async def judged() -> Any:
+    async def scored() -> Any:
         provider = next(each for each in roll_rewards() if each.name == "function")
-        config = {"reward": "function", "function": "judge:score", "isolation": "none"}
+        config = {"reward": "function", "function": "rewards_of_mine:score", "isolation": "none"}
         foreign.hello = await foreign.process.start(python, environment_of(python, os.environ))
         args = {"role": "rewards.r", "provider": provider, "owner": "reward", "config": config}
         made = ("roll_core.runtime.workers.reward:RewardWorker", PLACE, Peers(), args, {}, [str(tmp_path)])
-        decode(WIRE, await foreign.process.make(WIRE.dumps(made)))
+        decode(WIRE, await foreign.process.request("construct", WIRE.dumps(made)))
         await foreign.call("start")
         answer = await foreign.call("score", [RewardRequest(sample=sample, prompt="p", response="r")])
         await foreign.process.close(5)
         return answer
 
-    rewards = runner.run(judged())
+    rewards = runner.run(scored())
     assert [reward.value for reward in rewards] == [0.0]
     assert "torch" not in foreign.hello["fingerprint"]
     assert "ray" not in foreign.hello["fingerprint"]
@@ -228,7 +234,7 @@ def test_a_reward_is_judged_where_there_is_no_torch(runner: asyncio.Runner, tmp_
 def test_an_environment_that_cannot_import_roll_core_says_what_it_lacks(runner: asyncio.Runner, tmp_path: Path) -> None:
     python = environment_with(tmp_path / "broken", [name for name in WITHOUT_TORCH if name != "numpy"])
     process = IsolatedEnvProcess(settings(tmp_path, "rewards.math"))
-    with refused(PythonEnvironmentError, "rewards.math", "'numpy'"):
+    with raises_error(PythonEnvironmentError, "rewards.math", "'numpy'"):
         runner.run(process.start(python, environment_of(python, os.environ)))
     runner.run(process.close(5))  # there is nothing to close, and that is fine
 

@@ -12,9 +12,9 @@ from roll_core.runtime.cluster.placement import Place
 @pytest.mark.filterwarnings("error")
 def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing() -> None:
     async def main() -> bool:
-        host = WorkerHost("judge", 0)
+        host = WorkerHost("reward", 0)
         place = Place(rank=0, world_size=1)
-        await host.make("executor_workers:Recorder", place, None, {})  # type: ignore[arg-type]
+        await host.construct("executor_workers:Recorder", place, None, {})  # type: ignore[arg-type]
         call = host.begin("meet", (1,))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -160,8 +160,8 @@ def test_sweep_unlinks_shared_memory_of_the_run_and_nothing_else(tmp_path: Path)
 
 
 def test_reaper_ends_when_it_is_dismissed_and_touches_nothing(tmp_path: Path) -> None:
-    process = orphan_cleanup.watch_over("mark4", tmp_path)
-    orphan_cleanup.dismiss(process)
+    process = orphan_cleanup.start_reaper("mark4", tmp_path)
+    orphan_cleanup.stop_reaper(process)
     assert process.returncode == 0
     assert tmp_path.exists()
 
@@ -171,7 +171,7 @@ def test_reaper_sweeps_when_its_driver_vanishes(tmp_path: Path) -> None:
     scratch.mkdir()
     code = (
         "import os, sys; from pathlib import Path; from roll_core.runtime.cluster.executors import orphan_cleanup;"
-        "orphan_cleanup.watch_over('mark5', Path(sys.argv[1])); os._exit(1)"
+        "orphan_cleanup.start_reaper('mark5', Path(sys.argv[1])); os._exit(1)"
     )
     marked = start_marked("mark5", ["sleep", "600"])
     try:

@@ -18,7 +18,7 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     WorkerConfig,
 )
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 
 class EightAccelerators(CpuPlatform):
@@ -106,7 +106,7 @@ def test_a_node_that_a_cluster_lacks_is_named_also_where_it_is_needed_more_than_
     wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places)]
     reservation = Reservation(EightAccelerators(), 8, 60)
     needs = reservation._slots_needed(wanted)
-    with refused(PlacementError, "actor_train", "slot 31", "24"):
+    with raises_error(PlacementError, "actor_train", "slot 31", "24"):
         reservation._check_existence(wanted, needs, [{"GPU": 8.0}] * 3)
     reservation._check_existence(wanted, needs, [{"GPU": 8.0}] * 4)
 
@@ -125,23 +125,23 @@ def test_strategy_that_needs_two_slots_each_gets_them() -> None:
 
 
 def test_strategy_and_config_that_disagree_on_slots_per_worker_are_refused() -> None:
-    with refused(PlacementError, "actor_infer", "num_gpus_per_worker", "4", "2"):
+    with raises_error(PlacementError, "actor_infer", "num_gpus_per_worker", "4", "2"):
         place({"actor_infer": infer("list(range(0,4))", 4)}, slots_per_worker={"actor_infer": 2})
 
 
 def test_mapping_that_is_no_multiple_of_a_workers_slots_is_refused() -> None:
-    with refused(PlacementError, "actor_infer", "device_mapping", "3", "2"):
+    with raises_error(PlacementError, "actor_infer", "device_mapping", "3", "2"):
         place({"actor_infer": infer([0, 1, 2])}, slots_per_worker={"actor_infer": 2})
 
 
 def test_worker_that_trains_takes_one_slot() -> None:
     config = TrainWorkerConfig(device_mapping=(0, 1), num_gpus_per_worker=2)
-    with refused(PlacementError, "actor_train", "num_gpus_per_worker", "2", "1"):
+    with raises_error(PlacementError, "actor_train", "num_gpus_per_worker", "2", "1"):
         place({"actor_train": config})
 
 
 def test_worker_whose_slots_lie_on_two_nodes_is_refused() -> None:
-    with refused(PlacementError, "actor_infer rank 1", "slots 7", "8", "nodes 0", "1"):
+    with raises_error(PlacementError, "actor_infer rank 1", "slots 7", "8", "nodes 0", "1"):
         place({"actor_infer": infer([5, 6, 7, 8], 2)})
 
 
@@ -215,7 +215,7 @@ def test_more_slots_than_cores_can_be_asked_for_by_num_gpus_per_node() -> None:
 
 
 def test_slot_beyond_the_cores_says_how_to_get_it() -> None:
-    with refused(PlacementError, "slot 5", "num_gpus_per_node", "6"):
+    with raises_error(PlacementError, "slot 5", "num_gpus_per_node", "6"):
         place_roles({"a": train([0, 5])}, CpuPlatform(), num_gpus_per_node=2, num_nodes=1, cores=2)
 
 

@@ -11,7 +11,7 @@ import ray
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
 from roll_core.runtime.cluster.executors.ray_instance import RayInstance
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def refuse(**_):
@@ -29,7 +29,7 @@ def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeyp
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         instance = RayInstance(CpuPlatform())
         try:
-            with refused(PlacementError, "RAY_ADDRESS") as caught:
+            with raises_error(PlacementError, "RAY_ADDRESS") as caught:
                 instance.open()
         finally:
             monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -61,7 +61,7 @@ def test_a_driver_gives_up_an_address_that_takes_connections_and_never_replies(t
             timeout=240,  # 13 minutes with Ray's own number of attempts
             check=True,
         )
-    assert f"Ray could not be joined at RAY_ADDRESS={address}" in done.stdout
+    assert f"RAY_ADDRESS={address}" in done.stdout
 
 
 LISTENERS = """

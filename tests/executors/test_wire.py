@@ -20,11 +20,11 @@ from roll_core.builtin import plugin
 from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedError
 from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
-from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure, encode_result
+from roll_core.runtime.cluster.executors.codecs import WIRE, decode, encode_failure
 from roll_core.types import Reward, Sample
 from roll_infer_hf.plugin import roll_infer_strategies
 from roll_strategy_hf.plugin import roll_train_strategies
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 PLAIN = st.recursive(
     st.none()
@@ -112,7 +112,7 @@ def test_paths_sets_and_enums() -> None:
 
     assert there_and_back([Path("/a/b"), {1, 2}, frozenset("x")]) == [Path("/a/b"), {1, 2}, {"x"}]
     assert there_and_back(pickle.PickleBuffer) is pickle.PickleBuffer
-    with refused(UnsupportedError, "Inner"):
+    with raises_error(UnsupportedError, "Inner"):
         wire.dumps(Inner.A)
 
 
@@ -128,7 +128,7 @@ def test_paths_sets_and_enums() -> None:
     ],
 )
 def test_what_has_no_place_is_refused_by_name(value: Any, facts: str) -> None:
-    with refused(UnsupportedError, *facts):
+    with raises_error(UnsupportedError, *facts):
         wire.dumps(value)
 
 
@@ -136,7 +136,7 @@ def test_a_name_that_is_no_dataclass_makes_nothing() -> None:
     forged = wire.msgpack.packb(
         wire.msgpack.ExtType(wire.RECORD, wire.dumps(["subprocess:Popen", {"args": ["touch", "/nowhere"]}]))
     )
-    with refused(UnsupportedError, "subprocess:Popen"):
+    with raises_error(UnsupportedError, "subprocess:Popen"):
         wire.loads(forged)
 
 
@@ -160,6 +160,6 @@ def test_an_error_of_a_library_arrives_as_its_words() -> None:
 
 
 def test_a_result_may_hold_a_failure_of_a_sync() -> None:
-    found = decode(WIRE, encode_result(WIRE, {"failure": CorruptTensorError("layer.0")}))
+    found = decode(WIRE, WIRE.dumps((True, {"failure": CorruptTensorError("layer.0")})))
     assert isinstance(found["failure"], CorruptTensorError)
     assert found["failure"].args == ("layer.0",)

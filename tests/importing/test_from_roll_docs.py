@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roll_core.spec.importing import IMPORT_STATUSES
 from roll_migrate import roll_keys
-from roll_migrate.rules import Each, Rule
+from roll_migrate.rules import Each, KeyRule
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-roll.md"
 BEGIN, END = "<!-- keys: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of keys -->"
@@ -40,7 +40,7 @@ def rows(table, prefix=""):
     for key, rule in table.items():
         if isinstance(rule, Each):
             rule, key = rule.rule, f"{key}.<name>"
-        if isinstance(rule, Rule):
+        if isinstance(rule, KeyRule):
             said.setdefault(rule.says, []).append(prefix + key)
         elif key not in ELSEWHERE and key != "rewards.<name>":
             for says, keys in rows(rule, f"{prefix}{key}."):
@@ -54,7 +54,7 @@ def lists() -> str:
         found = {
             key: rule
             for key, rule in table.items()
-            if isinstance(rule, (Rule, Each)) or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_")))
+            if isinstance(rule, (KeyRule, Each)) or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_")))
         }
         text += f"### {title}\n\n"
         for says, keys in rows(

@@ -53,7 +53,7 @@ def test_each_refusal_has_its_own_reason():
     )
     assert found[("overlap",)] == "overlap is not supported: no"
     assert found[("fusion",)] == "fusion is not supported: no"
-    assert found[("rank",)] == "there is no such key here; did you mean ranks?"
+    assert found[("rank",)] == "no such key; did you mean ranks?"
     assert "'wild'" in found[("mode",)]
     assert set(found) == {("overlap",), ("fusion",), ("rank",), ("mode",), ("inner", "sise"), ("names",)}
 

@@ -247,7 +247,7 @@ def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
     prefix = "actor_train.strategy_args.strategy_config"
     for key, reason in (
         ("overlap_param_gather", "weights are read between steps"),
-        ("some_new_knob", "no such key here"),
+        ("some_new_knob", "no such key"),
     ):
         assert found[f"{prefix}.{key}"].status == "unsupported"
         assert reason in found[f"{prefix}.{key}"].note

@@ -16,6 +16,7 @@ from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.cluster.executors.calls import Failure, located
+from roll_core.runtime.cluster.executors.worker_process import exit_cause
 from roll_core.runtime.records.known_errors import advise
 from roll_core.spec.providers import KnownErrorsProvider
 from roll_testing.errors import mentions
@@ -256,8 +257,8 @@ def test_mistakes_of_the_users_and_unknown_errors_get_no_advice(error, registry)
     assert advise(error, registry) is None
 
 
-def test_a_worker_that_the_kernel_killed_for_want_of_memory(registry):
-    cause = "process 7 is gone, and the kernel killed 1 processes for want of memory (SIGKILL)"
+def test_a_worker_that_the_kernel_killed_for_lack_of_memory(registry):
+    cause = exit_cause(RuntimeError(), pid=7, trace="", oom_kills=1)
     advice = advise(WorkerDiedError("actor_infer", 1, "node7", "", cause), registry)
     assert advice is not None
     assert advice.known.id == "host_memory"
@@ -271,7 +272,7 @@ def test_a_failure_of_ours_that_passes_on_what_a_program_said_is_looked_at(regis
 
 def test_a_plugins_list_comes_before_the_cores_and_a_broken_one_is_left_out(tmp_path, monkeypatch, caplog):
     (tmp_path / "acme_errors_of_a_test.py").write_text(
-        "from roll_core.spec.known_errors import KnownError\n"
+        "from roll_core.spec.diagnostics import KnownError\n"
         "KNOWN = (KnownError(id='acme_full', pattern='No space left', cause='Full.', remedy='empty it'),)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

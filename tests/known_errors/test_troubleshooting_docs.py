@@ -11,9 +11,9 @@ from pathlib import Path
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import check_part, load_target
-from roll_core.spec.known_errors import KnownError
+from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.providers import KnownErrorsProvider
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BEGIN = "<!-- sections: made by tests/known_errors/test_troubleshooting_docs.py -->\n"
@@ -66,5 +66,5 @@ def test_a_list_that_is_none_is_a_broken_part(tmp_path, monkeypatch):
     (tmp_path / "acme_list_of_a_test.py").write_text("KNOWN = ['No space left']\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     record = KnownErrorsProvider(name="acme", target="acme_list_of_a_test:KNOWN", summary="Acme's")
-    with refused(PluginLoadError, "KnownError"):
+    with raises_error(PluginLoadError, "KnownError"):
         check_part(record, owner="acme")

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from roll_core.pipelines.filters import domains, group_filter, passes
+from roll_core.pipelines.prompt_order import domains, group_filter, passes
 from roll_core.spec.config import QueryFilterConfig, RewardConfig
 from roll_core.types import Group, Reward, Sample
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def group(*values, tag=""):
@@ -71,7 +71,7 @@ def test_each_domain_has_its_own_filter_and_a_single_one_is_for_every_tag():
 
 
 def test_a_band_in_which_nothing_lies_is_refused():
-    with refused(ValidationError, "threshold_down", "0.8", "threshold_up", "0.2"):
+    with raises_error(ValidationError, "threshold_down", "0.8", "threshold_up", "0.2"):
         config("mean_filter", threshold_down=0.8, threshold_up=0.2)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from roll_core.errors import DataError
 from roll_core.pipelines.prompt_order import PromptOrder, apportion
 from roll_core.spec.rollout import Prompt
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def rows(**counts: int) -> list[Prompt]:
@@ -86,12 +86,12 @@ def test_the_prompt_at_a_position_depends_on_nothing_before_it():
 
 
 def test_a_share_for_a_tag_without_rows_names_the_tags_there_are():
-    with refused(DataError, "'x'", "'a'", "'b'"):
+    with raises_error(DataError, "'x'", "'a'", "'b'"):
         PromptOrder(rows(a=1, b=1), size=2, shares={"x": 1.0}, seed=0)
 
 
 def test_shares_that_are_all_zero_are_refused():
-    with refused(DataError, "0"):
+    with raises_error(DataError, "0"):
         PromptOrder(rows(a=1), size=2, shares={"a": 0.0}, seed=0)
 
 

@@ -24,7 +24,7 @@ from roll_core.spec.pipeline import ScoredSequences, UpdateResult
 from roll_core.spec.providers import AdvantageProvider
 from roll_core.spec.rollout import Prompt
 from roll_core.types import Group, Reward, Sample
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
 ESTIMATORS = {"grpo": grpo, "reinforce": reinforce, "rloo": rloo, "gae": gae}
@@ -493,7 +493,7 @@ def test_flat_and_rows_are_inverse():
     ],
 )
 def test_contradictions_are_refused_with_what_to_do(given, facts):
-    with refused(ValueError, *facts):
+    with raises_error(ValueError, *facts):
         config(**given)
 
 

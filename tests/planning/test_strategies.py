@@ -5,7 +5,7 @@ import pytest
 from roll_core.config.loading import strategy_config
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
-from roll_core.spec.plan import MemoryQuestion
+from roll_core.spec.plan import MemoryInput
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_core.weights.sizes import model_size
 
@@ -36,7 +36,7 @@ def answer(kind, name, keys, **more):
         "model": MODEL, "dtype": "fp32", "trains": True, "trained_parameters": P, "world_size": 2,
         "train_tokens": 8, "score_tokens": 8, "longest": 8, "on_host": True,
     }  # fmt: skip
-    question = MemoryQuestion(config=strategy_config(provider, keys, owner=name), **{**numbers, **more})
+    question = MemoryInput(config=strategy_config(provider, keys, owner=name), **{**numbers, **more})
     return load_target(provider.memory, owner=name)(question)
 
 
@@ -253,10 +253,10 @@ def test_vllm_in_eight_bits_holds_a_byte_of_each_element_and_the_scales_of_rows(
 )
 def test_what_vllm_gives_back_asleep(keys, on_host, gone):
     provider = load_registry().find(InferProvider, "vllm")
-    question = MemoryQuestion(
+    question = MemoryInput(
         config=strategy_config(provider, keys, owner="vllm"), model=MODEL, dtype="fp32", trains=False,
         trained_parameters=0, world_size=1,
         train_tokens=8, score_tokens=8, longest=8, on_host=on_host, slot_bytes=1 << 30,
     )  # fmt: skip
     answer = load_target(provider.memory, owner="vllm")(question)
-    assert {use.what for use in answer.uses if use.leaves} == gone
+    assert {use.what for use in answer.uses if use.offloads} == gone

@@ -18,7 +18,7 @@ from roll_core.runtime.cluster.platform import environment_of, select_platform
 from roll_core.spec.config import TrainWorkerConfig
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.providers import PlatformProvider
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 
 class Board(CpuPlatform):
@@ -84,7 +84,7 @@ def test_the_highest_priority_of_those_that_are_here_wins(offer: Offer) -> None:
 
 
 def test_two_of_equal_priority_are_a_question_for_the_user(offer: Offer) -> None:
-    with refused(PlacementError, "board", "other", "platform:"):
+    with raises_error(PlacementError, "board", "other", "platform:"):
         select_platform(offer(board=10, other=10, cpu=0), None)
 
 
@@ -98,7 +98,7 @@ def test_one_that_is_asked_for_and_not_here_says_why_and_what_to_do(offer: Offer
 def test_one_that_is_broken_stops_no_run_that_can_do_without_it(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
     assert select_platform(offer(cpu=0, broken=10), None).name == "cpu"
     assert mentions(caplog.text, "libboard.so", "ELF")
-    with refused(PluginError, "ELF"):
+    with raises_error(PluginError, "ELF"):
         select_platform(offer(cpu=0, broken=10), "broken")
 
 
@@ -108,7 +108,7 @@ def test_on_a_cluster_it_need_not_be_where_the_driver_is(offer: Offer) -> None:
 
 def test_a_host_without_slots_asks_for_their_number() -> None:
     roles = {"actor_train": TrainWorkerConfig(device_mapping=[0, 9])}
-    with refused(PlacementError, "num_gpus_per_node"):
+    with raises_error(PlacementError, "num_gpus_per_node"):
         place_roles(roles, AbsentBoard())
     places = place_roles(roles, AbsentBoard(), num_gpus_per_node=8)["actor_train"]
     assert [(place.node, place.local_indices) for place in places] == [(0, (0,)), (1, (1,))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.spec.torch_build import TorchBuild, torch_build
+from roll_core.spec.platform import TorchBuild, torch_build
 
 
 @pytest.fixture
@@ -66,8 +66,6 @@ def test_bytes_that_are_no_text_are_none(version_py: Path) -> None:
 
 
 def test_asking_imports_no_torch() -> None:
-    script = (
-        "import sys; from roll_core.spec.torch_build import torch_build; torch_build(); print('torch' in sys.modules)"
-    )
+    script = "import sys; from roll_core.spec.platform import torch_build; torch_build(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

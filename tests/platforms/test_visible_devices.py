@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.spec.visible import visible_devices
+from roll_core.spec.platform import visible_devices
 
 
 def test_all_are_visible_where_nothing_is_said() -> None:

@@ -11,24 +11,22 @@ import pytest
 
 import roll_core
 from roll_core.errors import ContractError
-from roll_core.plugins.kinds import KINDS
+from roll_core.plugins.records import KINDS
 from roll_core.runtime.workers.build import role_config
 from roll_core.spec import (
     HOOK_API,
-    checks,
+    diagnostics,
     hooks,
     infer,
     pipeline,
     platform,
     providers,
-    reward,
     rollout,
-    tracker,
     train,
     transport,
 )
 from roll_core.spec.config import RunConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 HOOKS = {
     "roll_platforms": [],
@@ -66,7 +64,7 @@ RECORDS = {
 }
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],
-    "Situation": ["platform", "config"],
+    "CheckContext": ["platform", "config"],
 }
 CAPABILITIES = {
     "TrainCapabilities": [
@@ -83,7 +81,7 @@ METHODS = {
     platform.Platform: {
         "probe!": "(self)",
         "device_count!": "(self)",
-        "device!": "(self, local_index)",
+        "device": "(self, local_index)",
         "supports!": "(self, dtype)",
         "environment": "(self, kind, local_indices)",
         "memory!": "(self, local_index)",
@@ -120,18 +118,18 @@ METHODS = {
         "metrics": "(self)",
         "stop!": "(self)",
     },
-    reward.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
+    rollout.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
     transport.WeightTransport: {
         "available!": "(self, sender, receiver)",
         "routes": "(self, sender, receiver)",
         "sender": "(self, setup)",
         "receiver": "(self, setup)",
-        "call_off": "(self, address, options)",
+        "cancel_transfer": "(self, address, options)",
         "buffers": "(self, sizes)",
     },
     transport.SenderEndpoint: {"send!": "(self, manifest, exported, deadline)", "close!": "(self)"},
     transport.ReceiverEndpoint: {"receive!": "(self, manifest, deadline)", "close!": "(self)"},
-    tracker.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
+    pipeline.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
     pipeline.Pipeline: {
         "prepare!": "(self, run)",
         "roles!": "(self)",
@@ -166,8 +164,8 @@ CONSTRUCTORS = {
     platform.Platform: "(self, /, *args, **kwargs)",
     train.TrainStrategy: "(self, config, training)",
     infer.InferStrategy: "(self, config)",
-    reward.RewardFunction: "(self, config)",
-    tracker.Tracker: "(self, run_dir, run_name, options)",
+    rollout.RewardFunction: "(self, config)",
+    pipeline.Tracker: "(self, run_dir, run_name, options)",
     pipeline.Pipeline: "(self, config)",
 }
 
@@ -237,7 +235,7 @@ def _asked(node):
 
 
 def test_what_checks_get_and_yield():
-    assert {name: [each.name for each in fields(getattr(checks, name))] for name in CHECKS} == CHECKS
+    assert {name: [each.name for each in fields(getattr(diagnostics, name))] for name in CHECKS} == CHECKS
 
 
 def test_what_weight_transports_get_and_return():
@@ -251,14 +249,14 @@ def test_kinds_of_roles_and_tasks():
 
 @pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])
 def test_a_role_of_an_unknown_kind_or_task_is_refused_where_it_is_made(field, value):
-    with refused(ContractError, "RoleSpec", "'actor_infer'", field, value) as raised:
+    with raises_error(ContractError, "RoleSpec", "'actor_infer'", field, value) as raised:
         pipeline.RoleSpec(**{"name": "actor_infer", "kind": "generate", field: value})
     known = platform.ROLE_KINDS if field == "kind" else providers.TASKS
     assert all(each in str(raised.value) for each in known)
 
 
 def test_a_role_that_the_config_does_not_have_is_named():
-    with refused(ContractError, "actor_infer"):
+    with raises_error(ContractError, "actor_infer"):
         role_config(RunConfig(pipeline="x"), "actor_infer")
 
 

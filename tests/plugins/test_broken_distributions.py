@@ -14,24 +14,18 @@ from roll_testing.errors import mentions
 BROKEN = {
     "import": (
         "import a_module_that_is_nowhere",
-        "importing acme.plugin failed: ModuleNotFoundError: No module named 'a_module_that_is_nowhere'",
+        ("acme.plugin", "ModuleNotFoundError", "'a_module_that_is_nowhere'"),
     ),
-    "exit": ("import sys\nsys.exit(3)", "importing acme.plugin failed: SystemExit: 3"),
-    "syntax": ("def (:", "importing acme.plugin failed: SyntaxError"),
+    "exit": ("import sys\nsys.exit(3)", ("acme.plugin", "SystemExit: 3")),
+    "syntax": ("def (:", ("acme.plugin", "SyntaxError")),
     "not an exception": (
         "class Rude(BaseException): pass\nraise Rude('no')",
-        "importing acme.plugin failed: Rude: no",
+        ("acme.plugin", "Rude: no"),
     ),
-    "older hook API": (
-        "ROLL_HOOK_API = 0",
-        "it was written for hook API 0, this roll-core has 1: install a newer version of it",
-    ),
-    "newer hook API": (
-        "ROLL_HOOK_API = 2",
-        "it was written for hook API 2, this roll-core has 1: install a newer roll-core",
-    ),
-    "no hook API": ("x = 1", "it does not say ROLL_HOOK_API = 1"),
-    "hook API that is no number": ("ROLL_HOOK_API = '1'", "ROLL_HOOK_API is '1', expected a number such as 1"),
+    "older hook API": ("ROLL_HOOK_API = 0", ("ROLL_HOOK_API", 0, 1, "plugin")),
+    "newer hook API": ("ROLL_HOOK_API = 2", ("ROLL_HOOK_API", 2, 1, "roll-core")),
+    "no hook API": ("x = 1", ("ROLL_HOOK_API", 1)),
+    "hook API that is no number": ("ROLL_HOOK_API = '1'", ("ROLL_HOOK_API", "'1'", 1)),
     "misspelt hook": (
         """
         from roll_core.spec.hooks import hookimpl
@@ -40,7 +34,7 @@ BROKEN = {
         def roll_infer_strategys():
             return []
         """,
-        "roll_infer_strategys is not a hook; did you mean roll_infer_strategies?",
+        ("roll_infer_strategys", "roll_infer_strategies?"),
     ),
     "hook without its mark": (
         """
@@ -48,7 +42,7 @@ BROKEN = {
         def roll_infer_strategies():
             return []
         """,
-        "roll_infer_strategies is not marked with @hookimpl and would never be called",
+        ("roll_infer_strategies", "@hookimpl"),
     ),
     "hook with an argument that there is not": (
         """
@@ -58,7 +52,7 @@ BROKEN = {
         def roll_step_finished(run, loss):
             pass
         """,
-        "roll_step_finished",
+        ("roll_step_finished",),
     ),
     "hook that returns a string": (
         """
@@ -68,7 +62,7 @@ BROKEN = {
         def roll_infer_strategies():
             return "acme"
         """,
-        "roll_infer_strategies returned str 'acme', expected an iterable of InferProvider",
+        ("roll_infer_strategies", "'acme'", "InferProvider"),
     ),
     "hook that returns nothing": (
         """
@@ -78,7 +72,7 @@ BROKEN = {
         def roll_infer_strategies():
             pass
         """,
-        "roll_infer_strategies returned None, expected an iterable of InferProvider",
+        ("roll_infer_strategies", "None", "InferProvider"),
     ),
     "hook that yields another record": (
         """
@@ -89,7 +83,7 @@ BROKEN = {
         def roll_infer_strategies():
             yield TrainProvider(name="acme", target="a:b", summary="")
         """,
-        "item 1 of roll_infer_strategies is TrainProvider",
+        ("roll_infer_strategies", 1, "TrainProvider"),
     ),
     "hook that raises": (
         """
@@ -99,7 +93,7 @@ BROKEN = {
         def roll_infer_strategies():
             yield 1 / 0
         """,
-        "roll_infer_strategies raised: ZeroDivisionError: division by zero",
+        ("roll_infer_strategies", "ZeroDivisionError"),
     ),
     "record with a field of the wrong type": (
         """
@@ -110,7 +104,7 @@ BROKEN = {
         def roll_infer_strategies():
             yield InferProvider(name="acme", target="a:b", summary="", needs="vllm>=0.30")
         """,
-        "item 1 of roll_infer_strategies: needs is 'vllm>=0.30' (str), expected a tuple,",
+        ("roll_infer_strategies", 1, "needs", "'vllm>=0.30'"),
     ),
     "record with an unknown field": (
         """
@@ -121,17 +115,17 @@ BROKEN = {
         def roll_infer_strategies():
             yield InferProvider(name="acme", target="a:b", summary="", priority=3)
         """,
-        "unexpected keyword argument 'priority'",
+        ("'priority'",),
     ),
 }
 
 
-@pytest.mark.parametrize(("source", "cause"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(site, source, cause):
+@pytest.mark.parametrize(("source", "facts"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(site, source, facts):
     site.install("acme", "1.2", source=source)
     listed = site.listing()["acme"]
     assert listed["state"] == "failed"
-    assert cause in listed["error"]
+    assert mentions(listed["error"], "acme 1.2", *facts)
     done = site.check("hf_infer", "acme")
     assert mentions(done.stdout, "run0.yaml: ok:", "rlvr"), "a config that does not use it is not hurt"
     assert done.returncode == 2

@@ -8,7 +8,7 @@ from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import FragmentProvider
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 PLUGIN = """
 from roll_core.spec.hooks import hookimpl
@@ -58,7 +58,7 @@ def test_a_fragment_of_a_plugin_is_referred_to_by_its_name(importable, folder):
 
 def test_a_mistake_in_it_is_located_in_its_file(importable, folder):
     install(importable, text="acme_adam:\n  learning_rate: fast\n")
-    with refused(ConfigError, "acme_adam.yaml:2:18") as caught:
+    with raises_error(ConfigError, "acme_adam.yaml:2:18") as caught:
         load("run.yaml", [], load_registry())
     (problem,) = caught.value.problems
     assert problem.where == "run.yaml:6:3"
@@ -67,7 +67,7 @@ def test_a_mistake_in_it_is_located_in_its_file(importable, folder):
 def test_a_fragment_that_nothing_refers_to_is_said_to_be_unused(importable, folder):
     install(importable)
     (folder / "run.yaml").write_text(RUN.replace("  training_args: ${acme_adam}\n", ""), encoding="utf-8")
-    with refused(ConfigError, "acme_adam"):
+    with raises_error(ConfigError, "acme_adam"):
         load("run.yaml", [], load_registry())
 
 
@@ -75,7 +75,7 @@ def test_a_fragment_that_two_packages_offer_is_an_error_for_who_names_it_and_for
     install(importable)
     install(importable, package="other-settings")
     both = load_registry()
-    with refused(ConfigError, "acme-settings 1.0", "other-settings 1.0") as caught:
+    with raises_error(ConfigError, "acme-settings 1.0", "other-settings 1.0") as caught:
         load("run.yaml", [], both)
     assert "--disable-plugin" in str(caught.value)
     plain = RUN.replace("defaults: [acme_adam, _self_]\n", "defaults: [_self_]\n")
@@ -86,10 +86,10 @@ def test_a_fragment_that_two_packages_offer_is_an_error_for_who_names_it_and_for
 def test_a_fragment_that_is_not_where_its_record_says_harms_only_who_names_it(importable, folder):
     install(importable, text="")
     broken = load_registry()
-    with refused(ConfigError, "acme_adam.yaml", "acme_settings.config"):
+    with raises_error(ConfigError, "acme_adam.yaml", "acme_settings.config"):
         load("run.yaml", [], broken)
     record = broken.find(FragmentProvider, "acme_adam")
-    with refused(PluginLoadError, "acme_adam.yaml"):
+    with raises_error(PluginLoadError, "acme_adam.yaml"):
         check_part(record, owner=broken.owner(record))
 
 
@@ -98,17 +98,17 @@ def test_a_name_that_no_file_has_is_answered_with_the_nearest_fragment_or_the_pa
 ):
     install(importable)
     (folder / "run.yaml").write_text(RUN.replace("acme_adam", "acme_adan"), encoding="utf-8")
-    with refused(ConfigError, "acme_adam"):
+    with raises_error(ConfigError, "acme_adam"):
         load("run.yaml", [], load_registry())
     (folder / "run.yaml").write_text(RUN.replace("acme_adam", "deepspeed_zero3"), encoding="utf-8")
-    with refused(ConfigError, "roll-strategy-deepspeed"):
+    with raises_error(ConfigError, "roll-strategy-deepspeed"):
         load("run.yaml", [], Registry(load_plugins(path=[str(importable.folder)], environ={})))
 
 
 def test_a_path_that_leads_nowhere_is_answered_with_the_fragments_bare_name(importable, folder):
     install(importable)
     (folder / "run.yaml").write_text(RUN.replace("[acme_adam,", "[../../settings/acme_adam@_here_,"), encoding="utf-8")
-    with refused(ConfigError, "acme_adam"):
+    with raises_error(ConfigError, "acme_adam"):
         load("run.yaml", [], load_registry())
 
 

@@ -16,7 +16,6 @@ from roll_core.runtime.records.report.charts import (
     nice_ticks,
     seconds,
     smooth,
-    stacked_bar,
     stacked_steps,
     thin,
 )
@@ -96,12 +95,6 @@ def test_any_series_is_drawn_within_its_frame(mean: list[float], low: list[float
         assert 0 <= float(circle.attrib["cy"]) <= HEIGHT
     assert "nan" not in chart.svg.replace("not finite", "")
     assert sum(not math.isfinite(y) for y in mean) == int((chart.note or "0").split()[0])
-
-
-def test_a_bar_is_the_whole_in_parts() -> None:
-    segments = stacked_bar([("a", 3.0), ("b", 1.0)], {"a": 0, "b": 1})
-    assert [(s.left, s.width) for s in segments] == [(0, 75), (75, 25)]
-    assert stacked_bar([("a", 0.0)], {"a": 0})[0].width == 0
 
 
 def test_steps_are_stacked_and_averaged_where_there_are_many() -> None:

@@ -18,7 +18,7 @@ from roll_core.errors import CheckpointError, WorkerTimeoutError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
 from roll_core.runtime.run.resuming import SavedRun
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -191,7 +191,7 @@ def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> 
     path = save(store, 1)
     (path / "manifest.json").write_text(manifest)
     assert len(verify(path)) == 1
-    with refused(CheckpointError, "step-1", "manifest.json"):
+    with raises_error(CheckpointError, "step-1", "manifest.json"):
         store.latest_good()
 
 
@@ -271,7 +271,7 @@ def test_a_forged_field_of_a_manifest_is_a_checkpoint_error(tmp_path: Path, key:
     path = save(CheckpointStore(tmp_path / "c"), 1)
     (tmp_path / "c" / "secret").write_bytes(b"x")
     forge(path, "manifest.json", json.loads((path / "manifest.json").read_text(encoding="utf-8")) | {key: value})
-    with refused(CheckpointError, path):
+    with raises_error(CheckpointError, path):
         CheckpointStore.open(path)
 
 
@@ -293,7 +293,7 @@ def test_a_full_disk_says_so_and_leaves_the_checkpoint_before_intact(tmp_path: P
             raise RuntimeError("serialization failed") from error  # as libraries wrap it
 
     with (
-        refused(CheckpointError, "step 2", "step-1"),
+        raises_error(CheckpointError, "step 2", "step-1"),
         store.writing(2, {}) as path,
     ):
         fill(path)
@@ -309,7 +309,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     try:
         store = CheckpointStore(tmp_path)
         save(store, 1, b"x" * 100_000)
-        with refused(CheckpointError, "step 2"):
+        with raises_error(CheckpointError, "step 2"):
             save(store, 2, b"y" * 200_000)
         assert visible(store) == ["step-1"]
         latest = store.latest_good()
@@ -347,5 +347,5 @@ def test_writing_aside_lets_the_event_loop_go_on_and_can_be_cancelled(tmp_path: 
 
 def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    with refused(CheckpointError, "step 2", "Input/output"), store.writing(2, {}):
+    with raises_error(CheckpointError, "step 2", "Input/output"), store.writing(2, {}):
         raise OSError(errno.EIO, "Input/output error")

@@ -40,7 +40,6 @@ def shown(stream: io.StringIO) -> str:
 
 def test_without_a_terminal_each_step_is_one_line_that_programs_can_read() -> None:
     console, stream = plain()
-    assert not console.is_terminal
     console.start(total_steps=200)
     console.step(2, STEP)
     console.step(3, STEP)
@@ -169,7 +168,7 @@ def test_the_end_says_where_the_time_went_how_it_ended_and_where_things_are() ->
         outcome="failed", rows=ROWS, lines=[("run", "output/x/001"), ("report", "r.html")], error="out of [memory]"
     )
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    assert lines[0] == "where the time went"
+    assert lines[0] == "time by stage"
     assert [line.split() for line in lines[2:6]] == [
         ["rollout", "6.00", "60.0%", "3", "100"],
         ["train", "3.50", "35.0%", "3"],

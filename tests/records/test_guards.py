@@ -7,11 +7,12 @@ import pytest
 from pydantic import ValidationError
 
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
-from roll_core.runtime.records.guards import REMEDIES, GuardEvent, Guards, guard_table
+from roll_core.runtime.records.guards import REMEDIES, GuardEvent, Guards
 from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
+ACTIONS = {name: getattr(GuardsConfig(), name).action for name in GuardsConfig.model_fields}
 
 
 def guards(**config: object) -> Guards:
@@ -20,14 +21,14 @@ def guards(**config: object) -> Guards:
 
 def test_what_is_in_order_trips_nothing() -> None:
     watch = guards()
-    for name in guard_table():
+    for name in ACTIONS:
         watch.check(name, True, "all is well")
     assert not watch.counts
 
 
-@pytest.mark.parametrize("name", [name for name, info in guard_table().items() if info.default == "error"])
+@pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action == "error"])
 def test_a_guard_ends_the_run_by_its_id_with_what_to_do(name: str) -> None:
-    with refused(GuardTrippedError, "guard", name, "step 3", "(docs/guards.md#") as caught:
+    with raises_error(GuardTrippedError, "guard", name, "step 3", "(docs/guards.md#") as caught:
         guards().check(name, False, "seen at step 3")
     assert caught.value.guard == name
     assert REMEDIES[name] in str(caught.value)
@@ -43,7 +44,7 @@ def test_a_guard_that_warns_lets_the_run_go_on_and_repeats_itself_seldom(caplog:
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 2
     assert "loss is NaN at 0" in warned[0]
-    assert "for the 10th time: loss is NaN at 9" in warned[1]
+    assert mentions(warned[1], "non_finite", 10, 9)
     assert watch.counts["non_finite"] == len(events) == 25
     assert [event.step for event in events] == list(range(25))
 
@@ -90,7 +91,7 @@ def test_a_threshold_holds_numbers_and_nothing_else(value: float, trips: bool) -
 
 
 def test_a_guard_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with refused(UnsupportedError, "'non_finit'", "weights_unchanged"):
+    with raises_error(UnsupportedError, "'non_finit'", "weights_unchanged"):
         guards().check("non_finit", True, "")
 
 
@@ -131,20 +132,19 @@ def test_a_pipeline_of_a_plugin_may_have_guards_of_its_own() -> None:
         black_images: GuardConfig = GuardConfig()
         """A step's images are all black."""
 
-    assert guard_table(FlowGuards)["black_images"].meaning == "A step's images are all black."
-    with refused(GuardTrippedError, "black_images", "8"):
+    with raises_error(GuardTrippedError, "black_images", "8"):
         Guards(FlowGuards()).check("black_images", False, "8 of 8")
 
 
 def test_every_guard_has_a_remedy_and_a_section_in_the_docs() -> None:
-    table = guard_table()
-    assert set(REMEDIES) == set(table)
+    assert set(REMEDIES) == set(ACTIONS)
     sections = re.split(r"^## ", DOCS.read_text(), flags=re.MULTILINE)[1:]
     documented = {section.partition("\n")[0].strip("` "): section for section in sections}
-    assert set(documented) == set(table)
-    for name, info in table.items():
-        assert info.meaning in " ".join(documented[name].split()), name
-        assert f"Default: `{info.default}`" in documented[name]
+    assert set(documented) == set(ACTIONS)
+    for name, action in ACTIONS.items():
+        meaning = " ".join(str(GuardsConfig.model_fields[name].description).split())
+        assert meaning in " ".join(documented[name].split()), name
+        assert f"Default: `{action}`" in documented[name]
         guard = getattr(GuardsConfig(), name)
         for option in set(type(guard).model_fields) - {"action"}:
             value = getattr(guard, option)

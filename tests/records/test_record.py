@@ -12,7 +12,8 @@ import pytest
 from roll_core.config.secrets import REDACTED, Redactor
 from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, WorkerDiedError
 from roll_core.runtime.records.guards import GuardEvent
-from roll_core.runtime.records.record import RunFacts, RunRecord, git_state, is_abandoned, read_record
+from roll_core.runtime.records.provenance import git_state
+from roll_core.runtime.records.record import RunFacts, RunRecord, is_abandoned, read_record
 
 FACTS = RunFacts(
     name="grpo/001",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.cli.report import write_report as report_command
+from roll_core.cli import main as cli
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.guards import GuardEvent
@@ -126,7 +126,7 @@ def test_the_report_shows_the_whole_run(tmp_path: Path) -> None:
         "checkpoints/step-10", "roll-infer-acme 1.2", "infer: acme", "pipeline: rlvr", "INFO the last line", "custom",
         "kl/coef 0.1", "1 not finite",
         "actor_train 7 on here host 1,100 MiB 1,000 MiB +10%", "actor_train 7 on here device 3,000 MiB 4,000 MiB -25%",
-        "actor_infer 8 on here host not known 50 MiB",
+        "actor_infer 8 on here host unknown 50 MiB",
     ):  # fmt: skip
         assert part in page.text, part
     charts = " ".join(page.charts())
@@ -182,7 +182,7 @@ def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path) -> None:
     run = make_run(tmp_path, ends=False)
     page = page_of(run)
     assert "grpo/001 running" in page.text
-    assert "Only what the steps recorded" in page.text
+    assert "Sum of the recorded steps" in page.text
     assert "rollout 1 min 03 s 96.8 %" in page.text  # 21 steps of 3 s and 0.1 s
 
 
@@ -281,8 +281,7 @@ def test_the_command_takes_a_run_or_an_experiment(tmp_path: Path, capsys: pytest
     run = make_run(tmp_path)
     for path in (run.path, tmp_path / "grpo", tmp_path / "grpo" / "latest"):
         run.report.unlink(missing_ok=True)
-        assert report_command(path) == 0
+        assert cli.main(["report", str(path)]) == 0
         assert capsys.readouterr().out == f"{run.report}\n"
         assert run.report.exists()
-    with pytest.raises(RunDirectoryError):
-        report_command(tmp_path / "nowhere")
+    assert cli.main(["report", str(tmp_path / "nowhere")]) == RunDirectoryError.exit_code

@@ -9,7 +9,7 @@ import pytest
 from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.run_dir import RunDir, find_checkpoint
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def save(run: RunDir, step: int) -> Path:
@@ -66,7 +66,7 @@ def test_processes_that_start_at_once_get_different_directories(tmp_path: Path) 
 
 def test_an_output_dir_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with refused(RunDirectoryError, "output_dir") as caught:
+    with raises_error(RunDirectoryError, "output_dir") as caught:
         RunDir.create(tmp_path / "file", "x")
     assert caught.value.exit_code == 2
 
@@ -77,9 +77,9 @@ def test_open_takes_a_run_an_experiment_or_latest(tmp_path: Path) -> None:
     run.config.write_text("pipeline: sft\n")
     for path in (run.path, tmp_path / "x", tmp_path / "x" / "latest"):
         assert RunDir.open(path).path == run.path
-    with refused(RunDirectoryError, tmp_path, "run.json"):
+    with raises_error(RunDirectoryError, tmp_path, "run.json"):
         RunDir.open(tmp_path)
-    with refused(RunDirectoryError, "nowhere"):
+    with raises_error(RunDirectoryError, "nowhere"):
         RunDir.open(tmp_path / "nowhere")
 
 
@@ -100,7 +100,7 @@ def test_resume_true_takes_the_newest_checkpoint_of_the_experiment_but_not_of_th
 
 def test_resume_true_without_any_checkpoint_is_the_users_mistake(tmp_path: Path) -> None:
     RunDir.create(tmp_path, "x")
-    with refused(NoCheckpointError, "resume_from_checkpoint") as caught:
+    with raises_error(NoCheckpointError, "resume_from_checkpoint") as caught:
         find_checkpoint(True, output_dir=tmp_path, exp_name="x")
     assert caught.value.exit_code == 2
 
@@ -121,7 +121,7 @@ def test_resume_from_a_damaged_checkpoint_names_the_file_and_a_good_one(tmp_path
     save(run, 2)
     bad = save(run, 4)
     (bad / "weights").write_bytes(b"\4" * 99)
-    with refused(CheckpointError, "99", "100", "step-2"):
+    with raises_error(CheckpointError, "99", "100", "step-2"):
         find_checkpoint(str(bad), output_dir=tmp_path, exp_name="x")
 
 
@@ -133,12 +133,12 @@ def test_resume_true_goes_back_to_an_older_run_when_all_of_the_newest_are_damage
     assert found is not None
     assert found.path == old.checkpoints / "step-2"
     (old.checkpoints / "step-2" / "manifest.json").write_text(json.dumps({"step": 2}))
-    with refused(CheckpointError, "step-4"):
+    with raises_error(CheckpointError, "step-4"):
         find_checkpoint(True, output_dir=tmp_path, exp_name="x")
 
 
 def test_resume_from_a_place_without_checkpoints_is_the_users_mistake(tmp_path: Path) -> None:
-    with refused(NoCheckpointError, "resume_from_checkpoint", tmp_path):
+    with raises_error(NoCheckpointError, "resume_from_checkpoint", tmp_path):
         find_checkpoint(str(tmp_path), output_dir=tmp_path, exp_name="x")
-    with refused(NoCheckpointError, "resume_from_checkpoint", tmp_path / "gone"):
+    with raises_error(NoCheckpointError, "resume_from_checkpoint", tmp_path / "gone"):
         find_checkpoint(str(tmp_path / "gone"), output_dir=tmp_path, exp_name="x")

@@ -87,25 +87,19 @@ def test_a_failed_reward_is_no_number(tmp_path: Path, open_file: Callable[..., S
 def test_only_the_first_few_of_a_step_and_of_a_prompt_are_recorded(
     tmp_path: Path, open_file: Callable[..., SamplesFile]
 ) -> None:
-    file = open_file(tmp_path / "s.jsonl", per_step=5, per_group=2)
+    file = open_file(tmp_path / "s.jsonl")
     for step in (1, 2):
-        file.write(step, [sample(group, index) for group in range(4) for index in range(3)])
+        file.write(step, [sample(0, index) for index in range(3)])
+        file.write(step, [sample(group, index) for group in (1, 2) for index in range(6)])
         file.write(step, [sample(9, 9)])  # the step's allowance is used up
         file.write(step, [sample(8, 0)], split="val")
     found = [(row["step"], row["split"], row["id"]) for row in rows(tmp_path / "s.jsonl")]
-    train = ["0/0/0", "0/0/1", "1/0/0", "1/0/1", "2/0/0"]
+    train = ["0/0/0", "0/0/1", "0/0/2", "1/0/0", "1/0/1", "1/0/2", "1/0/3", "2/0/0"]
     assert found == [
         (step, split, name)
         for step in (1, 2)
         for split, name in [*(("train", name) for name in train), ("val", "8/0/0")]
     ]
-
-
-def test_token_ids_are_recorded_when_asked_for(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
-    file = open_file(tmp_path / "s.jsonl", ids=True)
-    file.write(1, [sample(0, 0, "ab")])
-    [row] = rows(tmp_path / "s.jsonl")
-    assert (row["prompt_ids"], row["response_ids"]) == ([63], [97, 98])
 
 
 def test_long_columns_are_cut(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from roll_core.errors import TrackerError
 from roll_core.runtime.records.jsonlines import LineWriter, encode, number, read_lines
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics, repeatable
-from roll_core.spec.tracker import Tracker
-from roll_testing.errors import mentions, refused
+from roll_core.spec.pipeline import Tracker
+from roll_testing.errors import mentions, raises_error
 
 
 class FakeTracker(Tracker):
@@ -64,12 +64,12 @@ def test_non_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
 def test_numbers_come_back_to_the_last_bit_under_any_name(values: dict[str, float]) -> None:
     read = json.loads(encode(values), parse_constant=pytest.fail)
     assert {name: number(value) for name, value in read.items()} == values
-    assert "\n" not in encode(values)
+    assert encode(values).count(b"\n") == 1
 
 
 def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
-    with refused(ValueError, "'step'"):
+    with raises_error(ValueError, "'step'"):
         file.log(1, {"step": 3.0})
     file.close()
 
@@ -112,7 +112,7 @@ def test_writing_goes_on_behind_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     writer = LineWriter(path)
-    writer.write({"step": 3})
+    writer.append({"step": 3})
     writer.close()
     writer.close()
     assert [row["step"] for row in read_lines(path)] == [1, 3]
@@ -149,7 +149,7 @@ def test_all_trackers_get_everything_and_are_closed_once() -> None:
 
 def test_a_tracker_that_raises_is_named_and_the_others_are_closed() -> None:
     events: list[str] = []
-    failure = refused(TrackerError, "tracker b", "step 7", "ConnectionError")
+    failure = raises_error(TrackerError, "tracker b", "step 7", "ConnectionError")
     with failure as caught, opened(events, a="", b="log", c="") as trackers:
         trackers.log(7, {})
     assert isinstance(caught.value.__cause__, ConnectionError)
@@ -158,7 +158,7 @@ def test_a_tracker_that_raises_is_named_and_the_others_are_closed() -> None:
 
 def test_a_tracker_that_cannot_be_opened_closes_those_before_it() -> None:
     events: list[str] = []
-    with refused(TrackerError, "tracker b"):
+    with raises_error(TrackerError, "tracker b"):
         opened(events, a="", b="open", c="")
     assert events == ["a open", "b open", "a close"]
 
@@ -166,7 +166,7 @@ def test_a_tracker_that_cannot_be_opened_closes_those_before_it() -> None:
 def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() -> None:
     events: list[str] = []
     trackers = opened(events, a="", b="close", c="")
-    with refused(TrackerError, "tracker b"):
+    with raises_error(TrackerError, "tracker b"):
         trackers.close()
     assert sorted(e for e in events if "close" in e) == ["a close", "b close", "c close"]
     trackers.close()
@@ -174,7 +174,7 @@ def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() 
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_a_tracker(caplog: pytest.LogCaptureFixture) -> None:
-    with refused(KeyError), opened([], a="close"):
+    with raises_error(KeyError), opened([], a="close"):
         raise KeyError("the run's own")
     assert mentions(caplog.text, "tracker a")
 

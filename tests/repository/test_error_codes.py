@@ -11,7 +11,7 @@ import pytest
 
 from roll_core import errors
 from roll_core.errors import CONFIG_CODES, ConfigError, ConfigProblem, DataError, RollError
-from roll_testing.errors import check_error, is_prose, refused
+from roll_testing.errors import check_error, is_prose, raises_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RollError)]
@@ -74,7 +74,7 @@ def test_a_located_fact_is_no_prose(fact):
 @pytest.mark.parametrize("text", ["is damaged", "no such column", "found 3, but only two of these"])
 def test_sentences_are_prose(text):
     assert is_prose(text)
-    with pytest.raises(ValueError, match="prose"), refused(DataError, text):
+    with pytest.raises(ValueError, match="prose"), raises_error(DataError, text):
         raise DataError(text)
 
 

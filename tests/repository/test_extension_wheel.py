@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 USE = """
@@ -69,5 +69,5 @@ def test_kernels_that_were_compiled_ahead_need_no_compiler(tmp_path):
 
 @pytest.mark.slow
 def test_a_build_that_cannot_compile_fails_with_what_is_missing(tmp_path):
-    with refused(AssertionError, "roll_decode", "no-such-compiler"):
+    with raises_error(AssertionError, "roll_decode", "no-such-compiler"):
         build("roll-infer-hf", tmp_path, BUILD_EXT="1", CXX="no-such-compiler")

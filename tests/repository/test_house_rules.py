@@ -34,8 +34,6 @@ OWN_PARTS = {
 FORBIDDEN_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "yaml.load", "cloudpickle.loads"}
 OUR_OWN = {("codecs.py", "cloudpickle.loads")}
 """Messages between a driver and the workers that it started are not foreign; Ray itself carries them that way."""
-UNTYPED_CALLS = {"scoring.py", "broadcaster.py", "weight_sync.py", "replicas.py"}
-"""Modules that still call workers by a method's name instead of through `WorkerStub`."""
 HEAVY = {"torch", "ray", "transformers", "datasets", "tensorboard", "math_verify"}
 LIGHT = ("spec", "config", "plugins", "cli")
 
@@ -110,7 +108,7 @@ def test_light_floors_import_nothing_heavy_at_their_top(path):
     assert found == []
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.name not in UNTYPED_CALLS], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
 def test_workers_are_called_through_their_stub(path):
     found = [
         node.lineno

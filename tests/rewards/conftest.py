@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_core.spec.reward import RewardRequest
+from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Sample
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from roll_core.builtin.rewards.config import FunctionConfig
+from roll_core.builtin.config import FunctionConfig
 from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import ConfigError, DataError, RewardFailure
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 BOTH = pytest.mark.parametrize("isolation", ["process", "none"])
 
@@ -118,14 +118,14 @@ def test_a_function_may_say_that_it_failed(reward_of, asking, isolation, returne
 )
 def test_whatever_else_a_function_does_is_a_failure_with_its_cause(reward_of, asking, isolation, body, facts):
     reward = reward_of(f"def f(prompt, response): {body}", isolation=isolation)
-    with refused(RewardFailure, *facts):
+    with raises_error(RewardFailure, *facts):
         reward.score(asking("x"))
 
 
 @BOTH
 def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolation):
     reward = reward_of("def f(prompt, response, answer): return 1", isolation=isolation)
-    with refused(RewardFailure, "TypeError", "'answer'"):
+    with raises_error(RewardFailure, "TypeError", "'answer'"):
         reward.score(asking("x", solution=1))
 
 
@@ -142,7 +142,7 @@ def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, i
         isolation=isolation,
         timeout_s=2,
     )
-    with refused(RewardFailure, "2"):
+    with raises_error(RewardFailure, "2"):
         reward.score(asking("hang"))
     assert reward.score(asking("go on")).value == 1.0
     (tmp_path / "enough").touch()
@@ -152,13 +152,13 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
     release = threading.Event()
     reward = reward_of("def f(prompt, response, wait): return wait()", isolation="none", timeout_s=0.5)
     for _ in range(8):
-        with refused(RewardFailure, "0.5"):
+        with raises_error(RewardFailure, "0.5"):
             reward.score(asking("x", wait=release.wait))
-    with refused(RewardFailure, "8", "isolation"):
+    with raises_error(RewardFailure, "8", "isolation"):
         reward.score(asking("x", wait=release.wait))
     release.set()
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any("_answer" in thread.name for thread in threading.enumerate()):
+    while time.monotonic() < deadline and any(thread.name == "reward-call" for thread in threading.enumerate()):
         time.sleep(0.01)
     assert reward.score(asking("x", wait=lambda: 1.0)).value == 1.0
 
@@ -177,7 +177,7 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
     ],
 )
 def test_a_function_that_cannot_be_used_is_told_before_anything_starts(reward_of, isolation, source, function, facts):
-    with refused(ConfigError, *facts) as caught:
+    with raises_error(ConfigError, *facts) as caught:
         reward_of(source, function, isolation=isolation)
     assert caught.value.problems[0].key == "function"
     assert "working directory" in caught.value.problems[0].hint
@@ -215,7 +215,7 @@ def test_arrays_travel_to_the_process_as_lists(reward_of, asking):
 
 def test_a_column_that_cannot_travel_is_named(reward_of, asking):
     reward = reward_of("def f(prompt, response, **metadata): return 1")
-    with refused(DataError, "'when'"):
+    with raises_error(DataError, "'when'"):
         reward.score(asking("", when=object()))
 
 
@@ -227,7 +227,7 @@ def test_closing_before_the_start_changes_nothing_and_closing_twice_ends_it_once
     assert reward.score(asking("")).value == 1.0
     reward.close()
     reward.close()
-    with refused(RewardFailure, "closed"):
+    with raises_error(RewardFailure, "closed"):
         reward.score(asking(""))
 
 

@@ -15,13 +15,13 @@ from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 OWNER = "reward 'acme' of roll-acme 1.2"
 REWARD = """
     import os, pathlib, re, time
     from roll_core.errors import RewardFailure
-    from roll_core.spec.reward import RewardFunction
+    from roll_core.spec.rollout import RewardFunction
     from roll_core.types import Reward
 
     class Acme(RewardFunction):
@@ -118,7 +118,7 @@ def test_an_exception_is_a_failure_that_names_reward_package_and_line_and_its_tr
 
 @pytest.mark.parametrize(("name", "facts"), [("Broken", ("service",)), ("NoReward", ("subclass",))])
 def test_a_reward_that_cannot_be_loaded_is_an_error_at_the_start(worker_of, name, facts):
-    with refused(PluginLoadError, OWNER, *facts):
+    with raises_error(PluginLoadError, OWNER, *facts):
         asyncio.run(worker_of(name).start())
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.builtin.rewards.config import MathRuleConfig
+from roll_core.builtin.config import MathRuleConfig
 from roll_core.builtin.rewards.math_rule import MathRuleReward
 from roll_core.errors import DataError, RewardFailure
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 RIGHT = [
     ("42", "The answer is 42"),
@@ -185,18 +185,18 @@ def test_a_truth_may_be_a_number_or_a_list(math_rule, asking, truth, response):
 
 @pytest.mark.parametrize("truth", ["", "  ", "日本", r"\frac{1}{", "????"])
 def test_a_truth_that_is_no_mathematics_is_a_failure(math_rule, asking, truth):
-    with refused(RewardFailure, repr(truth)[1:-1].strip()):
+    with raises_error(RewardFailure, repr(truth)[1:-1].strip()):
         math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
 
 
 @pytest.mark.parametrize("truth", [None, True, [], [None], {"answer": 42}, float("nan"), object()])
 def test_a_truth_of_the_wrong_kind_names_row_and_column(math_rule, asking, truth):
-    with refused(DataError, "row7/0/1", "'ground_truth'"):
+    with raises_error(DataError, "row7/0/1", "'ground_truth'"):
         math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
 
 
 def test_a_missing_column_lists_those_there_are(math_rule, asking):
-    with refused(DataError, "row7/0/1", "answer", "level"):
+    with raises_error(DataError, "row7/0/1", "answer", "level"):
         math_rule.score(asking(r"\boxed{42}", answer="42", level=1))
 
 
@@ -217,7 +217,7 @@ def test_answers_that_never_end_cost_their_deadline_and_are_failures(asking):
     reward.start()
     try:
         assert reward.score(asking("42", ground_truth="42")).value == 1.0
-        with refused(RewardFailure, "8"):
+        with raises_error(RewardFailure, "8"):
             reward.score(asking("The answer is 9**9**9**9", ground_truth="42"))
         assert reward.score(asking("43", ground_truth="42")).value == 0.0
     finally:

@@ -65,7 +65,7 @@ def check_requests(queue, *callers):
     one. What is complete or paused is in none. With `callers`, schedulers and lists of pending requests, each request
     that is not finished has one caller, and each caller's requests are known to the queue.
     """
-    slots = queue._pool._slots
+    slots = list(queue._router.slots.values())
     subs = [item[-1] for item in queue._queue] + [item[-1] for slot in slots for item in slot.waiting]
     subs = [sub for sub in subs if sub.parent.wants_tokens] + [sub for slot in slots for sub in slot.running.values()]
     places = Counter(output for sub in subs for output in sub.outputs)
@@ -77,7 +77,7 @@ def check_requests(queue, *callers):
             most = 0 if output.complete or pending.state.value == "paused" else 1
             least = most if pending.wants_tokens and pending.replica is None else 0
             assert least <= places[output] <= most, f"output {output.index} of {id} is in {places[output]} places"
-    assert queue.num_running == sum(sub.size for slot in slots for sub in slot.running.values())
+    assert queue.num_running == sum(len(sub.outputs) for slot in slots for sub in slot.running.values())
     if callers:
         waited_for = [each for caller in callers for each in _pending_of(caller) if each.state.value != "finished"]
         assert Counter(waited_for) == Counter(queue._requests.values())
@@ -86,8 +86,8 @@ def check_requests(queue, *callers):
 def _pending_of(caller):
     if isinstance(caller, list):
         return caller
-    rollouts = [slot.rollout for group_queue in caller._queues for slot in group_queue.slots]
-    return [each for rollout in rollouts if rollout is not None for each in rollout.context.pending]
+    rollouts = [slot.rollout for group_queue in caller._queues for slot in group_queue.slots.values()]
+    return [each for rollout in rollouts if rollout is not None for each in rollout.pending]
 
 
 def prompt(tag, position):

@@ -17,6 +17,7 @@ from roll_core.runtime.cluster.executors import isolated_env_process
 from roll_core.runtime.cluster.executors.calls import CallFailed
 from roll_core.runtime.cluster.executors.host import WorkerThread
 from roll_core.runtime.cluster.executors.ray_worker import RayWorker
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
@@ -35,12 +36,11 @@ TASKS = {
     ("run/loop.py", "_watched"),
     ("run/roles.py", "_is_done"),
     ("run/roles.py", "served"),
-    ("rollout/replicas.py", "_abort"),
-    ("rollout/replicas.py", "abort_until"),
+    ("rollout/queue.py", "_abort_pausing"),
     ("rollout/replicas.py", "submit"),
     ("rollout/scoring.py", "_scored"),
     ("run/saving.py", "_save"),
-    ("run/stopping.py", "unless_asked"),
+    ("run/stopping.py", "unless_requested"),
     ("weights/broadcaster.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }
@@ -49,13 +49,13 @@ itself or by whoever it is handed to."""
 THREADS = {
     ("cluster/concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
     ("cluster/doctor.py", "guarded"): "waits with a limit of its own",
-    ("cluster/executors/isolated_env_worker.py", "serve"): "ends the process",
+    ("cluster/executors/isolated_env_main.py", "main"): "ends the process",
     ("cluster/executors/host.py", "__init__"): "exceptions are answers: see below",
     ("records/manifest.py", "_in_parallel"): "map raises in the caller",
     ("weights/transports/store.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
     ("weights/transports/store.py", "_accept"): "its client loses its connection",
-    ("workers/child.py", "main"): "in a child process, whose parent keeps the deadline",
-    ("workers/judge_pool.py", "_take"): "see `_make_ready`: the child is discarded",
+    ("workers/reward_process.py", "main"): "in a child process, whose parent keeps the deadline",
+    ("workers/reward_pool.py", "_take"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
 }
 """Functions that start threads, and what becomes of an exception there."""
@@ -209,7 +209,7 @@ def test_an_answer_that_cannot_be_had_from_ray_is_an_error_of_the_call():
         worker = object.__new__(RayWorker)
         worker._loop = asyncio.get_running_loop()
         told = worker._loop.create_future()
-        worker._on_answer(
+        worker._when_done(
             SimpleNamespace(future=Cancelled), lambda answer, error: told.set_result((answer, type(error)))
         )
         return await asyncio.wait_for(told, 30)
@@ -247,9 +247,9 @@ def test_calls_of_a_process_whose_answers_cannot_be_read_fail(monkeypatch):
         process = isolated_env_process.IsolatedEnvProcess({"role": "actor_infer", "rank": 0})
         process._process = SimpleNamespace(kill=lambda: killed.append(True), wait=lambda timeout=None: -9)
         process._writer = SimpleNamespace(write=lambda data: None, close=lambda: None)
-        call = process.begin("generate", b"")
+        call = process.request("stack")
         background(process._read(asyncio.StreamReader()), name="answers")
-        with pytest.raises(isolated_env_process.ProcessEndedError):
+        with pytest.raises(ProcessEndedError):
             await asyncio.wait_for(call, 30)
 
     asyncio.run(main())

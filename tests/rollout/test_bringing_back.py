@@ -11,7 +11,7 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.spec.config import WorkerConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 class NoWorkers:
@@ -19,16 +19,14 @@ class NoWorkers:
 
     role = "actor_infer"
     world_size = 0
-    outlives_all = True
+    survives_all = True
 
 
 class Role(GroupInferRole):
     """Its first replica dies after `life_s`, and so does each of those that it is brought back with."""
 
     def __init__(self, *lives_s):
-        super().__init__(
-            "actor_infer", WorkerConfig(), NoWorkers(), progress_s=1.0, bring_back=self.publish_to_a_new_one
-        )
+        super().__init__("actor_infer", WorkerConfig(), NoWorkers(), progress_s=1.0, restart=self.publish_to_a_new_one)
         self.lives_s = iter(lives_s)
         self.brought_back = -1
 
@@ -73,7 +71,7 @@ def test_answers_are_whole_however_often_all_replicas_died(lives_s):
 def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
     async def main():
         async with started(*[0.5] * 10) as role:
-            with refused(WorkerDiedError, ATTEMPTS, "rank 0"):
+            with raises_error(WorkerDiedError, ATTEMPTS, "rank 0"):
                 await role.generate(REQUESTS)
             assert role.brought_back == ATTEMPTS
             assert role.queue.num_pending == 0
@@ -113,7 +111,7 @@ def test_a_publish_that_fails_is_what_the_one_who_waits_hears():
             async def refuses():
                 raise WeightSyncError("not these")
 
-            role._bring_back = refuses
+            role._restart = refuses
             with pytest.raises(WeightSyncError, match="not these"):
                 await role.generate(REQUESTS)
             assert role.queue.num_pending == 0
@@ -153,7 +151,7 @@ class Group:
     """Workers that are asked by rank; those of `dying` die over the next call, as far as the group survives it."""
 
     role = "actor_infer"
-    outlives_all = False
+    survives_all = False
 
     def __init__(self, dying, survives=True):
         self.world_size, self.dying, self.survives = 3, dying, survives
@@ -167,7 +165,7 @@ class Group:
             raise death(rank)
 
 
-@pytest.mark.parametrize("method", ["leave", "enter"])
+@pytest.mark.parametrize("method", ["offload", "onload"])
 def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_it(method):
     async def main():
         group = Group({1})
@@ -178,7 +176,7 @@ def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_i
         await getattr(role, method)(frozenset({"engine"}))
         assert [rank for rank, _ in group.asked[3:]] == [0, 2]
         ending = GroupInferRole("actor_infer", WorkerConfig(), Group({1}, survives=False))
-        with refused(WorkerDiedError, "rank 1"):
+        with raises_error(WorkerDiedError, "rank 1"):
             await getattr(ending, method)(frozenset({"engine"}))
 
     in_virtual_time(main)

@@ -11,7 +11,7 @@ from roll_core.errors import DataError, RollError, WorkerDiedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import FINISHED, PAUSED
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.simulation import SimulatedEngine, Speed
 
 
@@ -198,7 +198,7 @@ def test_one_id_twice_at_once_is_refused():
     async def main():
         queue = RequestQueue([engine("0")])
         ask(queue, [request("r")], lambda id, outcome: None)
-        with refused(RollError, "'r'"):
+        with raises_error(RollError, "'r'"):
             ask(queue, [request("r")], lambda id, outcome: None)
         await queue.close()
 
@@ -397,7 +397,7 @@ def test_when_the_last_replica_dies_everybody_who_waits_is_told():
         waiting = asyncio.ensure_future(queue.generate([request("a"), request("b")]))
         await asyncio.sleep(0.1)
         replica.kill()
-        with refused(WorkerDiedError, "rank 0"):
+        with raises_error(WorkerDiedError, "rank 0"):
             await waiting
         assert queue.finished == {"failed": 2}
         with pytest.raises(WorkerDiedError):  # nobody is there, so nobody waits for ever

@@ -11,7 +11,7 @@ from roll_core.errors import RecordingError
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Recorder, Recording
 from roll_core.types import Group, Reward, Sample, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 REWARDS = (
     Reward(value=0.1 + 0.2, detail={"why": "näh “\ud800”", "format": 1.0}),
@@ -95,10 +95,10 @@ def test_a_changed_byte_is_found(tmp_path):
     path = recording.steps[1]
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text(lines[0] + lines[2] + lines[1], encoding="utf-8")
-    with refused(RecordingError, "step-1", "jsonl"):
+    with raises_error(RecordingError, "step-1", "jsonl"):
         recording.batch(1, plan_of())
     path.write_text("".join(lines)[:-9], encoding="utf-8")
-    with refused(RecordingError, "step-1.jsonl"):
+    with raises_error(RecordingError, "step-1.jsonl"):
         recording.batch(1, plan_of())
 
 
@@ -106,7 +106,7 @@ def test_a_changed_byte_is_found(tmp_path):
 def test_a_file_that_is_no_recording_is_named(tmp_path, head):
     recording = record(tmp_path, 1)
     recording.steps[1].write_text(head, encoding="utf-8")
-    with refused(RecordingError, "step-1", "jsonl"):
+    with raises_error(RecordingError, "step-1", "jsonl"):
         recording.batch(1, plan_of())
 
 
@@ -115,15 +115,15 @@ def test_another_schema_is_refused(tmp_path):
     path = recording.steps[1]
     head, _, rest = path.read_text(encoding="utf-8").partition("\n")
     path.write_text(json.dumps(json.loads(head) | {"schema": 2}) + "\n" + rest, encoding="utf-8")
-    with refused(RecordingError, "schema 2", "roll-core", "1"):
+    with raises_error(RecordingError, "schema 2", "roll-core", "1"):
         recording.batch(1, plan_of())
 
 
 def test_what_is_missing_is_said(tmp_path):
-    with refused(RecordingError, tmp_path, "record_rollouts"):
+    with raises_error(RecordingError, tmp_path, "record_rollouts"):
         Recording(tmp_path)
     recording = record(tmp_path, 1, 2, 4)
-    with refused(RecordingError, "1", "2", "4", "step 3"):
+    with raises_error(RecordingError, "1", "2", "4", "step 3"):
         recording.check(BatchTerms.of(plan_of()), range(1, 5))
 
 
@@ -136,7 +136,7 @@ def test_what_is_missing_is_said(tmp_path):
     ],
 )
 def test_other_terms_are_refused(tmp_path, given, facts):
-    with refused(RecordingError, *facts):
+    with raises_error(RecordingError, *facts):
         record(tmp_path, 1).batch(1, plan_of(**given))
 
 
@@ -148,7 +148,7 @@ def test_other_terms_are_refused(tmp_path, given, facts):
     ],
 )
 def test_prompts_of_other_data_are_refused(tmp_path, changed, facts):
-    with refused(RecordingError, *facts):
+    with raises_error(RecordingError, *facts):
         record(tmp_path, 1).batch(1, plan_of(prompt=lambda tag, position: changed(prompt(tag, position))))
 
 

@@ -15,7 +15,7 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.recording import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.types import Group, Reward, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.simulation import SimulatedEngine, Speed
 
 
@@ -361,7 +361,7 @@ def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_ru
     async def main():
         queue = fleet()
         scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), queue, judge, seed=1)
-        with refused(ValueError, "judge"):
+        with raises_error(ValueError, "judge"):
             await scheduler.batch(0)
         assert queue.num_running == queue.num_pending == 0
 
@@ -381,7 +381,7 @@ def test_what_fails_between_two_batches_ends_the_next_one():
         scheduler = RolloutScheduler(plan(ahead=1.0, concurrent=True), queue, judge, seed=1)
         await scheduler.batch(0)
         await asyncio.sleep(3600)
-        with refused(ValueError, "judge"):
+        with raises_error(ValueError, "judge"):
             await scheduler.batch(1)
         assert queue.num_running == queue.num_pending == 0
 
@@ -500,9 +500,9 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
         queue = fleet()
         state = await state_that_keeps(kept, queue)
         other = RolloutScheduler(plan(ahead=1.0, n=5), queue, None, seed=1)
-        with refused(CheckpointMismatchError, "4", "5"):
+        with raises_error(CheckpointMismatchError, "4", "5"):
             other.load_state(state)
-        with refused(CheckpointMismatchError, "'a'"):
+        with raises_error(CheckpointMismatchError, "'a'"):
             other.load_state({"a": {"next": 3}})
 
     in_virtual_time(main)
@@ -522,7 +522,7 @@ def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept
             RolloutScheduler(plan(ahead=1.0, params=params), queue, None, seed=1).load_state(state)
 
         resumed(longest)
-        with refused(CheckpointMismatchError, longest - 1, "response_length"):
+        with raises_error(CheckpointMismatchError, longest - 1, "response_length"):
             resumed(longest - 1)
 
     in_virtual_time(main)

@@ -10,7 +10,7 @@ from roll_core.runtime.rollout import scoring
 from roll_core.runtime.rollout.scoring import RewardRole
 from roll_core.spec.config import RewardConfig
 from roll_core.types import Reward
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 FAILURE = Reward(value=None, failure="offline")
 
@@ -24,7 +24,7 @@ class Workers:
         self.asked, self.times = [], {}
         self.replaced, self.started = [], []
 
-    async def call_rank(self, rank, method, *args):
+    async def call_rank(self, rank, method, *args, deadline_s=None):
         await asyncio.sleep(0)
         if method == "start":
             self.started.append(rank)
@@ -102,7 +102,7 @@ def test_nothing_is_judged_while_every_worker_is_made_anew_and_then_it_is():
 
 def test_a_death_that_ends_the_run_is_not_a_failure_of_a_sample():
     workers = Workers(1, lambda rank, request, time: "dies", survives=False)
-    with refused(WorkerDiedError, "killed"):
+    with raises_error(WorkerDiedError, "killed"):
         asyncio.run(role_of(workers).score(["a"]))
 
 
@@ -113,7 +113,7 @@ def test_who_cannot_be_replaced_is_not_asked_again_and_the_last_one_says_why():
 
     workers = Workers(2, lambda rank, request, time: "dies")
     workers.replace = refuse
-    with refused(WorkerDiedError, "memory"):
+    with raises_error(WorkerDiedError, "memory"):
         asyncio.run(role_of(workers, max_retries=5).score(["a"]))
     assert sorted(rank for rank, _ in workers.asked) == [0, 1]
 
@@ -130,7 +130,7 @@ def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
     class Slow(Workers):
         busy = 0
 
-        async def call_rank(self, rank, method, *args):
+        async def call_rank(self, rank, method, *args, deadline_s=None):
             self.busy += 1
             most.append(self.busy)
             await asyncio.sleep(0.001)

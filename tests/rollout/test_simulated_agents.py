@@ -19,7 +19,7 @@ ALONE_S = 0.021
 
 
 def trajectory(drawn, observed, away_s):
-    return Trajectory(drawn_K=np.array(drawn), observed_K=np.array(observed), away_s_K=np.array(away_s))
+    return Trajectory(generated_K=np.array(drawn), observed_K=np.array(observed), environment_s_K=np.array(away_s))
 
 
 def run(main):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 
 SPEED = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=4)
@@ -41,7 +41,7 @@ def test_waiting_for_what_cannot_happen_is_an_error():
     async def main():
         await asyncio.get_running_loop().create_future()
 
-    with refused(RuntimeError):
+    with raises_error(RuntimeError):
         run(main)
 
 

@@ -15,6 +15,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.hooks import hookimpl
+from roll_core.spec.pipeline import Tracker
 from roll_core.spec.providers import (
     AdvantageProvider,
     InferProvider,
@@ -25,8 +26,7 @@ from roll_core.spec.providers import (
     TrackerProvider,
     TrainProvider,
 )
-from roll_core.spec.reward import RewardFunction
-from roll_core.spec.tracker import Tracker
+from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy

@@ -17,7 +17,7 @@ from roll_core.runtime.records.jsonlines import LineWriter
 from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_strategy_hf.train import HFTrainStrategy
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 FULL = Path("/dev/full")
 """Every write to it fails as on a full disk."""
@@ -46,7 +46,7 @@ def export_part(strategy, path):
 
 def log_to_full(*arguments):
     with contextlib.closing(LineWriter(FULL)) as file:
-        file.write({"step": 1})
+        file.append({"step": 1})
 
 
 FAULTS = {
@@ -81,7 +81,7 @@ def test_a_full_disk_ends_a_run_with_one_error_and_a_closed_record(local_runs, m
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])
 def test_a_disk_that_is_full_from_the_start_is_an_error_that_names_the_file(local_runs, monkeypatch, name):
     full_for(name, monkeypatch)
-    with refused(RunFileError, name):
+    with raises_error(RunFileError, name):
         local_runs.run(local_runs.sft())
 
 

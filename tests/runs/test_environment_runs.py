@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import ConfigError
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_roles_of_other_environments_give_the_numbers_of_this_one(ray_runs, pyth
 def test_one_process_has_one_environment(runs, python):
     config = runs.rlvr(executor="local")
     config["actor_infer"]["environment"] = str(python)
-    with refused(ConfigError, "actor_infer"):
+    with raises_error(ConfigError, "actor_infer"):
         runs.run(config)
 
 
@@ -72,5 +72,5 @@ def test_check_says_that_an_environment_does_not_exist(runs, monkeypatch):
 def test_an_environment_that_says_nothing_useful_is_refused(runs, environment, facts):
     config = runs.rlvr(executor="auto")
     config["actor_infer"]["environment"] = environment
-    with refused(ConfigError, *facts):
+    with raises_error(ConfigError, *facts):
         runs.run(config)

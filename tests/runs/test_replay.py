@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import ConfigError
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 STD_FILTER = {"type": "std_filter", "filter_args": {"std_threshold": 0.45}}
 CORRECTION = {"is_weight": {"enabled": True, "upper_bound": 1.05}, "filters": [{"enabled": True, "ratio_low": 0.9}]}
@@ -109,7 +109,7 @@ def test_what_cannot_be_replayed_is_refused_by_check(local_runs):
         ({"validation": validation, "eval_steps": 1}, ("validation", "eval_steps")),
         ({"replay_rollouts": str(local_runs.folder)}, (local_runs.folder,)),
     ]:
-        with refused(ConfigError, *facts):
+        with raises_error(ConfigError, *facts):
             local_runs.run(replaying(config, recorded, **given))
     by_link = replaying(config, recorded) | {"exp_name": "rlvr", "replay_rollouts": "output/rlvr/latest"}
     assert_equal(local_runs, recorded, local_runs.ok(by_link))

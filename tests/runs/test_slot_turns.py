@@ -13,7 +13,7 @@ import pytest
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 PLUGIN = Path(__file__).parent / "recording.py"
 ALL = "grads+optimizer+weights"
@@ -55,14 +55,14 @@ def moves(runs):
 def test_colocated_roles_take_turns(site, runs):
     result = runs.ok(recorded(runs))
     # In one process the engine works with the trainer's own weights, elsewhere with a copy.
-    lent = runs.executor == "local"
+    shared = runs.executor == "local"
     step = [
         "actor_infer wakes",
         "actor_infer is updated",
-        *([] if lent else ["actor_train offloads weights"]),
+        *([] if shared else ["actor_train offloads weights"]),
         "actor_infer generates",
         "actor_infer sleeps",
-        *([] if lent else ["actor_train onloads weights"]),
+        *([] if shared else ["actor_train onloads weights"]),
         "actor_train scores",
         "actor_train offloads weights",
         "reference onloads weights",
@@ -135,7 +135,7 @@ def test_a_role_that_can_move_nothing_is_not_asked_to(site, local_runs):
     local_runs.ok(config)
     assert not [line for line in moves(local_runs) if line.startswith("actor_train")]
     config["actor_train"]["is_offload_states"] = True
-    with refused(ConfigError, "still_train"):
+    with raises_error(ConfigError, "still_train"):
         local_runs.run(config)
 
 
@@ -190,7 +190,7 @@ def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(si
     """As after an evaluation that was called off: its answers are still being drawn."""
     from roll_core.runtime.run.roles import GroupInferRole
 
-    leave, left = GroupInferRole.leave, []
+    offload, left = GroupInferRole.offload, []
 
     async def leave_some_behind(self, parts):
         params = SamplingParams(max_new_tokens=64, ignore_eos=True)
@@ -199,9 +199,9 @@ def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(si
         ]
         await self.group.call("submit", extra)
         left.append(extra)
-        await leave(self, parts)
+        await offload(self, parts)
 
-    monkeypatch.setattr(GroupInferRole, "leave", leave_some_behind)
+    monkeypatch.setattr(GroupInferRole, "offload", leave_some_behind)
     result = local_runs.ok(recorded(local_runs))
     assert result.steps_done == 2
     assert journal(local_runs).count("actor_infer sleeps") == len(left) == 3

@@ -13,7 +13,7 @@ from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider
 from roll_core.types import Completion, CompletionOutput, GenerateRequest, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 REQUEST = GenerateRequest(id="r1", prompt_ids=np.arange(3), params=SamplingParams(max_new_tokens=4), n=2)
 OUTPUT = CompletionOutput(
@@ -160,7 +160,7 @@ def test_a_worker_hands_out_no_completion_that_is_wrong_and_names_engine_and_pac
         await engine.submit([REQUEST])
         await (engine.result("r1") if method == "result" else engine.progress())
 
-    with refused(InvalidCompletionError, "'acme'", "roll-infer-acme 1.2"):
+    with raises_error(InvalidCompletionError, "'acme'", "roll-infer-acme 1.2"):
         asyncio.run(main())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roll_core.runtime.workers.train import BatchLimits, TrainWorker
-from roll_core.spec.train import StepStats, TokenOutputs, Want
+from roll_core.spec.train import StepStats, TokenOutputs, WantedOutputs
 from roll_core.types import Totals, TrainSequence
 
 
@@ -52,6 +52,6 @@ ROWS = [
 def test_microbatches_are_filled_by_sequences_or_by_tokens(multiple, budgets, trained, scored):
     worker = worker_of(multiple, **budgets)
     worker.update(ROWS, None, Totals(tokens=7, sequences=3, groups=1, max_length=4))
-    found = worker.score(ROWS, Want(logprobs=True))
+    found = worker.score(ROWS, WantedOutputs(logprobs=True))
     assert worker.strategy.got == [trained, scored]
     assert [each.tolist() for each in found.logprobs] == [each.tokens.tolist() for each in ROWS]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from roll_core.errors import DataError
-from roll_core.spec.requests import check_request
+from roll_core.errors import DataError, UnsupportedError
+from roll_core.spec.infer import check_request, check_stop_strings
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(prompt=(1, 2, 3), n=1, **params):
@@ -37,11 +37,30 @@ def check(asked):
         (request(repetition_penalty=0.0), ("repetition_penalty", "0.0")),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked, facts):
-    with refused(DataError, *facts):
+def test_invalid_requests_are_refused(asked, facts):
+    with raises_error(DataError, *facts):
         check(asked)
 
 
 def test_what_fits_exactly_is_not_refused():
     check(request(max_new_tokens=5, top_p=1.0, min_p=1.0, temperature=0.0, stop_token_ids=(39,)))
     check(request(max_new_tokens=0))
+
+
+@pytest.mark.parametrize(
+    ("params", "has_tokenizer", "error"),
+    [
+        ({"stop": ("a", "")}, True, DataError),
+        ({"stop": ("a",)}, False, UnsupportedError),
+        ({"stop": ("a",)}, True, None),
+        ({"stop": ("", "a"), "ignore_eos": True}, False, None),
+        ({}, False, None),
+    ],
+)
+def test_stop_strings_are_checked_unless_ignore_eos_disables_them(params, has_tokenizer, error):
+    asked = request(**params)
+    if error is None:
+        check_stop_strings(asked, has_tokenizer=has_tokenizer)
+        return
+    with raises_error(error, "'r'"):
+        check_stop_strings(asked, has_tokenizer=has_tokenizer)

@@ -15,7 +15,7 @@ from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.train import StepStats
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def sequence(number: int, length: int) -> TrainSequence:
@@ -50,7 +50,7 @@ class FakeTrainGroup:
                     logprobs=[s.tokens.astype(np.float32) for s in share],
                     entropy=None,
                     values=None,
-                    first_choices=[s.tokens + 1 for s in share] if want.topk else None,
+                    argmax_tokens=[s.tokens + 1 for s in share] if want.topk else None,
                 )
                 for share, want in args_by_rank
             ]
@@ -92,9 +92,9 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
     assert [list(row) for row in found.logprobs] == [[i] * len(s) for i, s in enumerate(sequences)]
     assert found.entropy is None
     assert found.values is None
-    assert found.first_choices is None
-    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True, first_choices=True))
-    assert [list(row) for row in found.first_choices] == [[i + 1] * len(s) for i, s in enumerate(sequences)]
+    assert found.argmax_tokens is None
+    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True, argmax_tokens=True))
+    assert [list(row) for row in found.argmax_tokens] == [[i + 1] * len(s) for i, s in enumerate(sequences)]
 
 
 def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():
@@ -280,7 +280,7 @@ def test_the_failure_of_one_request_is_raised_as_it_is():
 
     async def fail():
         role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
-        with refused(ValueError, "1"):
+        with raises_error(ValueError, "1"):
             await role.generate(requests([1, 1, 1]))
         await asyncio.sleep(0.01)
 

@@ -17,10 +17,9 @@ from roll_core.runtime.rollout.scoring import RewardRouter
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
-from roll_core.spec.reward import RewardFunction, RewardRequest
-from roll_core.spec.rollout import Prompt
+from roll_core.spec.rollout import Prompt, RewardFunction, RewardRequest
 from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 class Letters:
@@ -114,11 +113,11 @@ def test_stable_seed_is_the_same_on_every_machine():
 
 def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those_known():
     router = RewardRouter({"math": "m", "code": "c"}, {"code": ["python"]})
-    assert router.domain_of("math") == "math"
-    assert router.domain_of("python") == "code"
-    with refused(DataError, "'poetry'"):
-        router.domain_of("poetry")
-    assert RewardRouter({"only": "o"}, {}).domain_of("anything") == "only"
+    assert router.role_of("math") == "m"
+    assert router.role_of("python") == "c"
+    with raises_error(DataError, "'poetry'"):
+        router.role_of("poetry")
+    assert RewardRouter({"only": "o"}, {}).role_of("anything") == "o"
 
 
 class Moody(RewardFunction):

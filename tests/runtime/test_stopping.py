@@ -9,7 +9,7 @@ import pytest
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.run.stopping import StopSignals
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def signalled(*numbers: int) -> None:
@@ -24,7 +24,7 @@ def test_before_there_is_anything_to_save_sigterm_ends_at_once():
         signalled(signal.SIGTERM)
         await asyncio.sleep(30)
 
-    with refused(RunPreemptedError) as ended:
+    with raises_error(RunPreemptedError) as ended:
         stop.run(main())
     assert ended.value.exit_code == 75
 
@@ -37,10 +37,10 @@ def test_sigterm_waits_for_what_is_in_progress():
         stop.defer = True
         signalled(signal.SIGTERM)
         await asyncio.sleep(0.1)
-        seen.append(stop.asked)
+        seen.append(stop.requested)
         raise stop.saved("step 3 is saved")
 
-    with refused(RunPreemptedError, "SIGTERM", "step 3"):
+    with raises_error(RunPreemptedError, "SIGTERM", "step 3"):
         stop.run(main())
     assert seen == [True]
 
@@ -70,7 +70,7 @@ def test_what_ends_at_once_says_why_and_lets_the_run_clean_up(grace_s, numbers, 
             closed.append(True)
 
     started = time.monotonic()
-    with refused(RunInterruptedError, *facts) as ended:
+    with raises_error(RunInterruptedError, *facts) as ended:
         stop.run(main())
     assert ended.value.exit_code == 130
     assert closed == [True]
@@ -93,10 +93,10 @@ def test_what_need_not_be_done_is_given_up():
 
     async def main() -> None:
         stop.defer = True
-        assert await stop.unless_asked(quick()) == 2
+        assert await stop.unless_requested(quick()) == 2
         asyncio.get_running_loop().call_later(0.1, signalled, signal.SIGTERM)
-        assert await stop.unless_asked(evaluate()) is None
-        assert await stop.unless_asked(quick()) is None
+        assert await stop.unless_requested(evaluate()) is None
+        assert await stop.unless_requested(quick()) is None
 
     stop.run(main())
     assert undone == [True]
@@ -109,7 +109,7 @@ def test_an_error_in_what_need_not_be_done_is_raised():
         raise ValueError("of its own")
 
     with pytest.raises(ValueError, match="of its own"):
-        stop.run(stop.unless_asked(broken()))
+        stop.run(stop.unless_requested(broken()))
 
 
 def test_handlers_are_as_before_when_the_run_is_over():

@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.data.sequences import sequence_of
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.runtime.planning.models import vocab_size_of
+from roll_core.runtime.planning.memory import vocab_size_of
 from roll_core.runtime.rollout.program import group_of
 from roll_core.runtime.rollout.scoring import request_of
 from roll_core.runtime.run.active_run import token_problem
@@ -54,8 +54,8 @@ def test_tokens_that_cannot_have_been_drawn_are_named():
 
     assert problem() == ""
     assert "token ids from 1 to 5" in problem(token_ids=np.array([1, 5]))
-    assert "logarithms" in problem(logprobs=np.array([-0.5, np.nan], dtype=np.float32))
-    assert "logarithms" in problem(logprobs=np.array([-0.5, 0.5], dtype=np.float32))
+    assert "logprobs" in problem(logprobs=np.array([-0.5, np.nan], dtype=np.float32))
+    assert "logprobs" in problem(logprobs=np.array([-0.5, 0.5], dtype=np.float32))
     assert "versions [2, 3]" in problem(versions=np.array([2, 3], dtype=np.int32))
     assert "1 logprobs" in problem(logprobs=np.array([-0.5], dtype=np.float32))
 

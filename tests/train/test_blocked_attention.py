@@ -71,12 +71,14 @@ def test_sequences_beyond_the_limit_are_computed_by_the_library(build):
     import numpy as np
 
     from roll_core.data.pack import pack
-    from roll_core.spec.train import Want
+    from roll_core.spec.train import WantedOutputs
     from roll_core.types import TrainSequence
 
     length = LONGEST + 8
     row = TrainSequence(id="long", tokens=np.arange(length) % 61, loss_mask=np.arange(length) > 0)
     (micro,) = pack([row])
-    found = build(forward_only=True).forward(micro, Want(logprobs=True)).logprobs_T
-    expected = build(forward_only=True, attn_implementation="sdpa").forward(micro, Want(logprobs=True)).logprobs_T
+    found = build(forward_only=True).forward(micro, WantedOutputs(logprobs=True)).logprobs_T
+    expected = (
+        build(forward_only=True, attn_implementation="sdpa").forward(micro, WantedOutputs(logprobs=True)).logprobs_T
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.pack import pack
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_modeling import elementwise
 from roll_modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, first_choice, head_outputs
 from roll_strategy_hf.config import HFTrainConfig
@@ -195,7 +195,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("want", [Want(logprobs=True, entropy=True, topk=2), Want(logprobs=True)])
+@pytest.mark.parametrize("want", [WantedOutputs(logprobs=True, entropy=True, topk=2), WantedOutputs(logprobs=True)])
 def test_logits_of_all_tokens_never_exist_at_once(build, sequences, want):
     vocab_size, chunk = 5000, 4
     keys = {

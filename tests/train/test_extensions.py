@@ -12,7 +12,7 @@ from filelock import FileLock
 from roll_core.errors import ExtensionError
 from roll_core.native import extensions
 from roll_core.native.extensions import Extension
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 HOLDER = """
 import sys, time
@@ -60,7 +60,7 @@ def test_a_library_is_compiled_once_for_each_content_and_flag(source, monkeypatc
 
 def test_what_the_compiler_says_is_told(source):
     source.write_text('extern "C" int answer() { return no_such_thing; }\n')
-    with refused(ExtensionError, "no_such_thing"):
+    with raises_error(ExtensionError, "no_such_thing"):
         extension(source).library()
     source.write_text(GOOD)
     assert extension(source).library().is_file()
@@ -68,14 +68,14 @@ def test_what_the_compiler_says_is_told(source):
 
 def test_without_a_compiler_it_says_so(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with refused(ExtensionError, "no-such-compiler"):
+    with raises_error(ExtensionError, "no-such-compiler"):
         extension(source).library()
 
 
 def test_a_folder_that_cannot_be_written_is_named(source, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with refused(ExtensionError, "TORCH_EXTENSIONS_DIR"):
+    with raises_error(ExtensionError, "TORCH_EXTENSIONS_DIR"):
         extension(source).library()
 
 
@@ -94,7 +94,7 @@ def test_one_that_waits_too_long_for_another_says_so(source, monkeypatch):
     os.makedirs(extensions.cache_folder())
     monkeypatch.setattr(extensions, "BUILD_TIMEOUT_S", 0.1)
     lock = FileLock(f"{extensions.cache_folder()}/answer-{made.key()}.lock")
-    with lock, refused(ExtensionError, "answer", "0"):
+    with lock, raises_error(ExtensionError, "answer", "0"):
         made.library()
 
 
@@ -167,7 +167,7 @@ def test_architectures_that_are_named_count(gpus, monkeypatch):
 
 def test_without_a_gpu_it_takes_force_cuda(gpus, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    with refused(ExtensionError, "GPU", "FORCE_CUDA=1"):
+    with raises_error(ExtensionError, "GPU", "FORCE_CUDA=1"):
         extensions.cuda_architectures("fast")
     monkeypatch.setenv("FORCE_CUDA", "1")
     assert extensions.cuda_architectures("fast") == "9.0"
@@ -177,7 +177,7 @@ def test_without_a_gpu_it_takes_force_cuda(gpus, monkeypatch):
 
 def test_gpus_older_than_pascal_are_refused(gpus):
     gpus("5.2\\n8.0\\n")
-    with refused(ExtensionError, "5.2", "8.0", "6.0"):
+    with raises_error(ExtensionError, "5.2", "8.0", "6.0"):
         extensions.cuda_architectures("fast")
 
 
@@ -197,5 +197,5 @@ def test_a_torch_without_cuda_is_named(gpus, source, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     kernel = source.with_suffix(".cu")
     kernel.write_text(GOOD)
-    with refused(ExtensionError, "CUDA"):
+    with raises_error(ExtensionError, "CUDA"):
         Extension(name="answer", sources=(kernel,)).library()

@@ -9,10 +9,10 @@ import torch
 from roll_core.data.pack import pack
 from roll_core.errors import ModelError
 from roll_core.spec.model import ModelSpec
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 SIZES = {
     "vocab_size": 61,
@@ -81,7 +81,7 @@ def test_flat_sequences_equal_plain_transformers_one_by_one(build, rows, model_t
     keys = {"model_type": model_type, **FLAT[model_type]}
     strategy = build(random_init=keys, forward_only=True)
     assert strategy.task_model.backbone.flat
-    outputs = strategy.forward(pack(rows)[0], Want(logprobs=True, entropy=True, temperature=0.7))
+    outputs = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True, entropy=True, temperature=0.7))
     logprobs, entropies = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 0.7)
     torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(outputs.entropy_T, entropies, rtol=0, atol=1e-5)
@@ -92,7 +92,7 @@ def test_architectures_that_cannot_be_flat_are_padded_inside_and_give_the_same(b
     keys = {"model_type": model_type, **PADDED[model_type]}
     strategy = build(random_init=keys, forward_only=True)
     assert not strategy.task_model.backbone.flat
-    outputs = strategy.forward(pack(rows)[0], Want(logprobs=True))
+    outputs = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True))
     logprobs, _ = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 1.0)
     torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
 
@@ -102,7 +102,7 @@ def test_a_recurrent_model_is_padded_inside_and_gives_the_same(build, rows):
     keys = {"model_type": "mamba", "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
     strategy = build(random_init=keys, forward_only=True)
     assert not strategy.task_model.backbone.flat
-    outputs = strategy.forward(pack(rows)[0], Want(logprobs=True))
+    outputs = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True))
     logprobs, _ = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 1.0)
     torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
 
@@ -110,8 +110,8 @@ def test_a_recurrent_model_is_padded_inside_and_gives_the_same(build, rows):
 def test_bf16_computes_flat_too(build, rows):
     strategy = build(dtype="bf16", forward_only=True)
     assert strategy.task_model.backbone.flat
-    exact = build(forward_only=True).forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
-    rounded = strategy.forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
+    exact = build(forward_only=True).forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
+    rounded = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
     assert 0 < float((rounded - exact).abs().max()) < 0.2
 
 
@@ -125,13 +125,13 @@ def test_a_model_that_sees_the_future_is_refused(build):
         "intermediate_size": 48,
         "initializer_range": 0.3,
     }
-    with refused(ModelError, "BertLMHeadModel"):
+    with raises_error(ModelError, "BertLMHeadModel"):
         build(random_init=keys, forward_only=True)
 
 
 def test_a_named_attention_implementation_is_used_as_asked(build, rows):
     strategy = build(attn_implementation="eager", forward_only=True)
     assert not strategy.task_model.backbone.flat
-    expected = build(forward_only=True).forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
-    found = strategy.forward(pack(rows)[0], Want(logprobs=True)).logprobs_T
+    expected = build(forward_only=True).forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
+    found = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from roll_modeling import elementwise, fused
 from roll_strategy_hf.config import HFTrainConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def norm(size=24):
@@ -110,6 +110,43 @@ def test_bfloat16_is_left_alone_without_a_compiler(monkeypatch):
     assert fused.fuse(norm().bfloat16()) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "tokens", "size"), [(1, 1, 2), (4, 33, 16), (8, 300, 64)])
+@pytest.mark.parametrize("layout", ["tokens first", "heads first", "strided"])
+def test_rotary_embeddings_are_those_of_transformers(dtype, heads, tokens, size, layout):
+    torch.manual_seed(0)
+    x, upstream = (torch.randn(1, heads, tokens, size).to(dtype) for _ in range(2))
+    if layout == "tokens first":
+        x, upstream = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (x, upstream))
+    elif layout == "strided":
+        x, upstream = (torch.stack((each, each), dim=-1)[..., 0] for each in (x, upstream))
+    x.requires_grad_()
+    cos, sin = torch.randn(2, 1, tokens, size).to(dtype)  # halves that differ: the gradient is the transposed map
+    plain, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    found = fused._Rotary.apply(x, cos[0], sin[0])
+    digits = {torch.float32: 4e-6, torch.bfloat16: 2**-6}[dtype]
+    torch.testing.assert_close(found, plain, rtol=digits, atol=digits)
+    (grad,), (expected,) = (torch.autograd.grad(each, x, upstream) for each in (found, plain))
+    torch.testing.assert_close(grad, expected, rtol=digits, atol=4 * digits)
+
+
+def test_attention_modules_use_the_fast_rotary_embedding_and_keep_their_results(build, monkeypatch):
+    fast, plain = build().model, build(config=HFTrainConfig(fused=False)).model
+    plain.load_state_dict(fast.state_dict())
+    calls = []
+    monkeypatch.setattr(elementwise, "rotary", lambda *a, own=elementwise.rotary, **k: calls.append(1) or own(*a, **k))
+    batch = torch.arange(3, 9)[None]
+    assert fast.config.num_hidden_layers == 2
+    for implementation in ("eager", "sdpa"):
+        for each in (fast, plain):
+            each.set_attn_implementation(implementation)
+        torch.testing.assert_close(fast(batch).logits, plain(batch).logits, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2 * 2 * 2  # implementations, layers, queries and keys
+    two = batch.repeat(2, 1)  # several rows: transformers' own function
+    torch.testing.assert_close(fast(two).logits, plain(two).logits, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 8
+
+
 def test_a_norm_in_another_dtype_than_its_input_computes_as_before():
     module, x = norm(), torch.randn(3, 24).bfloat16()
     plain = module(x)
@@ -140,7 +177,7 @@ def test_what_is_not_finite_stays_so(kernels):
 
 @pytest.mark.parametrize("weight", [torch.ones(0), torch.ones(23), torch.ones(24).double(), torch.ones(48)[::2]])
 def test_memory_of_another_shape_is_never_read(weight):
-    with refused(ValueError, "expected"):
+    with raises_error(ValueError, "expected"):
         elementwise.norm(torch.ones(3, 24), weight, 1e-5)
 
 
@@ -163,6 +200,6 @@ def test_what_computes_something_else_is_left_alone(module):
 
 
 def test_it_can_be_turned_off(build):
-    norms = [each for each in build().model.modules() if "forward" in vars(each)]
-    assert len(norms) == 2 * 5 + 1
+    replaced = [each for each in build().model.modules() if "forward" in vars(each)]
+    assert len(replaced) == 2 * (5 + 1) + 1  # norms and gates of two layers, their attention, the last norm
     assert not any("forward" in vars(each) for each in build(config=HFTrainConfig(fused=False)).model.modules())

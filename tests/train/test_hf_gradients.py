@@ -12,11 +12,11 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.model import ModelSpec
-from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.model import load_model, scalar_head
 from roll_strategy_hf.config import HFTrainConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def summed_gradient(strategy, micros, loss):
@@ -115,8 +115,8 @@ def test_a_batch_wholly_masked_has_no_gradient(build):
 def test_masked_only_leaves_the_rest_zero_and_the_masked_as_they_are(build, sequences):
     strategy = build()
     (micro,) = pack(sequences)
-    full = strategy.forward(micro, Want(logprobs=True)).logprobs_T
-    part = strategy.forward(micro, Want(logprobs=True, masked_only=True)).logprobs_T
+    full = strategy.forward(micro, WantedOutputs(logprobs=True)).logprobs_T
+    part = strategy.forward(micro, WantedOutputs(logprobs=True, masked_only=True)).logprobs_T
     torch.testing.assert_close(part[micro.loss_mask_T], full[micro.loss_mask_T])
     assert float(part[~micro.loss_mask_T].abs().sum()) == 0.0
 
@@ -133,7 +133,7 @@ def test_bf16_accumulates_in_float32_near_the_exact_gradient(build, sequences):
 def test_values_are_of_the_state_before_each_token(build, sequences, tiny):
     strategy = build(task="value", forward_only=True)
     (micro,) = pack(sequences)
-    values = strategy.forward(micro, Want(values=True)).values_T
+    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
     model = load_model(ModelSpec(random_init=tiny, seed=3, task="value"))
     expected = []
     for row in sequences:
@@ -146,7 +146,7 @@ def test_values_are_of_the_state_before_each_token(build, sequences, tiny):
 def test_a_reward_models_last_value_is_the_score_that_transformers_gives(build, sequences, tiny):
     strategy = build(task="reward", forward_only=True)
     (micro,) = pack(sequences)
-    values = strategy.forward(micro, Want(values=True)).values_T
+    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
     model = load_model(ModelSpec(random_init=tiny, seed=3, task="reward"))
     for at, row in enumerate(sequences):
         with torch.no_grad():
@@ -236,7 +236,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build, sequences):
 class Poisoned:
     """A loss that is NaN because of one sequence's logprobs, or by itself."""
 
-    want = Want(logprobs=True)
+    want = WantedOutputs(logprobs=True)
 
     def __init__(self, factor):
         self.factor = factor
@@ -250,31 +250,31 @@ def test_a_nan_loss_names_the_sequences_and_leaves_no_gradient(build, sequences)
     with torch.no_grad():
         strategy.model.model.embed_tokens.weight[int(sequences[2].tokens[0])] = math.nan
     hit = [each.id for each in sequences if sequences[2].tokens[0] in each.tokens[:-1]]
-    with refused(NonFiniteError, *hit):
+    with raises_error(NonFiniteError, *hit):
         strategy.forward_backward(pack(sequences), Poisoned(1.0))
     assert float(strategy.optimizer.flat_grad.abs().sum()) == 0.0
 
 
 def test_a_nan_that_the_loss_made_itself_names_the_microbatch(build, sequences):
-    with refused(NonFiniteError, "s0", "s1"):
+    with raises_error(NonFiniteError, "s0", "s1"):
         build().forward_backward(pack(sequences), Poisoned(math.nan))
 
 
 def test_a_role_that_only_scores_has_no_optimizer(build, sequences):
     strategy = build(forward_only=True)
     assert set(strategy.memory()) == {"weights"}
-    with refused(UnsupportedError, "student", "scores"):
+    with raises_error(UnsupportedError, "student", "scores"):
         strategy.forward_backward(pack(sequences), SFTObjective())
-    with refused(UnsupportedError, "student", "scores"):
+    with raises_error(UnsupportedError, "student", "scores"):
         strategy.optimizer_step()
 
 
 def test_a_language_model_has_no_values_and_a_critic_no_logprobs(build, sequences):
     (micro,) = pack(sequences)
-    with refused(UnsupportedError, "values"):
-        build(forward_only=True).forward(micro, Want(values=True))
-    with refused(UnsupportedError, "logprobs"):
-        build(task="value", forward_only=True).forward(micro, Want(logprobs=True))
+    with raises_error(UnsupportedError, "values"):
+        build(forward_only=True).forward(micro, WantedOutputs(values=True))
+    with raises_error(UnsupportedError, "logprobs"):
+        build(task="value", forward_only=True).forward(micro, WantedOutputs(logprobs=True))
 
 
 def test_dropout_in_the_config_does_not_reach_training(build, sequences):

@@ -12,7 +12,7 @@ from roll_core.errors import ModelError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_modeling.model import load_model, quiet, scalar_head
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def equal(one, other):
@@ -69,7 +69,7 @@ def test_critics_have_a_small_new_head_whatever_the_architecture(tiny, model_typ
 
 def test_a_language_model_is_no_reward_model(tiny, tmp_path):
     load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
-    with refused(ModelError, "score.weight"):
+    with raises_error(ModelError, "score.weight"):
         load_model(ModelSpec(path=str(tmp_path / "model"), task="reward"))
 
 
@@ -85,18 +85,18 @@ def test_a_language_model_is_no_reward_model(tiny, tmp_path):
     ],
 )
 def test_random_models_that_make_no_sense_are_refused(tiny, tokenizer, change, facts):
-    with refused(ModelError, *facts):
+    with raises_error(ModelError, *facts):
         load_model(ModelSpec(random_init=tiny | change, tokenizer=tokenizer))
 
 
 def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
-    with refused(ModelError, tmp_path / "nowhere"):
+    with raises_error(ModelError, tmp_path / "nowhere"):
         load_model(ModelSpec(path=str(tmp_path / "nowhere")))
-    with refused(ModelError, "config.json"):
+    with raises_error(ModelError, "config.json"):
         load_model(ModelSpec(path=str(tmp_path)))
-    with refused(ModelError, "model_name_or_path", "pretrain", "random_init"):
+    with raises_error(ModelError, "model_name_or_path", "pretrain", "random_init"):
         load_model(ModelSpec())
-    with refused(ModelError, "vocab_size"):
+    with raises_error(ModelError, "vocab_size"):
         load_model(ModelSpec(random_init={"model_type": "qwen3"}))
     load_model(ModelSpec(random_init=tiny)).save_pretrained(tmp_path / "model")
     for overrides, facts in (
@@ -104,10 +104,10 @@ def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, ("11",)),
         ({"nonsense": 1}, ("'nonsense'",)),
     ):
-        with refused(ModelError, *facts):
+        with raises_error(ModelError, *facts):
             load_model(ModelSpec(path=str(tmp_path / "model"), config_overrides=overrides))
     (tmp_path / "model" / "model.safetensors").unlink()
-    with refused(ModelError, tmp_path / "model"):
+    with raises_error(ModelError, tmp_path / "model"):
         load_model(ModelSpec(path=str(tmp_path / "model")))
 
 

@@ -8,9 +8,9 @@ import torch
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TRAINING = TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0)
 ALL = ("weights", "grads", "optimizer")
@@ -73,13 +73,13 @@ def test_weights_alone_are_enough_to_score_and_to_publish_and_not_to_train(build
     strategy = build(training=TRAINING)
     step(strategy, sequences)
     (micro,) = pack(sequences)
-    expected = strategy.forward(micro, Want(logprobs=True)).logprobs_T
+    expected = strategy.forward(micro, WantedOutputs(logprobs=True)).logprobs_T
     exported = {name: each.clone() for name, each in strategy.export_weights()}
     strategy.offload(("grads", "optimizer"))
-    assert torch.equal(strategy.forward(micro, Want(logprobs=True)).logprobs_T, expected)
+    assert torch.equal(strategy.forward(micro, WantedOutputs(logprobs=True)).logprobs_T, expected)
     assert all(torch.equal(each, exported[name]) for name, each in strategy.export_weights())
-    with refused(UnsupportedError, "student", "grads"):
+    with raises_error(UnsupportedError, "student", "grads"):
         strategy.forward_backward([micro], SFTObjective())
     strategy.offload(("weights",))
-    with refused(UnsupportedError, "student", "weights"):
-        strategy.forward(micro, Want(logprobs=True))
+    with raises_error(UnsupportedError, "student", "weights"):
+        strategy.forward(micro, WantedOutputs(logprobs=True))

@@ -15,12 +15,12 @@ from roll_core.errors import CheckpointError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
 from roll_testing.bench import Case
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 
@@ -102,19 +102,19 @@ def test_a_damaged_state_is_named(build, tmp_path, file, harm):
         target.unlink()
     else:
         target.write_bytes(target.read_bytes()[:40])
-    with refused(CheckpointError, tmp_path):
+    with raises_error(CheckpointError, tmp_path):
         strategy.load(tmp_path)
 
 
 def test_a_state_of_another_model_is_refused(build, tiny, tmp_path):
     build(training=TRAINING).save(tmp_path)
-    with refused(CheckpointError, tmp_path):
+    with raises_error(CheckpointError, tmp_path):
         build(training=TRAINING, random_init=tiny | {"num_hidden_layers": 3}).load(tmp_path)
-    with refused(CheckpointError, "model.layers.0.mlp.gate_proj.weight", "(48, 32)", "(64, 32)"):
+    with raises_error(CheckpointError, "model.layers.0.mlp.gate_proj.weight", "(48, 32)", "(64, 32)"):
         build(training=TRAINING, random_init=tiny | {"intermediate_size": 64}).load(tmp_path)
     state = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with refused(CheckpointError, "99"):
+    with raises_error(CheckpointError, "99"):
         build(training=TRAINING).load(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_an_export_is_loaded_by_transformers_and_gives_equal_logits(build, seque
     with torch.no_grad():
         logp = torch.log_softmax(model(input_ids=tokens[None]).logits[0], dim=-1)
     expected = logp[:-1].gather(1, tokens[1:, None])[:, 0]
-    found = strategy.forward(pack([sequences[4]])[0], Want(logprobs=True)).logprobs_T
+    found = strategy.forward(pack([sequences[4]])[0], WantedOutputs(logprobs=True)).logprobs_T
     torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
@@ -147,8 +147,8 @@ def test_a_trained_critic_comes_back_through_its_export(build, sequences, tmp_pa
     strategy.export_model(tmp_path)
     again = build(task="value", path=str(tmp_path), forward_only=True)
     (micro,) = pack(sequences)
-    values = strategy.forward(micro, Want(values=True)).values_T
-    torch.testing.assert_close(again.forward(micro, Want(values=True)).values_T, values, rtol=0, atol=1e-6)
+    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
+    torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
 def test_exported_weights_are_the_live_ones_and_tied_ones_come_once(build, sequences, tiny):

@@ -10,9 +10,9 @@ from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model, scalar_head
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 MOE = {
@@ -53,7 +53,7 @@ def train(strategy, sequences, steps=3, loss=None):
 
 
 def logprobs(strategy, sequences, **want):
-    return strategy.forward(pack(sequences)[0], Want(logprobs=True, entropy=True, **want)).logprobs_T
+    return strategy.forward(pack(sequences)[0], WantedOutputs(logprobs=True, entropy=True, **want)).logprobs_T
 
 
 def frozen(strategy):
@@ -89,9 +89,9 @@ def test_exported_adapters_are_those_that_are_merged(build, sequences):
 
 
 def test_adapters_are_not_exported_alone_where_they_are_not_all(build):
-    with refused(UnsupportedError, "lm_head", "embed_tokens", "additional_target"):
+    with raises_error(UnsupportedError, "lm_head", "embed_tokens", "additional_target"):
         next(iter(build(lora=EXTRA).export_adapters()))
-    with refused(UnsupportedError, "student", "adapters"):
+    with raises_error(UnsupportedError, "student", "adapters"):
         next(iter(build().export_adapters()))
 
 
@@ -173,11 +173,11 @@ def test_a_scalar_head_is_trained_in_full(build, sequences, task):
     assert "score.modules_to_save.default.weight" in strategy.optimizer.parameters
     original = build(task=task)
     (micro,) = pack(sequences)
-    before = original.forward(micro, Want(values=True)).values_T
-    assert torch.equal(strategy.forward(micro, Want(values=True)).values_T, before)
+    before = original.forward(micro, WantedOutputs(values=True)).values_T
+    assert torch.equal(strategy.forward(micro, WantedOutputs(values=True)).values_T, before)
     train(strategy, sequences, loss=ValueObjective())
-    assert not torch.equal(strategy.forward(micro, Want(values=True)).values_T, before)
-    assert torch.equal(strategy.forward(micro, Want(values=True, base=True)).values_T, before)
+    assert not torch.equal(strategy.forward(micro, WantedOutputs(values=True)).values_T, before)
+    assert torch.equal(strategy.forward(micro, WantedOutputs(values=True, base=True)).values_T, before)
     exported = dict(strategy.export_weights())
     assert exported.keys() == dict(original.export_weights()).keys()
     assert not torch.equal(exported["score.weight"], scalar_head(original.model).weight)
@@ -250,14 +250,14 @@ def test_targets_are_ends_of_paths_or_a_regular_expression(build, targets, owner
     ids=str,
 )
 def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, facts):
-    with refused(ModelError, *facts):
+    with raises_error(ModelError, *facts):
         build(lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
 
 
 def test_weights_that_are_one_are_not_untied(build, tiny):
     tied = tiny | {"tie_word_embeddings": True}
     for lora in ({"targets": ("lm_head",)}, {"targets": ("q_proj",), "extra_modules": ("embed_tokens",)}):
-        with refused(ModelError, "tie_word_embeddings"):
+        with raises_error(ModelError, "tie_word_embeddings"):
             build(random_init=tied, lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
     assert "lm_head.weight" not in dict(build(random_init=tied, lora=LORA).export_weights())
 
@@ -354,7 +354,7 @@ def test_looking_at_the_base_model_changes_no_later_step(build, sequences):
     for strategy in (one, other):
         for _ in range(3):
             if strategy is other:
-                strategy.forward(pack(sequences)[0], Want(logprobs=True, base=True))
+                strategy.forward(pack(sequences)[0], WantedOutputs(logprobs=True, base=True))
             strategy.forward_backward(pack(sequences)[:1], SFTObjective())
             strategy.optimizer_step()
     assert torch.equal(logprobs(one, sequences), logprobs(other, sequences))
@@ -373,5 +373,5 @@ def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
 
 
 def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):
-    with refused(UnsupportedError, "Qwen3ForCausalLM"):
-        build().forward(pack(sequences)[0], Want(logprobs=True, base=True))
+    with raises_error(UnsupportedError, "Qwen3ForCausalLM"):
+        build().forward(pack(sequences)[0], WantedOutputs(logprobs=True, base=True))

@@ -16,9 +16,9 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
-from roll_core.spec.train import TrainingSpec, Want
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
@@ -77,19 +77,19 @@ def test_a_state_holds_what_is_trained_and_nothing_of_the_base_model(build, sequ
 
 def test_a_state_goes_only_on_the_base_model_that_it_was_trained_on(build, tmp_path):
     build(lora=LORA, training=TRAINING).save(tmp_path)
-    with refused(CheckpointError, "random_init"):
+    with raises_error(CheckpointError, "random_init"):
         build(lora=LORA, training=TRAINING, seed=99).load(tmp_path)
-    with refused(CheckpointError, "rank 4", "12.0", "lora_rank", "4", "lora_alpha", "8"):
+    with raises_error(CheckpointError, "rank 4", "12.0", "lora_rank", "4", "lora_alpha", "8"):
         build(lora=replace(LORA, alpha=8.0), training=TRAINING).load(tmp_path)
-    with refused(CheckpointError, "model.layers.0.mlp.down_proj.lora_A.default.weight"):
+    with raises_error(CheckpointError, "model.layers.0.mlp.down_proj.lora_A.default.weight"):
         build(lora=replace(LORA, targets=("q_proj",)), training=TRAINING).load(tmp_path)
-    with refused(CheckpointError, "lora_target"):
+    with raises_error(CheckpointError, "lora_target"):
         build(training=TRAINING).load(tmp_path)
 
 
 def test_adapters_do_not_load_a_whole_model(build, tmp_path):
     build(training=TRAINING).save(tmp_path)
-    with refused(CheckpointError, "lora_target"):
+    with raises_error(CheckpointError, "lora_target"):
         build(lora=LORA, training=TRAINING).load(tmp_path)
 
 
@@ -102,7 +102,7 @@ def check(strategy, model, sequences):
     """The strategy's own logprobs are those of a loaded model's logits."""
     tokens = torch.from_numpy(sequences[4].tokens)
     expected = torch.log_softmax(logits(model, sequences)[0], dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    found = strategy.forward(pack([sequences[4]])[0], Want(logprobs=True)).logprobs_T
+    found = strategy.forward(pack([sequences[4]])[0], WantedOutputs(logprobs=True)).logprobs_T
     torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
 
 
@@ -163,10 +163,10 @@ def test_a_critics_merged_export_comes_back(build, sequences, tmp_path):
     strategy.export_model(tmp_path)
     again = build(task="value", path=str(tmp_path), forward_only=True)
     (micro,) = pack(sequences)
-    values = strategy.forward(micro, Want(values=True)).values_T
-    torch.testing.assert_close(again.forward(micro, Want(values=True)).values_T, values, rtol=0, atol=1e-6)
+    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
+    torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
 def test_adapters_of_a_model_without_a_name_are_not_exported_alone(build, tmp_path):
-    with refused(UnsupportedError, "base"):
+    with raises_error(UnsupportedError, "base"):
         build(lora=replace(LORA, export="adapter")).export_model(tmp_path)

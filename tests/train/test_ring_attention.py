@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll_modeling import ring_attention
-from roll_modeling.attention import How, attend_flat
+from roll_modeling.attention import AttentionOptions, attend_flat
 from roll_modeling.ring_attention import blocks, chunks
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -70,7 +70,7 @@ def around(ranks, tensors, weights, how):
 @pytest.mark.parametrize("lengths", [[17], [5, 1, 9, 3, 12, 2, 7], [1], [2, 30]], ids=str)
 def test_a_ring_computes_what_one_rank_computes(monkeypatch, lengths, ranks, window, softcap):
     monkeypatch.setattr(ring_attention, "MAX_SCORES", 200)  # so that blocks are cut
-    how = How(lengths=filled_up(lengths, ranks), scale=SIZE**-0.5, window=window, softcap=softcap)
+    how = AttentionOptions(lengths=filled_up(lengths, ranks), scale=SIZE**-0.5, window=window, softcap=softcap)
     drawn = torch.Generator().manual_seed(len(lengths))
     num_tokens = sum(how.lengths)
     tensors = [torch.randn(1, heads, num_tokens, SIZE, generator=drawn) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]

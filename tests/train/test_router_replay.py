@@ -9,13 +9,13 @@ import torch
 from roll_core.algorithms.losses import PolicyObjective
 from roll_core.data.pack import pack
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_modeling.model import load_model
 from roll_modeling.routing import ROUTERS, RoutingRecorder, check_routers
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 6, 2, 2, 61
-WANT = Want(logprobs=True)
+WANT = WantedOutputs(logprobs=True)
 
 
 def mixture(model_type, **given):
@@ -221,16 +221,16 @@ def test_packing_leaves_unknown_tokens_to_the_router(sequences):
     assert np.array_equal(routed[:3], experts)
     assert (routed[3:] == -1).all()
     assert pack([sequences[0]])[0].routed_experts_TMK is None
-    with refused(DataError, "5"):
+    with raises_error(DataError, "5"):
         pack([replace(sequences[0], routed_experts=np.zeros((6, LAYERS, TOP_K), np.uint8))])
-    with refused(DataError, "{(3, 2), (2, 2)}"):
+    with raises_error(DataError, "{(3, 2), (2, 2)}"):
         pack([first, replace(sequences[2], routed_experts=np.zeros((2, LAYERS + 1, TOP_K), np.uint8))])
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(build, tiny):
-    with refused(UnsupportedError, "qwen3"):
+    with raises_error(UnsupportedError, "qwen3"):
         build(random_init=tiny, router_replay=True)
-    with refused(ValueError, "gpt_oss"):
+    with raises_error(ValueError, "gpt_oss"):
         check_routers({"model_type": "gpt_oss", "num_local_experts": 8})
     check_routers({})  # nothing is known yet
 
@@ -246,12 +246,12 @@ def test_what_cannot_be_replayed_is_refused_by_name(build, tiny):
 def test_experts_of_another_model_are_refused(build, sequences, shape, number, facts):
     strategy = build(random_init=mixture("qwen3_moe"), router_replay=True)
     (micro,) = pack([replace(sequences[0], routed_experts=np.full(shape, number, np.uint8))])
-    with refused(DataError, *facts):
+    with raises_error(DataError, *facts):
         strategy.forward(micro, WANT)
 
 
 def test_a_model_that_was_not_built_to_replay_says_so(build, sequences):
     strategy = build(random_init=mixture("qwen3_moe"))
     (micro,) = pack(experts_for(sequences))
-    with refused(UnsupportedError, "router_replay"):
+    with raises_error(UnsupportedError, "router_replay"):
         strategy.forward(micro, WANT)

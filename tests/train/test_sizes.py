@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 from roll_core.errors import ModelError
 from roll_core.weights.sizes import ARCHITECTURES, model_size
 from roll_modeling import blocked_attention, logprobs, memory
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -83,14 +83,14 @@ def test_another_architecture_is_counted_by_its_files(tmp_path):
 
 
 def test_another_architecture_without_files_is_refused():
-    with refused(ModelError, "gpt2", "qwen3_moe", "safetensors"):
+    with raises_error(ModelError, "gpt2", "qwen3_moe", "safetensors"):
         model_size({"model_type": "gpt2"})
 
 
 def test_a_file_that_is_no_safetensors_file_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     keys = {"model_type": "other", "vocab_size": 2, "hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1}
-    with refused(ModelError, "model.safetensors"):
+    with raises_error(ModelError, "model.safetensors"):
         model_size(keys, folder=tmp_path)
 
 

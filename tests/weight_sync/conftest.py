@@ -10,7 +10,8 @@ sys.path.append(str(Path(__file__).parents[1] / "third_party" / "roll-acme" / "s
 
 from sync_workers import InferWorker, ProcessGroup, TrainWorker, record_of
 
-from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.spec.transport import Route
 
 
@@ -27,10 +28,12 @@ class Duo:
         self.publisher = WeightBroadcaster(
             self.train,
             self.infer,
-            record_of(self.transport),
-            route=Route(options={"directory": self.directory}, sources=sources),
-            bucket_bytes=64 << 10,
-            deadline_s=seconds,
+            SyncPlan(
+                transport=record_of(self.transport),
+                route=Route(options={"directory": self.directory}, sources=sources),
+                bucket_bytes=64 << 10,
+                deadline_s=seconds,
+            ),
         )
 
     async def fault(self, fault, *ranks):

@@ -18,7 +18,9 @@ import msgpack
 from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedError
 from roll_core.runtime.cluster.executors.base import GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
-from roll_core.runtime.weights import WeightReceiver, WeightSender, device_facts
+from roll_core.runtime.weights.plan import device_facts
+from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
@@ -132,7 +134,7 @@ class Engine:
 
 
 class HostMemory(device_memory.DeviceMemory):
-    """Lends the host's memory by torch's own handles for that, as `CudaMemory` lends a device's."""
+    """Shares the host's memory by torch's own handles for that, as `DeviceMemory` shares a device's."""
 
     def __init__(self, name: str = "the one device") -> None:
         self.name = name
@@ -146,7 +148,7 @@ class HostMemory(device_memory.DeviceMemory):
 
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def lend(self, memory: Any) -> bytes:
+    def share(self, memory: Any) -> bytes:
         import torch
         from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_storage
 
@@ -163,11 +165,11 @@ class HostMemory(device_memory.DeviceMemory):
             raise RuntimeError(self.refuses)
         owner, manager, name, size = msgpack.unpackb(handle)
         if owner != self.name:
-            raise WeightSyncError(f"the memory lies on device {owner}, and this process computes on {self.name}")
+            raise WeightSyncError(f"the memory is on device {owner}, but this process uses device {self.name}")
         storage = rebuild_storage_filename(torch.UntypedStorage, manager, name, size)
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    def settle(self, device: str) -> None:
+    def synchronize(self, device: str) -> None:
         """Host memory is what it is at once."""
 
     def collect(self) -> None:

@@ -13,7 +13,7 @@ from roll_core.spec.weights import make_manifest
 from roll_modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
 from roll_modeling.buckets import Incoming
 from roll_modeling.comparing import entries
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 RANK = 2
 ROOM = {
@@ -71,7 +71,7 @@ def test_an_adapter_of_some_layers_and_a_smaller_rank_fits():
     ],
 )
 def test_what_does_not_fit_is_named(changes, error, facts):
-    with refused(error, *facts):
+    with raises_error(error, *facts):
         refuse(adapter(**changes))
 
 
@@ -91,7 +91,7 @@ def test_what_is_collected_outlives_the_memory_that_it_came_in():
 
 def test_a_tensor_that_does_not_come_is_named():
     manifest, tensors = make_manifest(1, adapter().items()), adapter(**{"layers.0.q_proj.lora_B.weight": None})
-    with refused(MissingTensorError, "q_proj.lora_B.weight", "version 1"):
+    with raises_error(MissingTensorError, "q_proj.lora_B.weight", "version 1"):
         collected(Incoming("engine rank 0", manifest, iter(tensors.items())))
 
 

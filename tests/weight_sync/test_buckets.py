@@ -7,7 +7,7 @@ from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSy
 from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import TensorEntry, WeightManifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def offered(*sizes):
@@ -68,5 +68,5 @@ def test_an_export_that_differs_from_the_manifest_is_refused(exported, error, fa
         fill(torch.zeros(bucket.num_bytes, dtype=torch.uint8), bucket, tensors)
         require_exhausted(tensors)
 
-    with refused(error, *facts):
+    with raises_error(error, *facts):
         take_all()

@@ -10,7 +10,7 @@ from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts, RoleFacts, WeightTransport, WorkerFacts
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 ALL = ("disk", "collective", "shm", "cuda_ipc", "shared")
 
@@ -94,7 +94,7 @@ def test_a_directory_selects_the_transport_that_uses_one():
     assert chosen("one host", directory="s3://weights")[0] == "disk"
     with pytest.raises(UnsupportedError, match=r"shm: .*model_update_dir"):
         chosen("one host", directory="s3://weights", trains=("shm",))
-    with refused(UnsupportedError, "disk"):
+    with raises_error(UnsupportedError, "disk"):
         chosen("one process", directory="/weights")
 
 
@@ -124,9 +124,9 @@ def test_a_plugins_transport_is_used_if_the_config_names_it():
     assert chosen("one host", registry=registry)[0] == "shm"
     assert chosen("one host", registry=registry, wanted="paper") == ("paper", [])
     assert chosen("one host", registry=registry, wanted="roll-acme/paper") == ("paper", [])
-    with refused(UnsupportedError, "paper"):
+    with raises_error(UnsupportedError, "paper"):
         chosen("one process", registry=registry, wanted="paper")
-    with refused(UnsupportedError, "paper", "infer"):
+    with raises_error(UnsupportedError, "paper", "infer"):
         chosen("one host", registry=registry, wanted="paper", infers=())
 
 
@@ -141,13 +141,13 @@ def test_a_plugins_transport_with_a_priority_takes_part_in_the_choice():
 def test_a_plugins_transport_has_its_own_reasons():
     sender, _ = pair("one host")
     receivers = role("actor_infer", ("a", 2, ""), ("a", 3, ""))
-    with refused(UnsupportedError, "paper", "receiver"):
+    with raises_error(UnsupportedError, "paper", "receiver"):
         choose_transport(registry_with(paper()), sender, receivers, "paper")
 
 
 def test_the_config_may_name_one_of_ours():
     assert chosen("one host", wanted="collective") == ("collective", [])
-    with refused(UnsupportedError, "shm", "hosts"):
+    with raises_error(UnsupportedError, "shm", "hosts"):
         chosen("two hosts", wanted="shm")
     with pytest.raises(UnknownProviderError, match="shm"):
         chosen("one host", wanted="shn")

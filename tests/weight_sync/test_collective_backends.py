@@ -15,20 +15,23 @@ import torch.distributed as dist
 from sync_workers import ProcessGroup, record_of, same_values
 
 from roll_core.errors import CorruptTensorError, UnsupportedError, WorkerDiedError
-from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.runtime.weights.transports import collective as groups
 from roll_core.runtime.weights.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
 from roll_core.spec.transport import (
     Deadline,
     DeviceFacts,
+    ReceiverSetup,
     ReceiversLostError,
     RoleFacts,
     Route,
     SenderLostError,
+    SenderSetup,
     WorkerFacts,
 )
 from roll_core.spec.weights import make_manifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def facts(role, *workers, follower=None):
@@ -55,9 +58,9 @@ def facts(role, *workers, follower=None):
             [("nccl", (0,))],
             [("nccl", (1,)), ("gloo", ())],
             "gloo",
-            "not nccl: rank 1 of actor_infer takes weights on cpu",
+            "not nccl: rank 1 of actor_infer receives weights on cpu",
         ),
-        ([("nccl", (0,))], [("hccl", (1,))], "gloo", "not nccl: rank 0 of actor_infer takes weights on cuda:0"),
+        ([("nccl", (0,))], [("hccl", (1,))], "gloo", "not nccl: rank 0 of actor_infer receives weights on cuda:0"),
         (
             [("nccl", (0,))],
             [("nccl", (1,)), ("nccl", (0, 1))],
@@ -107,7 +110,24 @@ def stand_in(monkeypatch):
 
 TENSORS = {name: torch.randn(3000) for name in "abcde"}
 MANIFEST = make_manifest(1, TENSORS.items())
-HOW = {"backend": "stand_in", "device": "cpu"}
+HOW = {"backend": "stand_in"}
+
+
+def sender_of():
+    return CollectiveSender(SenderSetup(receivers=(0,), bucket_bytes=16 << 10, options=HOW))
+
+
+def receiver_of(sender, seconds):
+    return CollectiveReceiver(
+        ReceiverSetup(
+            address=sender.address,
+            rank=0,
+            num_receivers=1,
+            bucket_bytes=16 << 10,
+            deadline=Deadline(seconds),
+            options=HOW,
+        )
+    )
 
 
 def in_thread(act):
@@ -117,11 +137,11 @@ def in_thread(act):
 
 
 def test_a_registered_backend_carries_several_publishes_by_one_group(stand_in):
-    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
+    sender = sender_of()
     held = []
 
     def receive():
-        receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(20), **HOW)
+        receiver = receiver_of(sender, 20)
         for _ in range(2):
             held.append({name: tensor.clone() for name, tensor in receiver.receive(MANIFEST, Deadline(20))})
         receiver.close()
@@ -177,8 +197,8 @@ def begin(end, act):
 
 
 def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
-    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
-    receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(60), **HOW)
+    sender = sender_of()
+    receiver = receiver_of(sender, 60)
     sending, sent = begin(sender, lambda end: end.send(MANIFEST, iter(TENSORS.items()), Deadline(60)))
     receiving, received = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(60))))
     until = time.monotonic() + 30
@@ -187,7 +207,7 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
         time.sleep(0.01)
     assert sending.is_alive()
     assert receiving.is_alive()
-    CollectiveTransport().call_off(sender.address, HOW)
+    CollectiveTransport().cancel_transfer(sender.address, HOW)
     sending.join(30)
     receiving.join(30)
     assert (type(sent[0]), sent[0].gone, sent[0].at) == (ReceiversLostError, (0,), "a")
@@ -199,8 +219,8 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
 
 
 def test_a_device_that_is_late_is_silent_at_the_deadline(hanging):
-    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK, **HOW)
-    receiver = CollectiveReceiver(sender.address, 0, 1, 16 << 10, Deadline(60), **HOW)
+    sender = sender_of()
+    receiver = receiver_of(sender, 60)
     receiving, _ = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(5))))
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
@@ -212,11 +232,11 @@ def test_a_device_that_is_late_is_silent_at_the_deadline(hanging):
 
 
 def test_calling_off_what_is_gone_is_no_error():
-    sender = CollectiveSender(1, 16 << 10, groups.LOOPBACK)
+    sender = CollectiveSender(SenderSetup(receivers=(0,), bucket_bytes=16 << 10))
     address = sender.address
     sender.close()
     del sender
-    assert CollectiveTransport().call_off(address, HOW) is None
+    assert CollectiveTransport().cancel_transfer(address, HOW) is None
 
 
 def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
@@ -241,7 +261,7 @@ def test_torch_s_own_backends_are_made_by_their_class(monkeypatch):
 
 
 def test_a_backend_that_this_torch_does_not_have_is_named():
-    with refused(UnsupportedError, "madeup"):
+    with raises_error(UnsupportedError, "madeup"):
         groups.make_group("madeup", "cpu", None, 0, 2, groups.LOOPBACK, Deadline(1))
 
 
@@ -252,9 +272,8 @@ def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
         for group in (train, infer):
             await group.call("use_stand_in")
         route = Route(options={"backend": "stand_in"})
-        publisher = WeightBroadcaster(
-            train, infer, record_of("collective"), route=route, bucket_bytes=64 << 10, deadline_s=20
-        )
+        plan = SyncPlan(transport=record_of("collective"), route=route, bucket_bytes=64 << 10, deadline_s=20)
+        publisher = WeightBroadcaster(train, infer, plan)
         await publisher.self_test()
         for version in range(2):
             await publisher.publish(version)
@@ -263,11 +282,11 @@ def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
                 assert all(same_values(held[name], sent[name]) for name in sent)
             await train.call("step", 0.125)
         await infer.call_rank(1, "set_fault", "flip:embed")
-        with refused(CorruptTensorError, "actor_infer rank 1"):
+        with raises_error(CorruptTensorError, "actor_infer rank 1"):
             await publisher.publish(2)
         await train.call("step", 0.125)
         await infer.call_rank(1, "set_fault", "die:left")
-        with refused(WorkerDiedError, "actor_infer rank 1"):
+        with raises_error(WorkerDiedError, "actor_infer rank 1"):
             await publisher.publish(3)
         await train.call("values", deadline_s=10)  # the sender is free again
 

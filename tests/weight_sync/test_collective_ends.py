@@ -1,8 +1,8 @@
 import torch
 
 from roll_core.runtime.weights.transports import collective
-from roll_core.runtime.weights.transports.collective import LOOPBACK, Group
-from roll_core.spec.transport import Deadline
+from roll_core.runtime.weights.transports.collective import Group
+from roll_core.spec.transport import Deadline, SenderSetup
 from roll_core.spec.weights import make_manifest
 
 
@@ -46,7 +46,7 @@ def test_the_next_bucket_is_exported_while_one_travels(monkeypatch):
             done.append(f"export {number}")
             yield item
 
-    sender = collective.CollectiveSender(1, 4096, LOOPBACK)
+    sender = collective.CollectiveSender(SenderSetup(receivers=(0,), bucket_bytes=4096))
     monkeypatch.setattr(sender, "_group", Recorded(done))
     sent = sender.send(manifest, export(), Deadline(5))
     sender.close()

@@ -7,10 +7,10 @@ from sync_workers import HostMemory
 
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.runtime.weights.transports import cuda_ipc
-from roll_core.spec.transport import Deadline, ReceiversLostError
+from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
 from roll_core.weights import device_memory
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 BUCKET = 16 << 10
 
@@ -23,6 +23,15 @@ def device(monkeypatch):
     return kind
 
 
+def sender_of(receivers, device="cpu"):
+    return cuda_ipc.CudaIpcTransport().sender(SenderSetup(receivers=receivers, bucket_bytes=BUCKET, device=device))
+
+
+def receiver_of(address, rank):
+    setup = ReceiverSetup(address=address, rank=rank, num_receivers=1, bucket_bytes=BUCKET, deadline=Deadline(20))
+    return cuda_ipc.CudaIpcTransport().receiver(setup)
+
+
 def in_thread(act, *args):
     thread = threading.Thread(target=act, args=args, daemon=True)
     thread.start()
@@ -30,7 +39,7 @@ def in_thread(act, *args):
 
 
 def receive(address, manifest, held, rank=0, pause_s=0.0, publishes=1):
-    receiver = cuda_ipc.CudaIpcReceiver(address, rank, BUCKET, Deadline(20), "cpu")
+    receiver = receiver_of(address, rank)
     for _ in range(publishes):
         for name, tensor in receiver.receive(manifest, Deadline(20)):
             time.sleep(pause_s)
@@ -44,7 +53,7 @@ def test_receivers_hold_what_was_sent_also_where_the_memory_is_full_and_one_is_s
     tensors["larger than a bucket"] = torch.randn(10_000)
     tensors["none"] = torch.zeros(0, 3)
     manifest = make_manifest(1, tensors.items())
-    sender = cuda_ipc.CudaIpcSender((1, 4), BUCKET, "cpu")
+    sender = sender_of((1, 4))
     held = {1: {}, 4: {}}
     threads = [
         in_thread(receive, sender.address, manifest, held[rank], rank, pause_s, 2)
@@ -69,10 +78,10 @@ class SlowDevice(HostMemory):
         self.told = torch.empty(num_bytes, dtype=torch.uint8)
         return self.told
 
-    def lend(self, memory):
-        return super().lend(self.shown)
+    def share(self, memory):
+        return super().share(self.shown)
 
-    def settle(self, device):
+    def synchronize(self, device):
         self.shown.copy_(self.told)
 
 
@@ -80,7 +89,7 @@ def test_a_bucket_is_announced_once_the_device_has_written_it(monkeypatch, devic
     tensors = {"a": torch.arange(3000), "b": torch.randn(5000)}
     manifest = make_manifest(1, tensors.items())
     monkeypatch.setitem(device_memory.KINDS, "cpu", SlowDevice())
-    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    sender = sender_of((0,))
     monkeypatch.setitem(device_memory.KINDS, "cpu", device)
     held = {}
     thread = in_thread(receive, sender.address, manifest, held)
@@ -93,16 +102,16 @@ def test_a_bucket_is_announced_once_the_device_has_written_it(monkeypatch, devic
 def test_a_bucket_is_given_back_once_the_device_has_read_it(monkeypatch, device):
     tensors = {"a": torch.arange(100)}
     manifest = make_manifest(1, tensors.items())
-    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    sender = sender_of((0,))
     reading, read = threading.Event(), threading.Event()
 
     class Busy(HostMemory):
-        def settle(self, device):
+        def synchronize(self, device):
             reading.set()
             read.wait(20)
 
     monkeypatch.setitem(device_memory.KINDS, "cpu", Busy())
-    receiver = cuda_ipc.CudaIpcReceiver(sender.address, 0, BUCKET, Deadline(20), "cpu")
+    receiver = receiver_of(sender.address, 0)
     thread = in_thread(lambda: list(receiver.receive(manifest, Deadline(20))))
     sending = in_thread(sender.send, manifest, iter(tensors.items()), Deadline(20))
     assert reading.wait(20)
@@ -119,8 +128,8 @@ def test_a_bucket_is_given_back_once_the_device_has_read_it(monkeypatch, device)
 def test_between_publishes_neither_end_holds_the_memory():
     tensors = {"a": torch.arange(100)}
     manifest = make_manifest(1, tensors.items())
-    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
-    receiver = cuda_ipc.CudaIpcReceiver(sender.address, 0, BUCKET, Deadline(20), "cpu")
+    sender = sender_of((0,))
+    receiver = receiver_of(sender.address, 0)
     for _ in range(2):
         thread = in_thread(lambda: list(receiver.receive(manifest, Deadline(20))))
         sender.send(manifest, iter(tensors.items()), Deadline(20))
@@ -139,11 +148,11 @@ def test_between_publishes_neither_end_holds_the_memory():
 )
 def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, facts):
     manifest = make_manifest(1, [("a", torch.arange(100))])
-    sender = cuda_ipc.CudaIpcSender((0,), BUCKET, "cpu")
+    sender = sender_of((0,))
     kind = HostMemory(name)
     kind.refuses = refuses
     monkeypatch.setitem(device_memory.KINDS, "cpu", kind)
-    receiver = cuda_ipc.CudaIpcReceiver(sender.address, 0, BUCKET, Deadline(20), "cpu")
+    receiver = receiver_of(sender.address, 0)
     lost = []
 
     def send():
@@ -152,7 +161,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
         lost.extend(caught.value.gone)
 
     sending = in_thread(send)
-    with refused(WeightSyncError, *facts):
+    with raises_error(WeightSyncError, *facts):
         list(receiver.receive(manifest, Deadline(20)))
     receiver.close()
     sending.join(20)
@@ -165,12 +174,10 @@ def test_a_device_without_memory_left_says_how_much_was_asked_for(monkeypatch, d
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(device, "allocate", allocate)
-    sender = cuda_ipc.CudaIpcSender((), BUCKET, "cpu")
-    with refused(WeightSyncError, "1024", "cpu", "memory"):
-        sender.allocate(1024)
-    sender.close()
+    with raises_error(WeightSyncError, "1024", "cpu", "memory"):
+        cuda_ipc.IpcMemory("cpu").allocate(1024)
 
 
 def test_devices_whose_memory_nobody_can_lend_are_refused():
-    with refused(UnsupportedError, "npu:0"):
-        cuda_ipc.CudaIpcSender((0,), BUCKET, "npu:0")
+    with raises_error(UnsupportedError, "npu:0"):
+        sender_of((0,), "npu:0")

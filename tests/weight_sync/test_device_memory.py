@@ -1,6 +1,5 @@
 """Device memory without a device: what torch would be asked, and what arrives in its place."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import msgpack
@@ -11,8 +10,14 @@ from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
 from roll_core.errors import WeightSyncError
-from roll_core.weights.device_memory import ALLOCATOR_OPTIONS, CudaHandle, CudaMemory, device_memory, fixed_segments
-from roll_testing.errors import refused
+from roll_core.weights.device_memory import (
+    ALLOCATOR_OPTIONS,
+    CudaHandle,
+    DeviceMemory,
+    device_memory,
+    fixed_segments,
+)
+from roll_testing.errors import raises_error
 
 HANDLE = CudaHandle(
     device_uuid="GPU-1",
@@ -58,9 +63,9 @@ def cuda(monkeypatch):
 def test_what_torch_is_told_to_open_is_what_it_said_when_it_lent(cuda):
     memory = torch.zeros(4096, dtype=torch.uint8)
     told = reductions.reduce_tensor(memory)[1]
-    handle = CudaMemory().lend(memory)
+    handle = DeviceMemory().share(memory)
     assert CudaHandle.unpacked(handle) == HANDLE
-    CudaMemory().open(handle, "cuda:0")
+    DeviceMemory().open(handle, "cuda:0")
     assert cuda.opened == told
 
 
@@ -76,37 +81,37 @@ def test_the_arguments_are_those_of_this_torch_s_function():
 
 
 def test_memory_of_another_device_is_not_opened(cuda):
-    with refused(WeightSyncError, "GPU", "1", "2"):
-        CudaMemory().open(HANDLE.packed(), "cuda:1")
+    with raises_error(WeightSyncError, "GPU", "1", "2"):
+        DeviceMemory().open(HANDLE.packed(), "cuda:1")
     assert cuda.opened is None
 
 
 def test_memory_that_torch_lends_in_another_way_is_refused(cuda, monkeypatch):
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_tensor, ()))
-    with refused(WeightSyncError, "CUDA", "IPC", "rebuild_tensor"):
-        CudaMemory().lend(torch.zeros(8, dtype=torch.uint8))
+    with raises_error(WeightSyncError, "CUDA", "IPC", "rebuild_tensor"):
+        DeviceMemory().share(torch.zeros(8, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(CudaHandle)])
+@pytest.mark.parametrize("field", list(CudaHandle.model_fields))
 @pytest.mark.parametrize("value", [None, 1.5, -1, "text", b"bytes", True, [], {}])
 def test_a_field_of_another_type_is_refused(cuda, field, value):
     right = getattr(HANDLE, field)
-    values = dataclasses.asdict(HANDLE) | {field: value}
+    values = HANDLE.model_dump() | {field: value}
     if type(value) is type(right) and value != -1:
         CudaHandle.unpacked(msgpack.packb(values))
         return
-    with refused(WeightSyncError, field):
-        CudaMemory().open(msgpack.packb(values), "cuda:0")
+    with raises_error(WeightSyncError, field):
+        DeviceMemory().open(msgpack.packb(values), "cuda:0")
     assert cuda.opened is None
 
 
 def test_fields_too_many_or_too_few_and_bytes_outside_the_storage_are_refused():
-    values = dataclasses.asdict(HANDLE)
-    with refused(WeightSyncError, "fields"):
+    values = HANDLE.model_dump()
+    with raises_error(WeightSyncError, "function"):
         CudaHandle.unpacked(msgpack.packb(values | {"function": "os.system"}))
-    with refused(WeightSyncError, "fields"):
+    with raises_error(WeightSyncError, "device_uuid"):
         CudaHandle.unpacked(msgpack.packb({"num_bytes": 3}))
-    with refused(WeightSyncError, "7681", "512", "8192"):
+    with raises_error(WeightSyncError, "7681", "512", "8192"):
         CudaHandle.unpacked(msgpack.packb(values | {"num_bytes": 7681}))
 
 
@@ -150,5 +155,5 @@ def test_expandable_segments_are_off_while_memory_to_be_lent_is_allocated(monkey
 
 
 def test_only_devices_of_type_cuda_lend_memory():
-    assert isinstance(device_memory("cuda:3"), CudaMemory)
+    assert isinstance(device_memory("cuda:3"), DeviceMemory)
     assert device_memory("cpu") is device_memory("npu:0") is None

@@ -18,7 +18,7 @@ from roll_core.spec.weights import (
     torch_dtype,
 )
 from roll_core.types import TensorEntry, WeightManifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def documented(values: bytes) -> str:
@@ -122,14 +122,14 @@ def test_a_digested_copy_tells_autograd_that_the_target_changed():
     weight = torch.nn.Parameter(torch.ones(4))
     product = (weight * weight).sum()
     copy_digested(weight, torch.zeros(4))
-    with refused(RuntimeError, "inplace"):
+    with raises_error(RuntimeError, "inplace"):
         product.backward()
 
 
 def test_a_copy_between_different_shapes_or_dtypes_is_refused():
-    with refused(ValueError, "F32", "3", "4"):
+    with raises_error(ValueError, "F32", "3", "4"):
         copy_digested(torch.zeros(4), torch.zeros(3))
-    with refused(ValueError, "F32", "BF16"):
+    with raises_error(ValueError, "F32", "BF16"):
         copy_digested(torch.zeros(3).bfloat16(), torch.zeros(3))
 
 
@@ -146,7 +146,7 @@ def test_names_of_dtypes_are_those_of_safetensors(tmp_path):
 
 
 def test_a_layout_that_is_not_dense_is_refused():
-    with refused(TypeError, "dense"):
+    with raises_error(TypeError, "dense"):
         digest(torch.eye(3).to_sparse())
 
 

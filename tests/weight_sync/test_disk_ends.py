@@ -10,9 +10,9 @@ import torch
 from roll_core.errors import WeightSyncError
 from roll_core.host import hostname
 from roll_core.runtime.weights.transports import disk
-from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
+from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TENSORS = {
     "a": torch.randn(300, 20),
@@ -24,9 +24,19 @@ MANIFEST = make_manifest(1, TENSORS.items())
 BUCKET = 16 << 10
 
 
+def sender_of(num_receivers, directory):
+    setup = SenderSetup(receivers=tuple(range(num_receivers)), bucket_bytes=BUCKET, options={"directory": directory})
+    return disk.DiskTransport().sender(setup)
+
+
+def receiver_of(address, rank):
+    setup = ReceiverSetup(address=address, rank=rank, num_receivers=1, bucket_bytes=BUCKET, deadline=Deadline(10))
+    return disk.DiskTransport().receiver(setup)
+
+
 def receive_in_thread(address, rank, found, publishes=2):
     def work():
-        receiver = disk.DiskReceiver(address, rank, BUCKET)
+        receiver = receiver_of(address, rank)
         for _ in range(publishes):
             found.append({name: tensor.clone() for name, tensor in receiver.receive(MANIFEST, Deadline(10))})
         receiver.close()
@@ -51,7 +61,7 @@ def files_below(where):
 
 
 def test_two_receivers_read_what_was_written_publish_after_publish(where):
-    sender = disk.DiskSender(2, BUCKET, where)
+    sender = sender_of(2, where)
     found = [[], []]
     threads = [receive_in_thread(sender.address, rank, found[rank]) for rank in range(2)]
     for _ in range(2):
@@ -68,7 +78,7 @@ def test_two_receivers_read_what_was_written_publish_after_publish(where):
 
 
 def test_receivers_that_never_come_are_named(where):
-    sender = disk.DiskSender(3, BUCKET, where)
+    sender = sender_of(3, where)
     found = []
     thread = receive_in_thread(sender.address, 1, found, publishes=1)
     with pytest.raises(ReceiversLostError) as caught:
@@ -79,7 +89,7 @@ def test_receivers_that_never_come_are_named(where):
 
 
 def test_a_receiver_that_hangs_up_half_way_ends_the_sending(where):
-    sender = disk.DiskSender(1, BUCKET, where)
+    sender = sender_of(1, where)
     outcome = []
 
     def send():
@@ -89,7 +99,7 @@ def test_a_receiver_that_hangs_up_half_way_ends_the_sending(where):
 
     thread = threading.Thread(target=send)
     thread.start()
-    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
+    receiver = receiver_of(sender.address, 0)
     next(receiver.receive(MANIFEST, Deadline(10)))
     receiver.close()
     thread.join()
@@ -98,26 +108,26 @@ def test_a_receiver_that_hangs_up_half_way_ends_the_sending(where):
 
 
 def test_a_sender_that_closes_frees_receivers_that_wait(where):
-    sender = disk.DiskSender(1, BUCKET, where)
-    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
+    sender = sender_of(1, where)
+    receiver = receiver_of(sender.address, 0)
     threading.Timer(0.2, sender.close).start()
-    with refused(SenderLostError, "bucket-0"):
+    with raises_error(SenderLostError, "bucket-0"):
         list(receiver.receive(MANIFEST, Deadline(10)))
     receiver.close()
     assert files_below(where) == []
 
 
 def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where):
-    sender = disk.DiskSender(1, BUCKET, where)
-    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
-    with refused(SenderLostError, "bucket-0"):
+    sender = sender_of(1, where)
+    receiver = receiver_of(sender.address, 0)
+    with raises_error(SenderLostError, "bucket-0"):
         list(receiver.receive(MANIFEST, Deadline(0.2)))
     sender.close()
 
 
 def test_the_driver_can_call_off_what_both_ends_wait_for(where):
-    sender = disk.DiskSender(1, BUCKET, where)
-    threading.Timer(0.2, disk.DiskTransport().call_off, [sender.address, {}]).start()
+    sender = sender_of(1, where)
+    threading.Timer(0.2, disk.DiskTransport().cancel_transfer, [sender.address, {}]).start()
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
     assert caught.value.gone == (0,)
@@ -126,11 +136,11 @@ def test_the_driver_can_call_off_what_both_ends_wait_for(where):
 
 
 def test_a_bucket_that_was_cut_short_is_not_taken_for_whole(tmp_path):
-    sender = disk.DiskSender(1, BUCKET, str(tmp_path))
+    sender = sender_of(1, str(tmp_path))
     folder = disk.Folder(sender.address)
     folder.write("1/bucket-0", b"short")
-    receiver = disk.DiskReceiver(sender.address, 0, BUCKET)
-    with refused(SenderLostError, "bucket-0", "5"):
+    receiver = receiver_of(sender.address, 0)
+    with raises_error(SenderLostError, "bucket-0", "5"):
         list(receiver.receive(MANIFEST, Deadline(5)))
     sender.close()
 
@@ -142,16 +152,16 @@ def test_only_what_the_dead_of_this_host_left_is_removed(tmp_path):
     kept = [f"{ours}-{os.getpid()}-ab", f"{disk.PREFIX}elsewhere-{gone.pid}-ab", "results", f"{ours}-x-ab"]
     for name in (f"{ours}-{gone.pid}-ab", *kept):
         (tmp_path / name / "1").mkdir(parents=True)
-    disk.DiskSender(1, BUCKET, str(tmp_path)).close()
+    sender_of(1, str(tmp_path)).close()
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_full_disk_is_an_error_of_the_sync(tmp_path, monkeypatch):
-    sender = disk.DiskSender(1, BUCKET, str(tmp_path))
+    sender = sender_of(1, str(tmp_path))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.Folder, "write", full)
-    with refused(WeightSyncError, "(model_update_dir)", "No space"):
+    with raises_error(WeightSyncError, "(model_update_dir)", "No space"):
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(5))

@@ -93,7 +93,7 @@ def test_the_engine_s_process_reads_the_memory_of_its_device_bucket_after_bucket
     async def scenario():
         writer, found = BucketWriter(256, ("cpu",)), {}
         trial = writer.trial(tensors[0][1])
-        writer.judge([await engine.call_rank(0, "opening_failure", trial.plain())])
+        writer.check_trial([await engine.call_rank(0, "opening_failure", trial.plain())])
         assert writer.trial(tensors[0][1]) is None  # once is enough
         incoming = iter(tensors)
         following = next(incoming)
@@ -122,7 +122,7 @@ def test_a_process_that_cannot_read_its_device_gets_buckets_by_the_host(engine, 
         await engine.call("use_device", *device)
         writer = BucketWriter(256, ("cpu",))
         trial = writer.trial(torch.ones(1))
-        writer.judge([await engine.call_rank(0, "opening_failure", trial.plain())])
+        writer.check_trial([await engine.call_rank(0, "opening_failure", trial.plain())])
         bucket, _ = writer.fill(iter(()), ("a", torch.arange(3.0)))
         found = await engine.call_rank(0, "read_bucket", bucket.plain())
         writer.close()
@@ -139,10 +139,10 @@ def test_memory_that_cannot_be_lent_gives_way_to_the_host(monkeypatch, caplog):
     kind = HostMemory()
     monkeypatch.setitem(device_memory.KINDS, "cpu", kind)
 
-    def lend(memory):
+    def share(memory):
         raise RuntimeError("operation not supported")
 
-    monkeypatch.setattr(kind, "lend", lend)
+    monkeypatch.setattr(kind, "share", share)
     writer = BucketWriter(256, ("cpu",))
     assert writer.trial(torch.ones(1)) is None
     bucket, _ = writer.fill(iter(()), ("a", torch.ones(1)))

@@ -17,29 +17,30 @@ from roll_core.errors import MissingTensorError
 from roll_core.spec.weights import make_manifest
 from roll_core.weights import device_memory
 from roll_modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
-from roll_testing.errors import mentions, refused
+from roll_modeling.engine_weights import ModelWeights
+from roll_testing.errors import mentions, raises_error
 
 TENSORS = {"a": torch.arange(60.0), "b": torch.randn(7, 9).bfloat16(), "none": torch.zeros(0, 4), "c": torch.ones(50)}
 MANIFEST = make_manifest(1, TENSORS.items())
 
 
 class EngineProcess:
-    """One of the engine's."""
+    """An engine process."""
 
     def __init__(self):
-        self.device, self.held, self.ways = "cpu", {}, set()
+        self.device, self.loaded, self.ways = "cpu", {}, set()
 
     def load(self, bucket):
         info = BucketInfo(**json.loads(json.dumps(bucket)))
         self.ways.add("device" if info.handles else "host")
-        self.held.update(read_bucket(info, self.device))
+        self.loaded.update(read_bucket(info, self.device))
 
     def open(self, bucket):
         return opening_failure(BucketInfo(**bucket), self.device)
 
 
 async def into_vllm(process, tensors, monkeypatch):
-    ModelWeights = pytest.importorskip("roll_infer_vllm.model_weights").ModelWeights
+    VllmProcesses = pytest.importorskip("roll_infer_vllm.processes").VllmProcesses
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     base = SimpleNamespace(WeightTransferUpdateRequest=lambda bucket: bucket)
@@ -57,37 +58,39 @@ async def into_vllm(process, tensors, monkeypatch):
             steps.append("finish")
 
         async def collective_rpc(self, method, args=()):
-            return {"roll_opening_failure": lambda *args: [process.open(*args)], "roll_load_failure": lambda: [""]}[
-                method
-            ](*args)
+            if method == "roll_load_failure":
+                return [""]
+            action, bucket = args
+            assert (method, action) == ("roll_act", "open")
+            return [process.open(bucket)]
 
-    weights = ModelWeights(Engine(), "actor_infer rank 0", 256, ("cpu",))
+    who = "actor_infer rank 0"
+    weights = ModelWeights(VllmProcesses(Engine(), who), 256, ("cpu",))
     try:
-        await weights.load(Incoming("actor_infer rank 0", MANIFEST, iter(tensors.items())))
+        await weights.load(Incoming(who, MANIFEST, iter(tensors.items())))
     finally:
         assert steps == ["start", "finish"]
-        left = weights._writer._memory
+        left = weights.writer._memory
         weights.close()
     return left
 
 
 async def into_sglang(process, tensors, monkeypatch):
-    ModelWeights = pytest.importorskip("roll_infer_sglang.model_weights").ModelWeights
-    Transfer = pytest.importorskip("roll_infer_sglang.transfer").Transfer
+    SglangProcesses = pytest.importorskip("roll_infer_sglang.processes").SglangProcesses
 
     class Server:
-        async def ask(self, path, body):
+        async def request(self, path, body):
             ((message, _),) = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
             message = json.loads(message)
-            done = {"load": process.load, "open": process.open}[message["act"]](message["bucket"])
-            (Path(message["answers"]) / "0").write_text(json.dumps({"done": done}))
+            done = {"load": process.load, "open": process.open}[message["action"]](message["argument"])
+            (Path(message["results"]) / "0").write_text(json.dumps({"done": done}))
 
     who = "actor_infer rank 0"
-    weights = ModelWeights(Transfer(who, Server(), 1), who, 256, ("cpu",))
+    weights = ModelWeights(SglangProcesses(Server(), who, 1), 256, ("cpu",))
     try:
         await weights.load(Incoming(who, MANIFEST, iter(tensors.items())))
     finally:
-        left = weights._writer._memory
+        left = weights.writer._memory
         weights.close()
     return left
 
@@ -100,7 +103,7 @@ def test_what_comes_on_the_host_goes_by_the_host(way, monkeypatch):
     process = EngineProcess()
     asyncio.run(way(process, TENSORS, monkeypatch))
     assert process.ways == {"host"}
-    assert all(torch.equal(process.held[name], TENSORS[name]) for name in TENSORS)
+    assert all(torch.equal(process.loaded[name], TENSORS[name]) for name in TENSORS)
 
 
 @WAYS
@@ -109,7 +112,7 @@ def test_what_comes_on_a_device_stays_there_and_leaves_nothing_on_it(way, monkey
     process = EngineProcess()
     left = asyncio.run(way(process, TENSORS, monkeypatch))
     assert process.ways == {"device"}
-    assert all(torch.equal(process.held[name], TENSORS[name]) for name in TENSORS)
+    assert all(torch.equal(process.loaded[name], TENSORS[name]) for name in TENSORS)
     assert left is None
 
 
@@ -121,12 +124,12 @@ def test_where_the_engine_cannot_open_it_a_warning_says_why_and_weights_arrive_a
     process = EngineProcess()
     asyncio.run(way(process, TENSORS, monkeypatch))
     assert process.ways == {"host"}
-    assert all(torch.equal(process.held[name], TENSORS[name]) for name in TENSORS)
+    assert all(torch.equal(process.loaded[name], TENSORS[name]) for name in TENSORS)
     assert mentions(caplog.text, "RuntimeError")
 
 
 @WAYS
 def test_a_tensor_that_does_not_come_is_named_and_leaves_nothing_on_the_device(way, monkeypatch):
     monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
-    with refused(MissingTensorError, "version 1"):
+    with raises_error(MissingTensorError, "version 1"):
         asyncio.run(way(EngineProcess(), {name: TENSORS[name] for name in ("a", "b", "none")}, monkeypatch))

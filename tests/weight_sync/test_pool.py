@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcSender
+from roll_core.runtime.weights.transports.cuda_ipc import IpcMemory
 from roll_core.runtime.weights.transports.pool import Regions, aligned
-from roll_core.runtime.weights.transports.shm import ShmSender
+from roll_core.runtime.weights.transports.shm import AnonymousMemory
 
-KINDS = pytest.mark.parametrize("kind", [ShmSender, CudaIpcSender])
+KINDS = pytest.mark.parametrize("kind", [AnonymousMemory, IpcMemory])
 
 
 def room_for(kind, *sizes):
@@ -29,13 +29,13 @@ def test_buckets_that_are_not_taken_keep_their_memory(kind, sizes, data):
 
 
 def test_receivers_that_keep_up_are_sent_the_same_memory_again():
-    room = room_for(ShmSender, *[2 << 20] * 40)
+    room = room_for(AnonymousMemory, *[2 << 20] * 40)
     assert {room.take(2 << 20, max(0, number - 1)) for number in range(40)} == {0, 2 << 20}
 
 
 def test_a_large_tensor_that_is_being_read_leaves_room_for_as_much_again():
     small = [2 << 20] * 60
-    room = room_for(ShmSender, 100 << 20, *small)
+    room = room_for(AnonymousMemory, 100 << 20, *small)
     assert room.take(100 << 20, 0) == 0
     fitting = 0
     while room.take(2 << 20, 0) is not None:
@@ -46,4 +46,4 @@ def test_a_large_tensor_that_is_being_read_leaves_room_for_as_much_again():
 
 @pytest.mark.parametrize(("largest_mib", "room_mib"), [(100, 200), (256, 512), (400, 512), (600, 600)])
 def test_on_a_device_there_is_room_for_two_buckets_or_the_largest_tensor(largest_mib, room_mib):
-    assert room_for(CudaIpcSender, largest_mib << 20).num_bytes == room_mib << 20
+    assert room_for(IpcMemory, largest_mib << 20).num_bytes == room_mib << 20

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.run.probe import Compared, ProbeReading, logprob_probe, require_following
+from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.types import Completion, CompletionOutput
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TOKENS = np.array([5, 6, 7, 8], np.int64)
 
@@ -82,13 +82,13 @@ def test_each_replica_has_a_gap_of_its_own():
     ],
 )
 def test_a_logprob_that_is_not_a_number_names_its_role(trainer, engine, role):
-    with refused(NonFiniteError, role):
+    with raises_error(NonFiniteError, role):
         probe(trainer, engine)
 
 
 @pytest.mark.parametrize("answer", [None, [0, -1]])
 def test_an_engine_that_does_not_answer_the_probe_is_an_error(answer):
-    with refused(WeightSyncError, "actor_infer rank 0", "4"):
+    with raises_error(WeightSyncError, "actor_infer rank 0", "4"):
         probe(Trainer(0, -1, -2, -3), Engine(answer))
 
 
@@ -124,6 +124,6 @@ def compared(engine, trainer, ids=(1, 2)):
 def test_an_engine_that_does_not_follow_the_trainer_is_stale(before, now, stale, part):
     both = [ProbeReading(**({"fixed": None, "sampled": None} | {part: each})) for each in (before, now)]
     if not stale:
-        return require_following("actor_infer rank 0", 3, *both)
-    with refused(StaleWeightsError, "actor_infer rank 0", "3", "0.005", "0"):
-        require_following("actor_infer rank 0", 3, *both)
+        return check_follows("actor_infer rank 0", 3, *both)
+    with raises_error(StaleWeightsError, "actor_infer rank 0", "3", "0.005", "0"):
+        check_follows("actor_infer rank 0", 3, *both)

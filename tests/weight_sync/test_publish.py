@@ -1,6 +1,7 @@
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from sync_workers import same_values
 from roll_core.errors import (
     CorruptTensorError,
     MissingTensorError,
-    ReceiverSilentError,
+    ReceiverTimeoutError,
     StaleWeightsError,
     UnexpectedTensorError,
     WeightsUnchangedError,
@@ -17,7 +18,7 @@ from roll_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 COPYING = ["shm", "cuda_ipc", "collective", "disk", "acme_tcp"]
 """The last one is a third party's (tests/third_party/roll-acme)."""
@@ -67,7 +68,7 @@ def test_an_engine_that_copies_what_is_shared_answers_with_digests(with_duo):
         await duo.publisher.publish(1)
         await duo.step()
         await duo.fault("pretend", 0)
-        with refused(StaleWeightsError, "rank 0", "version 2"):
+        with raises_error(StaleWeightsError, "rank 0", "version 2"):
             await duo.publisher.publish(2)
 
     with_duo("shared", scenario)
@@ -77,11 +78,11 @@ def test_an_engine_that_copies_what_is_shared_answers_with_digests(with_duo):
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
-        ("drop:half", MissingTensorError, ["does not hold half", "8 of 9"]),
+        ("drop:half", MissingTensorError, ["half", "8 of 9"]),
         ("swap:left,right", CorruptTensorError, ["left and right swapped"]),
         ("flip:embed", CorruptTensorError, ["embed", "F32 [300, 256]"]),
         ("flip:counts", CorruptTensorError, ["counts"]),
-        ("ignore", StaleWeightsError, ["version 0", "published was 1"]),
+        ("ignore", StaleWeightsError, ["version 0", "expected 1"]),
         ("grow:lm_head.bias", UnexpectedTensorError, ["lm_head.bias"]),
         ("refuse:left", MissingTensorError, ["the model has no left"]),
     ],
@@ -109,7 +110,7 @@ def test_a_receiver_that_claims_a_version_with_the_values_of_the_one_before_is_s
         await duo.publisher.publish(3)
         await duo.step()
         await duo.fault("pretend", 0)
-        with refused(StaleWeightsError, "actor_infer rank 0", "version 4", "version 3"):
+        with raises_error(StaleWeightsError, "actor_infer rank 0", "version 4", "version 3"):
             await duo.publisher.publish(4)
 
     with_duo(transport, scenario)
@@ -119,7 +120,7 @@ def test_a_receiver_that_claims_a_version_with_the_values_of_the_one_before_is_s
 def test_a_version_older_than_the_one_held_is_refused(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(5)
-        with refused(StaleWeightsError, "actor_infer", "version 4", "version 5"):
+        with raises_error(StaleWeightsError, "actor_infer", "version 4", "version 5"):
             await duo.publisher.publish(4)
 
     with_duo(transport, scenario)
@@ -131,7 +132,7 @@ def test_an_optimizer_step_that_changes_nothing_is_an_error_that_mentions_the_le
         await duo.publisher.publish(0)
         await duo.publisher.publish(0)  # the same version again is no claim that something changed
         await duo.step(learning_rate=0.0)
-        with refused(WeightsUnchangedError, "actor_train rank 0", "1", "embed", "0"):
+        with raises_error(WeightsUnchangedError, "actor_train rank 0", "1", "embed", "0"):
             await duo.publisher.publish(1)
         await duo.step()
         await duo.publisher.publish(2)
@@ -159,7 +160,7 @@ def test_an_export_of_a_stale_copy_is_noticed(with_duo, transport):
         await duo.train.call("set_fault", "stale")
         await duo.publisher.publish(0)
         await duo.step()
-        with refused(WeightsUnchangedError, "actor_train rank 0", "version 1", "embed"):
+        with raises_error(WeightsUnchangedError, "actor_train rank 0", "version 1", "embed"):
             await duo.publisher.publish(1)
 
     with_duo(transport, scenario)
@@ -171,7 +172,7 @@ def test_an_export_that_loses_a_tensor_is_named(with_duo, transport):
         await duo.publisher.publish(0)
         await duo.step()
         await duo.train.call("set_fault", "skip:bias")
-        with refused(MissingTensorError, "actor_train rank 0"):
+        with raises_error(MissingTensorError, "actor_train rank 0"):
             await duo.publisher.publish(1)
         await duo.train.call("set_fault", "")
         await duo.publisher.publish(1)
@@ -187,7 +188,7 @@ def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport
         await duo.fault("sleep:left", 1)
         duo.deadline(3.0)
         begun = time.monotonic()
-        with refused(ReceiverSilentError, "actor_infer rank 1", "version 1", "3"):
+        with raises_error(ReceiverTimeoutError, "actor_infer rank 1", "version 1", "3"):
             await duo.publisher.publish(1)
         assert time.monotonic() - begun < 15
 
@@ -199,7 +200,7 @@ def test_a_silent_receiver_s_error_names_a_tensor_it_did_not_take(with_duo, tran
     async def scenario(duo):
         await duo.fault("sleep:embed", 1)
         duo.deadline(3.0)
-        with pytest.raises(ReceiverSilentError, match=r"did not read \w+"):
+        with pytest.raises(ReceiverTimeoutError, match=r"did not read \w+"):
             await duo.publisher.publish(0)
 
     with_duo(transport, scenario)
@@ -213,7 +214,7 @@ def test_a_killed_receiver_is_the_error_not_its_echo(with_duo, transport, tensor
         await duo.step()
         await duo.fault(f"die:{tensor}", 1)
         begun = time.monotonic()
-        with refused(WorkerDiedError, "actor_infer rank 1"):
+        with raises_error(WorkerDiedError, "actor_infer rank 1"):
             await duo.publisher.publish(1)
         assert time.monotonic() - begun < 15
         await duo.train.call("values", deadline_s=10)  # the sender is free again
@@ -227,7 +228,7 @@ def test_a_killed_sender_is_the_error_and_frees_the_receivers(with_duo, transpor
         await duo.publisher.publish(0)
         await duo.step()
         await duo.train.call("set_fault", "die:left")
-        with refused(WorkerDiedError, "actor_train rank 0"):
+        with raises_error(WorkerDiedError, "actor_train rank 0"):
             await duo.publisher.publish(1)
         await duo.infer.call("values", deadline_s=10)
 
@@ -238,7 +239,7 @@ def test_a_killed_sender_is_the_error_and_frees_the_receivers(with_duo, transpor
 def test_a_mistake_of_the_engine_s_is_reported_as_such(with_duo, transport):
     async def scenario(duo):
         await duo.fault("crash", 0)
-        with refused(WorkerError, "actor_infer rank 0"):
+        with raises_error(WorkerError, "actor_infer rank 0"):
             await duo.publisher.publish(0)
 
     with_duo(transport, scenario)
@@ -247,7 +248,7 @@ def test_a_mistake_of_the_engine_s_is_reported_as_such(with_duo, transport):
 @BETWEEN_PROCESSES
 def test_weights_travel_in_the_dtype_of_the_receiver(with_duo, transport):
     async def scenario(duo):
-        duo.publisher._dtype = "BF16"
+        duo.publisher.plan = replace(duo.publisher.plan, dtype="BF16")
         await duo.publisher.publish(0)
         (sent,) = await duo.train.call("values")
         (held, _) = await duo.infer.call("values")

@@ -8,11 +8,12 @@ from sync_workers import ProcessGroup, Trainer, record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
-from roll_core.runtime.weights import WeightBroadcaster, WeightSender
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcTransport, sources_of
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def with_groups(num_train, num_infer, scenario):
@@ -26,7 +27,8 @@ def with_groups(num_train, num_infer, scenario):
 
 def publisher_between(train, infer, sources):
     route = Route(sources=sources)
-    return WeightBroadcaster(train, infer, record_of("cuda_ipc"), route=route, bucket_bytes=64 << 10, deadline_s=20)
+    plan = SyncPlan(transport=record_of("cuda_ipc"), route=route, bucket_bytes=64 << 10, deadline_s=20)
+    return WeightBroadcaster(train, infer, plan)
 
 
 def test_each_engine_is_fed_from_its_own_device():
@@ -57,7 +59,7 @@ def test_each_engine_is_fed_from_its_own_device():
 def test_replicas_of_the_trainer_that_have_diverged_are_found():
     async def scenario(train, infer):
         await train.call_rank(1, "step", 0.125)
-        with refused(CorruptTensorError, "ranks 0", "1", "actor_train"):
+        with raises_error(CorruptTensorError, "ranks 0", "1", "actor_train"):
             await publisher_between(train, infer, (0, 1)).publish(0)
 
     with_groups(2, 2, scenario)
@@ -71,7 +73,7 @@ def test_who_dies_is_named_and_the_others_are_free_again(victim):
         await train.call("step", 0.125)
         group, others = (infer, train) if victim == "engine" else (train, infer)
         await group.call_rank(1, "set_fault", "die:left")
-        with refused(WorkerDiedError, group.role, "rank 1"):
+        with raises_error(WorkerDiedError, group.role, "rank 1"):
             await publisher.publish(1)
         await others.call("values", deadline_s=10)
 
@@ -81,9 +83,9 @@ def test_who_dies_is_named_and_the_others_are_free_again(victim):
 def test_a_self_test_says_why_memory_cannot_be_shared_and_leaves_the_workers_free():
     async def scenario(train, infer):
         await infer.call_rank(1, "use_device", "the one device", "peer access is not supported")
-        with refused(WeightSyncError, "actor_infer rank 1", "access"):
+        with raises_error(WeightSyncError, "actor_infer rank 1", "access"):
             await publisher_between(train, infer, (0, 0)).self_test()
-        publisher = WeightBroadcaster(train, infer, record_of("shm"), deadline_s=20)
+        publisher = WeightBroadcaster(train, infer, SyncPlan(transport=record_of("shm"), deadline_s=20))
         await publisher.publish(0)
 
     with_groups(1, 2, scenario)

@@ -8,17 +8,26 @@ import pytest
 import torch
 
 from roll_core.runtime.weights.transports import pool, shm
-from roll_core.spec.transport import Deadline, ReceiversLostError, SenderLostError
+from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}
 BUCKET = 16 << 10
 
 
+def sender_of(num_receivers):
+    return shm.ShmTransport().sender(SenderSetup(receivers=tuple(range(num_receivers)), bucket_bytes=BUCKET))
+
+
+def receiver_of(address, rank, seconds):
+    setup = ReceiverSetup(address=address, rank=rank, num_receivers=1, bucket_bytes=BUCKET, deadline=Deadline(seconds))
+    return shm.ShmTransport().receiver(setup)
+
+
 def receive_in_thread(address, manifest, found, publishes=1):
     def work():
-        receiver = shm.ShmReceiver(address, 0, BUCKET, Deadline(10))
+        receiver = receiver_of(address, 0, 10)
         for _ in range(publishes):
             found.append({name: tensor.clone() for name, tensor in receiver.receive(manifest, Deadline(10))})
         receiver.close()
@@ -43,21 +52,21 @@ def assert_transfers(sender, manifest):
 
 
 def test_two_ends_in_one_process_understand_each_other():
-    assert_transfers(shm.ShmSender(1, BUCKET), make_manifest(1, TENSORS.items()))
+    assert_transfers(sender_of(1), make_manifest(1, TENSORS.items()))
 
 
 def test_without_memfd_and_abstract_sockets_no_file_stays(monkeypatch, tmp_path):
     monkeypatch.setattr(pool.sys, "platform", "darwin")
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(shm.tempfile, "tempdir", str(tmp_path))
-    sender = shm.ShmSender(1, BUCKET)
+    sender = sender_of(1)
     assert Path(sender.address.partition(":")[2]).is_socket()
     assert_transfers(sender, make_manifest(1, TENSORS.items()))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stranger_gets_no_memory_and_disturbs_nobody():
-    sender = shm.ShmSender(1, BUCKET)
+    sender = sender_of(1)
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(f"\0{sender.address.partition(':')[2]}")
     stranger.sendall(bytes(20))
@@ -67,7 +76,7 @@ def test_a_stranger_gets_no_memory_and_disturbs_nobody():
 
 
 def test_a_connection_that_says_nothing_does_not_keep_a_receiver_out():
-    sender = shm.ShmSender(1, BUCKET)
+    sender = sender_of(1)
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(f"\0{sender.address.partition(':')[2]}")
     assert_transfers(sender, make_manifest(1, TENSORS.items()))
@@ -75,9 +84,9 @@ def test_a_connection_that_says_nothing_does_not_keep_a_receiver_out():
 
 
 def test_receivers_that_never_come_are_named():
-    sender = shm.ShmSender(3, BUCKET)
+    sender = sender_of(3)
     manifest = make_manifest(1, TENSORS.items())
-    receiver = shm.ShmReceiver(sender.address, 1, BUCKET, Deadline(10))
+    receiver = receiver_of(sender.address, 1, 10)
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(manifest, iter(TENSORS.items()), Deadline(0.2))
     assert caught.value.silent == (0, 2)
@@ -86,20 +95,20 @@ def test_receivers_that_never_come_are_named():
 
 
 def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
-    sender = shm.ShmSender(1, BUCKET)
-    receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
+    sender = sender_of(1)
+    receiver = receiver_of(sender.address, 0, 10)
     sender.close()
-    with refused(SenderLostError, "bucket 0"):
+    with raises_error(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(10)))
     receiver.close()
     with pytest.raises(SenderLostError):
-        shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
+        receiver_of(sender.address, 0, 10)
 
 
 def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
-    sender = shm.ShmSender(1, BUCKET)
-    receiver = shm.ShmReceiver(sender.address, 0, BUCKET, Deadline(10))
-    with refused(SenderLostError, "bucket 0"):
+    sender = sender_of(1)
+    receiver = receiver_of(sender.address, 0, 10)
+    with raises_error(SenderLostError, "bucket 0"):
         next(receiver.receive(make_manifest(1, TENSORS.items()), Deadline(0.1)))
     receiver.close()
     sender.close()
@@ -109,11 +118,11 @@ def test_a_slow_receiver_is_waited_for_where_there_is_no_room_and_holds_what_the
     monkeypatch.setattr(shm, "BUFFER_BYTES", 3 * BUCKET)
     tensors = {f"{number}": torch.full((number % 5 * 1500 + 7,), float(number)) for number in range(60)}
     manifest = make_manifest(1, tensors.items())
-    sender = shm.ShmSender(3, BUCKET)
+    sender = sender_of(3)
     held = [{}, {}, {}]
 
     def receive(rank):
-        receiver = shm.ShmReceiver(sender.address, rank, BUCKET, Deadline(20))
+        receiver = receiver_of(sender.address, rank, 20)
         for _ in range(2):
             for name, tensor in receiver.receive(manifest, Deadline(20)):
                 if rank == 1:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from roll_core.runtime.weights.transports.collective import LOOPBACK, CollectiveSender, connect
 from roll_core.runtime.weights.transports.store import HostedStore, RemoteStore
+from roll_core.spec.transport import SenderSetup
 
 SOON = timedelta(seconds=20)
 
@@ -78,7 +79,7 @@ def test_a_sender_listens_on_the_address_that_is_used_alone():
         return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
 
     before = listeners()
-    sender = CollectiveSender(1, 1 << 10, LOOPBACK)
+    sender = CollectiveSender(SenderSetup(receivers=(0,), bucket_bytes=1 << 10))
     secret, _, where = sender.address.partition("@")
     assert listeners() - before == {(LOOPBACK, int(where.rpartition(":")[2]))}
     connect(sender.address, SOON).close()

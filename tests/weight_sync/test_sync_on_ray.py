@@ -9,9 +9,9 @@ from roll_core.errors import CorruptTensorError, WorkerDiedError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.cluster.executors import make_executor
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place
-from roll_core.runtime.weights import WeightBroadcaster
-from roll_core.runtime.weights.plan import role_facts
-from roll_testing.errors import refused
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.plan import SyncPlan, role_facts
+from roll_testing.errors import raises_error
 
 
 @pytest.mark.ray
@@ -37,7 +37,9 @@ def test_publishes_between_ray_workers():
                 sides = [role_facts(group, declared) for group in (train, infer)]
                 transport = choose_transport(load_registry(), *sides).provider
                 assert transport.name == {3: "shm", 1: "collective"}[len(declared)]
-                publisher = WeightBroadcaster(train, infer, transport, bucket_bytes=64 << 10, deadline_s=20)
+                publisher = WeightBroadcaster(
+                    train, infer, SyncPlan(transport=transport, bucket_bytes=64 << 10, deadline_s=20)
+                )
                 await train.call("begin")
                 await infer.call("begin")
                 await publisher.publish(0)
@@ -47,10 +49,10 @@ def test_publishes_between_ray_workers():
                 for held in await infer.call("values"):
                     assert all(same_values(held[name], sent[name]) for name in sent)
                 await infer.call_rank(1, "set_fault", "flip:half")
-                with refused(CorruptTensorError, "actor_infer rank 1", "half"):
+                with raises_error(CorruptTensorError, "actor_infer rank 1", "half"):
                     await publisher.publish(1)
             await infer.call_rank(0, "set_fault", "die:left")
-            with refused(WorkerDiedError, "actor_infer rank 0"):
+            with raises_error(WorkerDiedError, "actor_infer rank 0"):
                 await publisher.publish(1)
 
     asyncio.run(scenario())

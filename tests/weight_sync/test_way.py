@@ -12,7 +12,7 @@ from roll_core.errors import WorkerDiedError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.run import weight_sync as controller
-from roll_core.runtime.weights import WeightBroadcaster
+from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 ALL = ("cuda_ipc", "shm", "collective")
@@ -93,7 +93,7 @@ async def as_it_is(train, infer):
 def test_memory_of_the_shared_device_is_lent(way, caplog):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, as_it_is)
-    assert publisher.transport.name == recorded == "cuda_ipc"
+    assert publisher.plan.transport.name == recorded == "cuda_ipc"
     assert said(caplog) == "weights of actor_train reach actor_infer by cuda_ipc"
 
 
@@ -107,7 +107,7 @@ def test_memory_of_the_shared_device_is_lent(way, caplog):
 def test_if_it_cannot_be_shared_the_log_says_why_and_the_next_transport_is_used(way, caplog, device, why):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, lambda _, infer: infer.call("use_device", *device))
-    assert publisher.transport.name == recorded == "shm"
+    assert publisher.plan.transport.name == recorded == "shm"
     assert said(caplog).startswith("weights of actor_train reach actor_infer by shm (cuda_ipc: ")
     assert why in said(caplog)
 
@@ -122,16 +122,16 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
             await group.call("use_backend", "madeup")
 
     publisher, recorded = way(("collective",), on_devices)
-    assert (publisher.transport.name, recorded) == ("collective", "collective")
-    assert publisher.route.options == {"backend": "gloo"}
+    assert (publisher.plan.transport.name, recorded) == ("collective", "collective")
+    assert publisher.plan.route.options == {"backend": "gloo"}
     assert "(madeup: " in said(caplog)
     assert "this torch has no collective backend madeup" in said(caplog)
 
 
 def test_a_third_partys_transport_is_tested_and_used_if_the_config_names_it(way):
     broadcaster, recorded = way(ALL, as_it_is, "acme_tcp")
-    assert broadcaster.transport.name == recorded == "acme_tcp"
-    assert broadcaster.route.self_test
+    assert broadcaster.plan.transport.name == recorded == "acme_tcp"
+    assert broadcaster.plan.route.self_test
 
 
 def test_an_engine_that_exits_during_the_self_test_is_an_error_and_not_a_reason(way, monkeypatch):

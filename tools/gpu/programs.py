@@ -263,9 +263,9 @@ def numerics(device: str) -> int:
     import torch
 
     from roll_core.data.pack import pack
-    from roll_core.spec.train import Want
+    from roll_core.spec.train import WantedOutputs
     from roll_core.types import GenerateRequest, SamplingParams
-    from roll_core.weights.eight_bits import quantise_rows
+    from roll_core.weights.fp8 import quantise_rows
 
     size = "small" if device == "cuda" else "tiny"
     sequences = make_sequences(8, 64, 500)
@@ -273,7 +273,7 @@ def numerics(device: str) -> int:
     found = {}
     for dtype in ("fp32", "bf16"):
         trainer = make_trainer(model_spec(size, dtype), device)
-        found[dtype] = trainer.forward(micro, Want(logprobs=True)).logprobs_T.float().cpu().numpy()
+        found[dtype] = trainer.forward(micro, WantedOutputs(logprobs=True)).logprobs_T.float().cpu().numpy()
         trainer.close()
 
     async def engine_logprobs() -> Any:
@@ -372,8 +372,9 @@ def extensions(device: str) -> int:
 def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
     """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
     from roll_core.builtin.plugin import roll_weight_transports
-    from roll_core.runtime.weights import SyncPlan, WeightSender
+    from roll_core.runtime.weights.plan import SyncPlan
     from roll_core.runtime.weights.proof import verify
+    from roll_core.runtime.weights.sender import WeightSender
     from roll_core.spec.weights import entry_bytes
 
     trainer = make_trainer(model_spec(size), device)
@@ -430,7 +431,7 @@ def _receive(pipe: Connection, device: str, size: str) -> None:
     """The engine's end: start, then take in every publish until None comes."""
 
     async def serve() -> None:
-        from roll_core.runtime.weights import WeightReceiver
+        from roll_core.runtime.weights.receiver import WeightReceiver
 
         engine = await start_engine(model_spec(size), device, kv_cache_gib=0.25)
         receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device))

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_infer_sglang.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_infer_sglang.arguments import PASSED_ON, REJECTED
 from roll_infer_sglang.config import SglangConfig, _architectures
 from roll_modeling.architectures import package_folder
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 
 def test_a_worker_takes_the_slots_that_a_layer_is_spread_over():
@@ -40,15 +40,15 @@ def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
     assert SglangConfig.model_validate({"max_queued_requests": None}).engine_arguments()["max_queued_requests"] is None
 
 
-@pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
+@pytest.mark.parametrize("name", REJECTED)
 def test_what_others_decide_is_refused_with_the_reason(name):
     with pytest.raises(ValidationError) as caught:
         SglangConfig.model_validate({name: 1})
-    assert f"{name} {DECIDED_ELSEWHERE[name]}" in str(caught.value)
+    assert f"{name} {REJECTED[name]}" in str(caught.value)
 
 
 def test_no_argument_is_both_passed_on_and_refused():
-    assert not set(PASSED_ON) & set(DECIDED_ELSEWHERE)
+    assert not set(PASSED_ON) & set(REJECTED)
     assert not set(PASSED_ON) & set(SglangConfig.__annotations__)
 
 
@@ -61,7 +61,7 @@ def test_no_argument_is_both_passed_on_and_refused():
     ],
 )
 def test_adapters_are_refused_beside_what_would_break_them(beside, facts):
-    with refused(ValidationError, "enable_lora", *facts):
+    with raises_error(ValidationError, "enable_lora", *facts):
         SglangConfig.model_validate({"enable_lora": True, **beside})
 
 
@@ -72,7 +72,7 @@ def test_adapters_are_served_only_where_it_is_asked_for():
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 80])
 def test_a_share_of_the_memory_is_a_share(share):
-    with refused(ValidationError, "mem_fraction_static"):
+    with raises_error(ValidationError, "mem_fraction_static"):
         SglangConfig(mem_fraction_static=share)
 
 
@@ -103,11 +103,11 @@ def test_models_and_lengths_that_it_cannot_serve_are_refused():
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         SglangConfig(enable_lora=True).check_model({key: 8})
         SglangConfig().check_model({key: 0, "hidden_size": 64})
-        with refused(ValueError, "experts"):
+        with raises_error(ValueError, "experts"):
             SglangConfig().check_model({key: 8})
     SglangConfig().check_lengths(1024, 1024)
     SglangConfig(context_length=2048).check_lengths(1024, 1024)
-    with refused(ValueError, "context_length", "2047", "2048"):
+    with raises_error(ValueError, "context_length", "2047", "2048"):
         SglangConfig(context_length=2047).check_lengths(1024, 1024)
 
 
@@ -176,5 +176,5 @@ def test_the_installed_sglang_has_its_own_list():
     _architectures.cache_clear()
     assert len(_architectures()) > 200
     SglangConfig().check_architecture({"model_type": "qwen3"})
-    with refused(ValueError, "SGLang"):
+    with raises_error(ValueError, "SGLang"):
         SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})

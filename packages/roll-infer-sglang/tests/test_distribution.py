@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from roll_infer_sglang.distribution import kept, seeded_choice, uniform
+from roll_infer_sglang.distribution import filtered, seeded_choice, uniform
 
 PROBS = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]])
 ALL = 1 << 30
 
 
 def cut(top_k=ALL, top_p=1.0, min_p=0.0):
-    found = kept(PROBS, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    found = filtered(PROBS, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
     return [token for token, each in enumerate(found[0].tolist()) if each]
 
 
@@ -44,7 +44,7 @@ def test_min_p_is_relative_to_the_most_likely():
 
 
 def test_rows_are_cut_each_by_its_own():
-    found = kept(PROBS.repeat(2, 1), torch.tensor([1, ALL]), torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.0]))
+    found = filtered(PROBS.repeat(2, 1), torch.tensor([1, ALL]), torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.0]))
     assert (found > 0).tolist() == [[False, True, False, False, False], [False, True, False, True, False]]
 
 

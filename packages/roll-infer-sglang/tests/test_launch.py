@@ -12,7 +12,7 @@ from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
 from roll_modeling.engine_files import engine_files
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.live import biased
 
 LORA = LoraSpec(targets=("all-linear",), rank=5, alpha=10.0)
@@ -49,7 +49,7 @@ def test_a_cpus_cache_is_bounded_unless_the_user_says_how():
 def test_the_context_is_the_models_unless_it_is_to_be_shorter():
     assert told()["context_length"] == 256 + SPARE_TOKENS
     assert told(context_length=100)["context_length"] == 100 + SPARE_TOKENS
-    with refused(ModelError, "context_length", "257", "256"):
+    with raises_error(ModelError, "context_length", "257", "256"):
         told(context_length=257)
 
 
@@ -80,7 +80,7 @@ def test_kernels_of_adapters_are_the_users_and_on_a_cpu_those_that_it_has():
 
 
 def test_adapters_over_several_slots_are_refused():
-    with refused(ModelError, "actor_infer rank 0", "enable_lora"):
+    with raises_error(ModelError, "actor_infer rank 0", "enable_lora"):
         told(lora=LORA)
 
 
@@ -102,7 +102,7 @@ def test_adapters_over_several_slots_are_refused():
     ],
 )
 def test_a_model_that_would_be_filled_up_is_refused(sizes, num_slots, facts):
-    with refused(ModelError, "actor_infer rank 0", *facts):
+    with raises_error(ModelError, "actor_infer rank 0", *facts):
         check_sizes(SimpleNamespace(**sizes), num_slots, "actor_infer rank 0")
     even = dict.fromkeys(sizes, 64 * num_slots) | {"moe_intermediate_size": None}
     check_sizes(SimpleNamespace(**even), num_slots, "actor_infer rank 0")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_core.spec.plan import MemoryQuestion
+from roll_core.spec.plan import MemoryInput
 from roll_core.weights.sizes import model_size
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.memory import memory
@@ -21,7 +21,7 @@ MIB = 2**20
 
 def asked(keys, **more):
     given = {"dtype": "bf16", "slot_bytes": 100 * MIB}
-    return memory(MemoryQuestion(model=MODEL, config=SglangConfig.model_validate(keys), **{**given, **more}))
+    return memory(MemoryInput(model=MODEL, config=SglangConfig.model_validate(keys), **{**given, **more}))
 
 
 def by_what(answer):
@@ -57,7 +57,7 @@ def test_weights_and_cache(keys, more, weights, cache):
     ],
 )
 def test_what_it_gives_back_asleep(keys, on_host, gone):
-    assert {use.what for use in asked(keys, on_host=on_host).uses if use.leaves} == gone
+    assert {use.what for use in asked(keys, on_host=on_host).uses if use.offloads} == gone
 
 
 @pytest.mark.parametrize("on_host", [True, False])

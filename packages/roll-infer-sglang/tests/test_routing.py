@@ -11,9 +11,9 @@ import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_infer_sglang.drawing import Draw
+from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.routing import Routing
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 DEEPSEEK = {"n_routed_experts": 300, "first_k_dense_replace": 1}
 QWEN = {"num_experts": 8, "mlp_only_layers": [0], "decoder_sparse_step": 2}
@@ -40,19 +40,19 @@ def test_layers_without_experts_are_left_out(keys, layers, dtype):
 
 def test_an_answer_that_does_not_tell_and_a_model_without_experts():
     assert Routing.of(config(num_experts=8)).read({"finish_reason": None}) is None
-    with refused(UnsupportedError, "dense"):
+    with raises_error(UnsupportedError, "dense"):
         Routing.of(config(model_type="dense"))
 
 
 def test_tokens_that_were_computed_before_an_interruption_keep_their_experts():
     async def act():
         request = GenerateRequest(id="r", prompt_ids=np.arange(3), params=SamplingParams(), routed_experts=True)
-        draw = Draw(request=request, index=0, answer=asyncio.get_running_loop().create_future())
-        draw.note_experts(None)  # interrupted before anything was told
+        output = SglangOutput(request=request, index=0, response=asyncio.get_running_loop().create_future())
+        output.add_experts(None)  # interrupted before anything was told
         for mark, num in ((1, 4), (2, 6)):
-            draw.note_experts(np.full((num, 1, 1), mark, np.uint8))
-        draw.tokens, draw.logprobs, draw.versions = [1, 2, 3, 4], [0.0] * 4, [0] * 4
-        return draw.output(4, "length", None), draw.output(2, "stop", 2)
+            output.add_experts(np.full((num, 1, 1), mark, np.uint8))
+        output.tokens, output.logprobs, output.versions = [1, 2, 3, 4], [0.0] * 4, [0] * 4
+        return output.completion((4, "length", None)), output.completion((2, "stop", 2))
 
     whole, cut = asyncio.run(act())
     assert whole.routed_experts.ravel().tolist() == [1, 1, 1, 1, 2, 2]

@@ -7,9 +7,9 @@ import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_infer_sglang.drawing import Draw
+from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(prompt=(1, 2, 3), n=1, **params):
@@ -19,7 +19,7 @@ def request(prompt=(1, 2, 3), n=1, **params):
 
 
 def drawn(tokens, **params):
-    return Draw(request=request(**params), index=0, answer=None, tokens=list(tokens))
+    return SglangOutput(request=request(**params), index=0, response=None, tokens=list(tokens))
 
 
 def said(tokens, *, of=None, version=0, spans=(), prompt=None):
@@ -47,7 +47,7 @@ def said(tokens, *, of=None, version=0, spans=(), prompt=None):
     ],
 )
 def test_what_sglang_does_otherwise_is_refused(asked, facts):
-    with refused(UnsupportedError, *facts):
+    with raises_error(UnsupportedError, *facts):
         check_served(asked)
 
 
@@ -92,48 +92,48 @@ def test_seeds_of_outputs_and_of_neighbouring_requests_differ():
 
 
 def test_what_is_drawn_in_pieces_and_over_an_interruption_is_one_output():
-    draw = drawn([], max_new_tokens=8)
-    draw.take(said([5], of=1, version=3))
-    draw.take(said([6, 8], of=3, version=3))
-    draw.entered = 3
-    draw.take(said([7], of=1, version=4))
-    assert draw.end((1,), None) is None
-    output = draw.output(4, "abort", None)
-    assert output.token_ids.tolist() == [5, 6, 8, 7]
-    assert output.logprobs.tolist() == [-5.5, -6.5, -8.5, -7.5]
-    assert output.versions.tolist() == [3, 3, 3, 4]
-    assert draw.prompt == [1, 2, 3, 5, 6, 8, 7]
+    output = drawn([], max_new_tokens=8)
+    output.append(said([5], of=1, version=3))
+    output.append(said([6, 8], of=3, version=3))
+    output.num_submitted = 3
+    output.append(said([7], of=1, version=4))
+    assert output.end((1,), None) is None
+    found = output.completion()
+    assert found.token_ids.tolist() == [5, 6, 8, 7]
+    assert found.logprobs.tolist() == [-5.5, -6.5, -8.5, -7.5]
+    assert found.versions.tolist() == [3, 3, 3, 4]
+    assert output.prompt == [1, 2, 3, 5, 6, 8, 7]
 
 
 def test_versions_of_what_has_ended_are_those_that_sglang_names():
-    draw = drawn([4], max_new_tokens=8)
-    draw.versions, draw.logprobs, draw.entered = [1], [-1.0], 1
-    draw.take(said([5, 6], of=2, version=3))
+    output = drawn([4], max_new_tokens=8)
+    output.versions, output.logprobs, output.num_submitted = [1], [-1.0], 1
+    output.append(said([5, 6], of=2, version=3))
     spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]
-    draw.take(said([7], of=3, version=3, spans=spans))
-    assert draw.output(4, "abort", None).versions.tolist() == [1, 2, 3, 3]
+    output.append(said([7], of=3, version=3, spans=spans))
+    assert output.completion().versions.tolist() == [1, 2, 3, 3]
 
 
 def test_tokens_that_are_said_twice_are_counted_once():
     """As of one that waits, drawn in part, and is then aborted; alone, or together with the piece before it."""
-    draw = drawn([], max_new_tokens=8)
-    draw.take(said([5, 6], of=2))
-    draw.take(said([6], of=2))
-    assert draw.tokens == [5, 6]
-    draw.take(said([7, 8, 8], of=4))
-    assert draw.tokens == [5, 6, 7, 8]
-    assert draw.logprobs == [-5.5, -6.5, -7.5, -8.5]
+    output = drawn([], max_new_tokens=8)
+    output.append(said([5, 6], of=2))
+    output.append(said([6], of=2))
+    assert output.tokens == [5, 6]
+    output.append(said([7, 8, 8], of=4))
+    assert output.tokens == [5, 6, 7, 8]
+    assert output.logprobs == [-5.5, -6.5, -7.5, -8.5]
 
 
 def test_the_first_token_of_a_prompt_has_no_logprob():
-    draw = Draw(
+    output = SglangOutput(
         request=GenerateRequest(id="r", prompt_ids=np.asarray([1, 2]), params=SamplingParams(), prompt_logprobs=True),
         index=0,
-        answer=None,
+        response=None,
     )
-    draw.take(said([5], prompt=[[None, 1, None], [-0.25, 2, None]]))
-    draw.take(said([6], of=2, prompt=[]))
-    assert draw.prompt_logprobs.tolist() == [0.0, -0.25]
+    output.append(said([5], prompt=[[None, 1, None], [-0.25, 2, None]]))
+    output.append(said([6], of=2, prompt=[]))
+    assert output.prompt_logprobs.tolist() == [0.0, -0.25]
 
 
 def test_an_end_token_that_was_drawn_during_an_interruption_ends_it():

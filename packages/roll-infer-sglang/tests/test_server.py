@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from roll_infer_sglang.server import Server
+from roll_infer_sglang.server import SglangServer
 
 STAND_IN = '''
 """Says who may bind the port while it starts, and then serves at it as SGLang does."""
@@ -34,7 +34,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 server = http.server.HTTPServer(place, Answer)
 with os.fdopen(message["ready"], "w") as pipe:
-    json.dump({"carrier": said}, pipe)
+    json.dump({"logit_processor": said}, pipe)
 server.serve_forever()
 '''
 
@@ -46,10 +46,10 @@ def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
     (package / "serve.py").write_text(STAND_IN, encoding="utf-8")
 
     async def started():
-        server = Server("actor_infer rank 0")
+        server = SglangServer("actor_infer rank 0")
         try:
             await server.start({"host": "127.0.0.1"}, {"PYTHONPATH": str(tmp_path)})
-            return server.carrier, await server.ask("/")
+            return server.logit_processor, await server.request("/")
         finally:
             await server.stop()
 

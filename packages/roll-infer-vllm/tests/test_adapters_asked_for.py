@@ -13,7 +13,7 @@ from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.workers.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import TrainProvider
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 INFER = RoleSpec(name="actor_infer", kind="generate", model_from="actor_train")
 LORA = {"lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 12}
@@ -56,7 +56,7 @@ def test_weights_are_sent_whole_where_nothing_is_said(served):
 
 
 def test_adapters_that_nobody_trains_are_refused_where_they_are_asked_for(served):
-    with refused(ConfigError, "strategy_config"):
+    with raises_error(ConfigError, "strategy_config"):
         served({}, {"enable_lora": True})
 
 
@@ -70,7 +70,7 @@ def test_every_trainer_of_adapters_sends_them(served):
 
 
 def test_adapters_beside_modules_that_are_trained_in_full_are_refused(served):
-    with refused(UnsupportedError, "actor_infer", "additional_target"):
+    with raises_error(UnsupportedError, "actor_infer", "additional_target"):
         served({**LORA, "additional_target": ["norm"]}, {"enable_lora": True})
 
 
@@ -84,5 +84,5 @@ def test_a_trainer_that_only_exports_merged_weights_is_refused(served, monkeypat
         )
 
     monkeypatch.setattr(Registry, "find", find)
-    with refused(UnsupportedError, "actor_infer", "hf_train"):
+    with raises_error(UnsupportedError, "actor_infer", "hf_train"):
         served(LORA, {"enable_lora": True})

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
+from roll_infer_vllm.arguments import PASSED_ON, REJECTED
 from roll_infer_vllm.config import VllmConfig
-from roll_testing.errors import mentions, refused
+from roll_testing.errors import mentions, raises_error
 
 
 def test_a_worker_takes_tensor_times_pipeline_parallel_slots():
@@ -38,15 +38,15 @@ def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
     assert VllmConfig.model_validate({"max_num_queued_reqs": None}).engine_arguments()["max_num_queued_reqs"] is None
 
 
-@pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
+@pytest.mark.parametrize("name", REJECTED)
 def test_what_others_decide_is_refused_with_the_reason(name):
     with pytest.raises(ValidationError) as caught:
         VllmConfig.model_validate({name: 1})
-    assert f"{name} {DECIDED_ELSEWHERE[name]}" in str(caught.value)
+    assert f"{name} {REJECTED[name]}" in str(caught.value)
 
 
 def test_no_argument_is_both_passed_on_and_refused():
-    assert not set(PASSED_ON) & set(DECIDED_ELSEWHERE)
+    assert not set(PASSED_ON) & set(REJECTED)
     assert not set(PASSED_ON) & set(VllmConfig.__annotations__)
 
 
@@ -59,7 +59,7 @@ def test_no_argument_is_both_passed_on_and_refused():
     ],
 )
 def test_adapters_are_refused_beside_what_would_break_them(beside, facts):
-    with refused(ValidationError, "enable_lora", *facts):
+    with raises_error(ValidationError, "enable_lora", *facts):
         VllmConfig.model_validate({"enable_lora": True, **beside})
 
 
@@ -104,10 +104,10 @@ def test_check_names_the_nearest_argument(run, capsys):
     assert mentions(said, "attention_backend")
 
 
-# -- 8 bits ------------------------------------------------------------------------------------------------------------
+# -- fp8 ---------------------------------------------------------------------------------------------------------------
 
 
-def test_eight_bits_start_without_weights_by_a_method_of_ours():
+def test_fp8_starts_without_weights_and_with_our_quantization_method():
     found = VllmConfig(quantization="fp8").engine_arguments()
     assert (found["quantization"], found["load_format"]) == ("roll_fp8", "dummy")
     assert VllmConfig(quantization="fp8").weight_format() == "fp8"
@@ -123,8 +123,8 @@ def test_eight_bits_start_without_weights_by_a_method_of_ours():
         ({"quantization": "fp8", "enable_lora": True}, ("enable_lora", "fp8")),
     ],
 )
-def test_what_does_not_go_with_eight_bits_is_refused(given, facts):
-    with refused(ValidationError, *facts):
+def test_what_does_not_go_with_fp8_is_refused(given, facts):
+    with raises_error(ValidationError, *facts):
         VllmConfig.model_validate(given)
 
 
@@ -133,7 +133,7 @@ def test_mixtures_of_experts_are_refused_unless_only_adapters_are_published(key)
     VllmConfig(enable_lora=True).check_model({key: 8})
     for quantization in (None, "fp8"):
         VllmConfig(quantization=quantization).check_model({key: 0, "hidden_size": 64})
-        with refused(ValueError, "experts"):
+        with raises_error(ValueError, "experts"):
             VllmConfig(quantization=quantization).check_model({key: 8})
 
 
@@ -173,7 +173,7 @@ def loaded(run, *overrides):
     return load(run("{quantization: fp8}"), list(overrides), load_registry()).config
 
 
-def test_a_run_in_eight_bits_weighs_tokens_and_watches_with_bounds_of_its_own(run):
+def test_a_run_in_fp8_weighs_tokens_and_watches_with_bounds_of_its_own(run):
     config = loaded(run)
     assert config.actor_infer.weight_format == "fp8"
     assert config.correction.is_weight.enabled
@@ -187,12 +187,12 @@ def test_a_run_in_eight_bits_weighs_tokens_and_watches_with_bounds_of_its_own(ru
     assert loaded(run, "guards.logprob_probe.threshold=0.01").guards.logprob_probe.bound("fp8") == 0.01
 
 
-def test_check_refuses_what_a_run_in_eight_bits_could_not_do(run):
+def test_check_refuses_what_a_run_in_fp8_could_not_do(run):
     from roll_core.errors import ConfigError
 
-    with refused(ConfigError, "experts"):
+    with raises_error(ConfigError, "experts"):
         loaded(run, "+actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 8}")
-    with refused(ConfigError, "strategy_config", "fp8"):
+    with raises_error(ConfigError, "strategy_config", "fp8"):
         loaded(run, "+actor_infer.weight_format=dtype")
 
 
@@ -203,7 +203,7 @@ def test_check_refuses_what_a_run_in_eight_bits_could_not_do(run):
         ("", "", ("fp8",)),
     ],
 )
-def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, model_from, facts):
+def test_fp8_is_refused_on_hosts_that_do_not_support_it(run, monkeypatch, why, model_from, facts):
     from roll_core.builtin.cpu import CpuPlatform
     from roll_core.errors import UnsupportedError
     from roll_core.plugins.registry import load_registry
@@ -215,7 +215,7 @@ def test_eight_bits_are_refused_where_they_cannot_be(run, monkeypatch, why, mode
     config = loaded(run)
     roles = [RoleSpec(name="actor_infer", kind="generate", model_from=model_from)]
     places = {"actor_infer": (Place(rank=0, world_size=1),)}
-    with refused(UnsupportedError, "actor_infer", "strategy_config", *facts):
+    with raises_error(UnsupportedError, "actor_infer", "strategy_config", *facts):
         group_specs(roles, config, load_registry(), CpuPlatform(), places, run("{}"))
 
 
@@ -254,7 +254,7 @@ def test_architectures_that_vllm_does_not_have_are_refused(registry, keys, known
     if known:
         VllmConfig().check_architecture(keys)
         return
-    with refused(ValueError, "vLLM"):
+    with raises_error(ValueError, "vLLM"):
         VllmConfig().check_architecture(keys)
 
 
@@ -291,5 +291,5 @@ def test_the_installed_vllm_has_its_own_list():
     assert len(found) > 200
     assert found <= set(ModelRegistry.get_supported_archs())
     VllmConfig().check_architecture({"model_type": "qwen3"})
-    with refused(ValueError, "vLLM"):
+    with raises_error(ValueError, "vLLM"):
         VllmConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})

@@ -9,9 +9,9 @@ from vllm_live import CACHE, CACHE_BYTES, start
 
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import digest
-from roll_infer_vllm.config import OURS, VllmConfig
+from roll_infer_vllm.config import VllmConfig
 from roll_modeling.engine_files import engine_files
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.holding import HoldingTests, digests
 from roll_testing.infer.live import biased, request
 
@@ -32,10 +32,10 @@ class TestHolding(HoldingTests):
 def test_the_arguments_that_check_knows_are_the_engines_own():
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from roll_infer_vllm.arguments import DECIDED_ELSEWHERE, PASSED_ON
+    from roll_infer_vllm.arguments import PASSED_ON, REJECTED
 
-    known = set(VllmConfig.model_fields) - set(OURS)
-    assert known == set(PASSED_ON) | set(DECIDED_ELSEWHERE) | (set(VllmConfig.__annotations__) - set(OURS))
+    known = set(VllmConfig.model_fields) - set(VllmConfig.own_keys)
+    assert known >= set(PASSED_ON) | set(REJECTED)
     own = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
     assert known == {name for name in own if not name.startswith("_")}
 
@@ -54,7 +54,7 @@ def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
 def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
     from roll_core.errors import ModelError
 
-    with refused(ModelError, "actor_infer rank 0", "16", "CPU", "32", "64"):
+    with raises_error(ModelError, "actor_infer rank 0", "16", "CPU", "32", "64"):
         start(biased(num_attention_heads=4))
 
 
@@ -71,7 +71,7 @@ def test_levels_are_those_of_the_steps(live):
 
 
 def test_vllm_still_counts_in_metrics_that_it_has_handed_out(live):
-    """When this fails `Drawing.weights_changed` no longer knows how much was drawn."""
+    """When this fails `VllmOutput.weights_changed` no longer knows how much was drawn."""
     from vllm.inputs import tokens_input
 
     from roll_infer_vllm.sampling import PROGRESS_TOKENS, sampling_params
@@ -106,7 +106,7 @@ def test_vllm_still_leaves_a_tied_head_as_it_was(live, tmp_path):
     async def reload_as_vllm_does():
         engine = live.strategy._engine
         await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
-        return await engine.collective_rpc("roll_digests", args=([name, "model.norm.weight"],))
+        return await engine.collective_rpc("roll_act", args=("digest", [name, "model.norm.weight"]))
 
     (held,) = live.run(reload_as_vllm_does())
     assert held["model.norm.weight"] == digest(live.model.get_parameter("model.norm.weight"))

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
+from roll_infer_vllm.engine_metrics import VllmMetrics
+from roll_modeling.engine_metrics import KINDS
 
 
 def scheduler(running, waiting, usage, queries=0, hits=0, skipped=0):
@@ -24,10 +25,10 @@ def iteration(prompt, generated, preempted=0):
 
 
 def test_steps_are_summed_up_and_levels_averaged():
-    metrics = EngineMetrics()
-    metrics.note(scheduler(4, 3, 0.5, queries=20, hits=8, skipped=2), iteration(20, 4))
-    metrics.note(scheduler(2, 0, 0.25), iteration(0, 2, preempted=1))
-    metrics.note(None, iteration(0, 2))
+    metrics = VllmMetrics()
+    metrics.add_step(scheduler(4, 3, 0.5, queries=20, hits=8, skipped=2), iteration(20, 4))
+    metrics.add_step(scheduler(2, 0, 0.25), iteration(0, 2, preempted=1))
+    metrics.add_step(None, iteration(0, 2))
     assert metrics.take() == pytest.approx(
         {
             "steps": 3,
@@ -47,13 +48,13 @@ def test_steps_are_summed_up_and_levels_averaged():
 
 
 def test_nothing_is_told_twice():
-    metrics = EngineMetrics()
-    metrics.note(scheduler(4, 3, 0.5), iteration(20, 4))
+    metrics = VllmMetrics()
+    metrics.add_step(scheduler(4, 3, 0.5), iteration(20, 4))
     first = metrics.take()
     assert set(metrics.take()) == set(first)
     assert not any(metrics.take().values())
 
 
 def test_kinds_are_those_of_levels():
-    assert set(KINDS) < set(EngineMetrics().take())
+    assert set(KINDS) < set(VllmMetrics().take())
     assert {name.rpartition("/")[2]: kind for name, kind in KINDS.items()} == {"mean": "mean", "max": "max"}

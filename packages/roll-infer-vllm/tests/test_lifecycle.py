@@ -19,7 +19,7 @@ from vllm_live import CACHE, start, strategy
 from roll_core.errors import EngineDiedError, RollError
 from roll_core.spec.weights import make_manifest
 from roll_infer_vllm.config import VllmConfig
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.continuing import check_that_it_goes_on
 from roll_testing.infer.interrupting import until_interrupted
 from roll_testing.infer.live import biased
@@ -109,13 +109,13 @@ def test_a_request_to_the_endpoint_goes_on_through_a_publish(live):
 
 
 def test_a_model_that_is_not_served_is_not_found(live):
-    with refused(urllib.error.HTTPError, "404") as caught:
+    with raises_error(urllib.error.HTTPError, "404") as caught:
         live.post("completions", {"model": "gpt", "prompt": [5], "max_tokens": 1})
     caught.value.close()
 
 
 def test_an_address_that_is_not_the_hosts_is_named():
-    with refused(RollError, "endpoint_host", "192.0.2.1"):
+    with raises_error(RollError, "endpoint_host", "192.0.2.1"):
         start(biased(), {**CACHE, "endpoint_host": "192.0.2.1"})
 
 
@@ -140,7 +140,7 @@ def test_an_engine_that_dies_while_weights_are_replaced_says_so_and_its_requests
 
     async def update():
         manifest = make_manifest(1, live.model.named_parameters())
-        with refused(EngineDiedError):
+        with raises_error(EngineDiedError):
             await dying.update_weights(1, manifest, weights())
 
     try:

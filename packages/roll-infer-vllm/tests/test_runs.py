@@ -19,13 +19,13 @@ class TestQuickStart(QuickStartTests):
     engine = "vllm"
     settings = {"kv_cache_memory_bytes": 64 << 20}  # noqa: RUF012
     repository = Path(__file__).parents[3]
-    eight_bits = ("+actor_infer.strategy_args.strategy_config.quantization=fp8",)
+    fp8 = ("+actor_infer.strategy_args.strategy_config.quantization=fp8",)
 
     @pytest.mark.ray
     @pytest.mark.parametrize("where", ["one process", "apart and asynchronous"])
-    def test_it_runs_in_eight_bits(self, pretrained, tmp_path, where):
+    def test_it_runs_in_fp8(self, pretrained, tmp_path, where):
         """Within the bounds of the guards, which would end it, and with importance weights that nobody asked for."""
-        left = self.grpo(pretrained, tmp_path, *PLACES[where], *self.eight_bits, *STRICT)
+        left = self.grpo(pretrained, tmp_path, *PLACES[where], *self.fp8, *STRICT)
         steps = left.metrics
         assert [line["step"] for line in steps] == list(range(1, 5 if "asynchronous" in where else 3))
         for name in ("actor/logprob_gap", "weight_sync/logprob_probe"):
@@ -35,9 +35,9 @@ class TestQuickStart(QuickStartTests):
 
     @pytest.mark.slow
     @pytest.mark.timeout(2 * FULL_RUN_S)
-    def test_it_learns_in_eight_bits(self, taught, tmp_path):
+    def test_it_learns_in_fp8(self, taught, tmp_path):
         """The quick start in full."""
-        left = self.whole(taught, tmp_path, *self.eight_bits, *STRICT)
+        left = self.whole(taught, tmp_path, *self.fp8, *STRICT)
         assert left.accuracies[0] < TAUGHT
         assert left.accuracies[-1] > LEARNED
 

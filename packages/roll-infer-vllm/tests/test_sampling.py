@@ -8,7 +8,7 @@ import pytest
 from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_vllm.sampling import check_served, output_seed
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 
 def request(prompt=(1, 2, 3), n=1, **params):
@@ -22,7 +22,7 @@ def request(prompt=(1, 2, 3), n=1, **params):
     [(request(temperature=2.5), ("2",)), (request(top_p=0.9, min_p=0.1), ("top_p", "0.9", "min_p", "0.1"))],
 )
 def test_what_vllm_does_otherwise_is_refused(asked, facts):
-    with refused(UnsupportedError, *facts):
+    with raises_error(UnsupportedError, *facts):
         check_served(asked)
 
 

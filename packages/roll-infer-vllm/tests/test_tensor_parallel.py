@@ -11,7 +11,7 @@ from vllm_live import CACHE
 from roll_core.errors import WeightSyncError
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.buckets import BucketWriter
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.holding import CLOSE, PROMPT, digests
 from roll_testing.infer.live import Live, biased
 
@@ -37,7 +37,7 @@ def test_two_ranks_hold_what_was_published_and_compute_with_it(monkeypatch):
             np.testing.assert_allclose(output.logprobs, expected, atol=CLOSE)
             with monkeypatch.context() as broken:
                 break_buckets(broken)
-                with refused(WeightSyncError, "FileNotFoundError"):
+                with raises_error(WeightSyncError, "FileNotFoundError"):
                     live.publish()
     finally:
         live.close()

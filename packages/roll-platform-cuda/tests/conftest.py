@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.platform import TorchBuild
 from roll_platform_cuda import platform
 
 GIB = 1024**3

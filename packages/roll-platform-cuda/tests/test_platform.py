@@ -10,10 +10,10 @@ import pynvml
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.platform import TorchBuild
 from roll_platform_cuda.nvml import survey
 from roll_platform_cuda.platform import CudaPlatform
-from roll_testing.errors import refused
+from roll_testing.errors import mentions, raises_error
 
 GIB = 1024**3
 Host = Callable[..., list[Any]]
@@ -42,7 +42,7 @@ def test_a_host_without_a_driver_says_what_nvml_says(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     probe = CudaPlatform().probe()
     assert not probe.found
-    assert probe.why == "no driver of NVIDIA answers (NVML Shared Library Not Found)"
+    assert mentions(probe.why, "NVIDIA", "(NVML Shared Library Not Found)")
     assert CudaPlatform().device_count() == 0
 
 
@@ -61,7 +61,7 @@ def test_a_device_that_fell_off_the_bus_is_no_traceback(host: Host, monkeypatch:
         raise pynvml.NVMLError_GpuIsLost
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lost)
-    assert CudaPlatform().probe().why == "no driver of NVIDIA answers (GPU is lost)"
+    assert mentions(CudaPlatform().probe().why, "(GPU is lost)")
 
 
 def test_nvml_is_left_as_often_as_it_is_entered(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,17 +82,16 @@ def test_nvml_is_left_as_often_as_it_is_entered(host: Host, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (None, "but torch is not installed"),
-        (TorchBuild(version="2.13.0+cpu"), "cannot use it: install a torch for CUDA 12.8 or older"),
-        (TorchBuild(version="2.13.0", hip="7.0"), "built for HIP 7.0"),
+        (None, "torch"),
+        (TorchBuild(version="2.13.0+cpu"), "CUDA 12.8"),
+        (TorchBuild(version="2.13.0", hip="7.0"), "HIP 7.0"),
     ],
 )
 def test_a_torch_that_cannot_use_the_devices_is_named(host: Host, build: TorchBuild | None, said: str) -> None:
     host("A100", build=build)
     probe = CudaPlatform().probe()
     assert not probe.found
-    assert "NVIDIA A100" in probe.why
-    assert said in probe.why
+    assert mentions(probe.why, "NVIDIA A100", said)
     assert CudaPlatform().device_count() == 0
 
 
@@ -113,7 +112,7 @@ def test_visible_devices_are_resolved_as_cuda_does(
 def test_hidden_devices_are_named_with_the_variable(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host("H100", "H100")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert CudaPlatform().probe().why == "2 devices of NVIDIA are here, but CUDA_VISIBLE_DEVICES= hides them all"
+    assert mentions(CudaPlatform().probe().why, "CUDA_VISIBLE_DEVICES=", "2 NVIDIA")
 
 
 def test_a_part_of_a_device_has_the_capability_of_the_whole(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +140,7 @@ def test_bf16_below_ampere_is_refused_with_the_way_out(host: Host) -> None:
     assert CudaPlatform().supports("fp16") == ""
 
 
-def test_eight_bits_need_ada_and_are_no_dtype_of_models(host: Host) -> None:
+def test_fp8_needs_ada_and_is_no_dtype_of_models(host: Host) -> None:
     host("A100", "H100")
     assert CudaPlatform().supports("fp8").startswith("fp8 needs compute capability 8.9, but ")
     assert "has 8.0: use fp32 or fp16 or bf16" in CudaPlatform().supports("fp8")
@@ -173,13 +172,13 @@ def test_memory_is_the_drivers_count(host: Host) -> None:
 def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host) -> None:
     host("GB10")
     assert CudaPlatform().probe().found
-    with refused(UnsupportedError, "NVIDIA", "GB10"):
+    with raises_error(UnsupportedError, "NVIDIA", "GB10"):
         CudaPlatform().memory(0)
 
 
 def test_memory_of_a_device_that_is_not_here_names_what_is(host: Host) -> None:
     host("A100")
-    with refused(UnsupportedError, "cuda:3", "1", "NVIDIA", "A100"):
+    with raises_error(UnsupportedError, "cuda:3", "1", "NVIDIA", "A100"):
         CudaPlatform().memory(3)
 
 

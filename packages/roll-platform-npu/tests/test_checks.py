@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.spec.checks import Situation
+from roll_core.spec.diagnostics import CheckContext
 from roll_platform_npu import checks
 
-HERE = Situation(platform=None)
+HERE = CheckContext(platform=None)
 
 
 @pytest.fixture(autouse=True)

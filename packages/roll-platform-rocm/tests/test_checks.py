@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.spec.checks import CheckResult, Situation
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.diagnostics import CheckContext, CheckResult
+from roll_core.spec.platform import TorchBuild
 from roll_platform_rocm import checks
 
-HERE = Situation(platform=None)
+HERE = CheckContext(platform=None)
 VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.torch_build import TorchBuild
+from roll_core.spec.platform import TorchBuild
 from roll_platform_rocm import kfd, platform
 from roll_platform_rocm.platform import RocmPlatform
-from roll_testing.errors import refused
+from roll_testing.errors import mentions, raises_error
 
 GIB = 1024**3
 MI300X, MI250X, MI50, RX6800 = 90402, 90010, 90006, 100300
@@ -86,7 +86,7 @@ def test_a_host_without_the_driver_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_driver_without_a_gpu_says_so(host: Host) -> None:
     host()
-    assert RocmPlatform().probe().why.endswith("the kernel shows no GPU of AMD")
+    assert mentions(RocmPlatform().probe().why, "AMD")
 
 
 def test_a_device_that_the_user_may_not_open_names_the_group(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ def test_a_device_that_the_user_may_not_open_names_the_group(host: Host, monkeyp
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (None, "but torch is not installed"),
-        (TorchBuild(version="2.13.0+cu128", cuda="12.8"), "(built for CUDA 12.8) cannot use it"),
+        (None, "torch"),
+        (TorchBuild(version="2.13.0+cu128", cuda="12.8"), "(built for CUDA 12.8)"),
     ],
 )
 def test_a_torch_that_cannot_use_the_devices_is_named(host: Host, build: TorchBuild | None, said: str) -> None:
@@ -133,8 +133,7 @@ def test_hidden_devices_are_named_with_the_variables(host: Host, monkeypatch: py
     host(MI300X)
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
-    expected = "1 GPUs of AMD are here, but ROCR_VISIBLE_DEVICES=0, HIP_VISIBLE_DEVICES=1 hides them all"
-    assert RocmPlatform().probe().why == expected
+    assert mentions(RocmPlatform().probe().why, "ROCR_VISIBLE_DEVICES=0", "HIP_VISIBLE_DEVICES=1", "1 AMD")
 
 
 @pytest.mark.parametrize(("version", "name"), [(MI300X, "gfx942"), (MI250X, "gfx90a"), (MI50, "gfx906")])
@@ -159,7 +158,7 @@ def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host, tmp_path:
     host(MI300X)
     (tmp_path / "class" / "drm" / "renderD128" / "device" / "mem_info_vram_total").unlink()
     assert RocmPlatform().probe().found
-    with refused(UnsupportedError, "gfx942"):
+    with raises_error(UnsupportedError, "gfx942"):
         RocmPlatform().memory(0)
 
 

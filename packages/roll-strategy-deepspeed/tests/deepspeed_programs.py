@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from roll_core.spec.train import ParameterState, Part, StepStats, Want
+from roll_core.spec.train import ParameterState, StateKind, StepStats, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling import pieces
-from roll_modeling.moving import num_bytes
-from roll_strategy_deepspeed import held_state, ranks, whole_optimizer
+from roll_modeling.offload import num_bytes
+from roll_strategy_deepspeed import optimizer_state, ranks, workarounds
 from roll_strategy_deepspeed.strategy import DeepSpeedStrategy
 from roll_testing.bench import Arrays, Case, Step, accumulate, built, outputs, take_step, weights
 from roll_testing.programs import Raised, Trained, raised
@@ -103,9 +103,9 @@ def operators_without(rank: int, case: Case) -> tuple[int, bool]:
 
 def state_without_listing(rank: int, case: Case) -> str:
     """What comes of reading moments before the first step."""
-    with patch.object(held_state, "make_moments_known"), built(case, rank) as strategy:
+    with patch.object(optimizer_state, "make_moments_known"), built(case, rank) as strategy:
         try:
-            found = [dict(strategy.held.read(name)) for name in strategy.held.parameters]
+            found = [dict(strategy.optimizer.read(name)) for name in strategy.optimizer.parameters]
         except Exception as error:  # whatever DeepSpeed does then
             return type(error).__name__
         return "found" if all(each is not None for kinds in found for each in kinds.values()) else "none"
@@ -113,7 +113,7 @@ def state_without_listing(rank: int, case: Case) -> str:
 
 def engine_without_guard(rank: int, case: Case, step: Step) -> tuple[float | None, bool, bool]:
     """What DeepSpeed says of a step: its norm, whether it was taken, and whether weights are finite after it."""
-    with patch.object(whole_optimizer, "guard"), built(case, rank) as strategy:
+    with patch.object(workarounds, "add_norm_and_clipping"), built(case, rank) as strategy:
         accumulate(strategy, step)
         strategy.engine.step()
         finite = all(bool(np.isfinite(each).all()) for each in weights(strategy).values())
@@ -144,7 +144,7 @@ def hold(rank: int, case: Case, step: Step) -> dict[str, int]:
         return dict(strategy.memory())
 
 
-def move_and_count(rank: int, case: Case, step: Step, parts: Sequence[Part]) -> Held:
+def move_and_count(rank: int, case: Case, step: Step, parts: Sequence[StateKind]) -> Held:
     """The same, with `parts` moved away and back."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
@@ -160,10 +160,10 @@ def forward_while_away(rank: int, case: Case, batch: Sequence[TrainSequence]) ->
     """What scoring raises."""
     with built(case, rank) as strategy:
         strategy.offload(["weights"])
-        return raised(lambda: outputs(strategy, batch, Want(logprobs=True)))
+        return raised(lambda: outputs(strategy, batch, WantedOutputs(logprobs=True)))
 
 
-def _said(strategy: DeepSpeedStrategy, parts: Sequence[Part]) -> int:
+def _said(strategy: DeepSpeedStrategy, parts: Sequence[StateKind]) -> int:
     return sum(strategy.memory()[part] for part in parts)
 
 
@@ -221,7 +221,7 @@ def export_in_pieces(rank: int, case: Case, folder: str, piece_bytes: int) -> tu
         def count(writer: pieces.PieceWriter, name: str, tensor: torch.Tensor) -> None:
             nonlocal most
             add(writer, name, tensor)
-            most = max(most, writer.pieces.holds)
+            most = max(most, writer.pieces.pending_bytes)
 
         with patch.object(pieces.PieceWriter, "add", count):
             strategy.export_model(Path(folder))

@@ -10,7 +10,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import TrainingSpec
 from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import engine_config
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 
 TRAINING = TrainingSpec(learning_rate=1e-3, max_grad_norm=0.5)
 FILE = {
@@ -126,7 +126,7 @@ def test_the_pipelines_norm_is_the_one_that_clips():
     ],
 )
 def test_what_cannot_be_honoured_is_refused(keys, facts):
-    with refused(ValidationError, *facts):
+    with raises_error(ValidationError, *facts):
         DeepSpeedConfig.model_validate(keys)
 
 
@@ -139,11 +139,11 @@ def test_what_cannot_be_honoured_is_refused(keys, facts):
     ],
 )
 def test_a_precision_that_contradicts_the_model_is_refused(dtype, keys):
-    with refused(UnsupportedError, "model_args.dtype", dtype):
+    with raises_error(UnsupportedError, "model_args.dtype", dtype):
         given(dtype=dtype, **keys)
 
 
 def test_float16_needs_a_stage_that_scales_the_loss():
-    with refused(UnsupportedError, "stage 0", "fp16"):
+    with raises_error(UnsupportedError, "stage 0", "fp16"):
         given(dtype="fp16")
     assert given(dtype="fp16", training=None)["fp16"]["enabled"] is True

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from deepspeed_programs import load_and_tell, step_and_tell
 
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import BOUNDS, check_near, check_rows, check_same
 from roll_testing.errors import mentions
@@ -40,7 +40,7 @@ def half(case):
 @STAGES
 def test_outputs_and_gradients_stay_near_the_reference(half, ranks_in_float16, stage):
     case = half(stage)
-    reference, want = Reference(TransformersModel(case.model), "causal_lm"), Want(logprobs=True, entropy=True)
+    reference, want = Reference(TransformersModel(case.model), "causal_lm"), WantedOutputs(logprobs=True, entropy=True)
     found, expected = ranks_in_float16(score, case, BATCH, want, STEP.split)[0], reference.by_sequence(BATCH, want)
     for name in ("logprobs", "entropy"):
         check_rows(name, found[name], expected[name], BOUNDS["fp16"].outputs)
@@ -115,7 +115,7 @@ def test_stage_0_cannot_train_in_float16(half, ranks_in_float16):
     refused, _ = ranks_in_float16(fail_to_build, half(0))[0]
     assert refused is not None
     assert mentions(refused.message, "zero_optimization.stage", "0", "fp16")
-    scored = ranks_in_float16(score, half(0).with_(training=None), BATCH, Want(logprobs=True), STEP.split)[0]
+    scored = ranks_in_float16(score, half(0).with_(training=None), BATCH, WantedOutputs(logprobs=True), STEP.split)[0]
     assert all(np.isfinite(row).all() for row in scored["logprobs"].values())
 
 

@@ -11,7 +11,7 @@ from deepspeed_programs import export_both_ways, hold
 from safetensors import safe_open
 
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_same
 from roll_testing.errors import mentions
@@ -64,7 +64,7 @@ def test_adapters_are_exported_as_peft_loads_them(ranks, adapted, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    case, want = adapted(3, world_size=2, export="adapter"), Want(logprobs=True)
+    case, want = adapted(3, world_size=2, export="adapter"), WantedOutputs(logprobs=True)
     held, _, error = ranks(export_after_steps, case, STEPS[:2], BATCH, want, str(tmp_path))[0]
     assert error is None
     assert not (tmp_path / "model.safetensors").exists()

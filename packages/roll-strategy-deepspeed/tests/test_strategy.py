@@ -18,7 +18,7 @@ from deepspeed_programs import (
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows, check_same, check_same_run
 from roll_testing.errors import mentions
@@ -27,7 +27,7 @@ from roll_testing.models import make_batch
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 BATCH = make_batch(61)
 STEPS = [
@@ -55,7 +55,7 @@ def zero(stage, **keys):
 @pytest.mark.parametrize("num_sequences", [1, 5])
 def test_ranks_score_any_number_of_microbatches(ranks, case, stage, num_sequences):
     """One and none; three and two."""
-    some, want = BATCH[-num_sequences:], Want(logprobs=True)
+    some, want = BATCH[-num_sequences:], WantedOutputs(logprobs=True)
     two = case.with_(strategy_config=zero(stage), world_size=2, training=None)
     answers = ranks(score, two, some, want, SPLITS["one by one"])
     assert len({len(each.get("logprobs", ())) for each in answers}) == 2, "ranks have shares of unequal size"

@@ -31,7 +31,7 @@ def test_moments_are_still_unknown_before_the_first_step(ranks, case):
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_stage_0_in_float32_still_neither_measures_nor_skips(ranks, case, spoilt):
-    """`whole_optimizer`."""
+    """`add_norm_and_clipping`."""
     loss = SpoiltGradient(sequence=BATCH[4].id) if spoilt else LOSSES["sft"]
     norm, applied, finite = ranks(engine_without_guard, case, Step(sequences=BATCH, loss=loss))[0]
     assert norm is None

@@ -15,7 +15,7 @@ import torch
 from roll_core.algorithms.losses import SFTObjective, ValueObjective
 from roll_core.data.pack import pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
-from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, Want
+from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
@@ -158,7 +158,11 @@ def train(rank: int, job: Job, num_steps: int = 3) -> dict[str, Any]:
 def scored(strategy: TrainStrategy, job: Job, base: bool = False) -> dict[str, np.ndarray]:
     """By sequence, of this rank's share."""
     is_lm = job.model.get("task", "causal_lm") == "causal_lm"
-    want = Want(logprobs=True, entropy=True, topk=3, base=base) if is_lm else Want(values=True, base=base)
+    want = (
+        WantedOutputs(logprobs=True, entropy=True, topk=3, base=base)
+        if is_lm
+        else WantedOutputs(values=True, base=base)
+    )
     found: dict[str, np.ndarray] = {}
     mine = micros(strategy, job, sequences())
     for micro, outputs in zip(mine, strategy.forward_all(mine, want), strict=True):
@@ -216,7 +220,7 @@ def away_and_back(rank: int, job: Job) -> tuple[list[dict[str, int]], Raised | N
                 strategy.offload(("weights", "grads", "optimizer"))
                 held.append(dict(strategy.memory()))
                 storages = [
-                    each.untyped_storage().nbytes() for tensors in strategy._held().values() for each in tensors
+                    each.untyped_storage().nbytes() for tensors in strategy.part_tensors().values() for each in tensors
                 ]
                 error = raised(strategy.optimizer_step)
                 strategy.onload(("grads", "optimizer", "weights"))

@@ -6,8 +6,8 @@ import pytest
 
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
-from roll_testing.errors import mentions, refused
-from roll_testing.subject import registry
+from roll_testing.errors import mentions, raises_error
+from roll_testing.train_kit import registry
 
 RUN = """\
 pipeline: sft
@@ -33,7 +33,7 @@ def test_check_refuses_what_does_not_go_together(tmp_path, keys, facts):
     file = tmp_path / "run.yaml"
     text = RUN.format(slots=8).replace("tensor_model_parallel_size: 2, ulysses_size: 2", keys)
     file.write_text(text, encoding="utf-8")
-    with refused(ConfigError, *facts):
+    with raises_error(ConfigError, *facts):
         load(file, [], registry())
 
 

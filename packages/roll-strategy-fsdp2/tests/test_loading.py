@@ -11,7 +11,7 @@ from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_modeling.model import load_model
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.ranks import RanksFailedError
 
 ROPE = TINY | {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}
@@ -64,7 +64,7 @@ def test_files_of_another_shape_are_named(ranks, tmp_path):
     path = write(tmp_path, TINY, "1GB")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with refused(RanksFailedError, "ModelError", "model.safetensors", "model.layers.0.mlp.gate_proj.weight"):
+    with raises_error(RanksFailedError, "ModelError", "model.safetensors", "model.layers.0.mlp.gate_proj.weight"):
         ranks(train, Job(world_size=2, model={"path": path}), 1)
 
 

@@ -10,11 +10,11 @@ from fsdp2_programs import MOE
 from roll_core.spec.providers import TrainProvider
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_testing.bench import Case
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.losses import TRAINING
 from roll_testing.models import write_checkpoint
 from roll_testing.replaying import check_replay
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 MIXTURE = {key: value for key, value in MOE.items() if key != "vocab_size"}
 SPREAD = {
@@ -43,6 +43,6 @@ def test_experts_are_replayed_as_in_one_process(ranks, tmp_path, name):
 
 
 def test_routers_that_are_not_known_are_named():
-    with refused(ValueError, "gpt_oss"):
+    with raises_error(ValueError, "gpt_oss"):
         FSDP2Config().check_router_replay({"model_type": "gpt_oss"})
     FSDP2Config().check_router_replay({"model_type": "qwen3_moe"})

@@ -34,10 +34,10 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.model import load_model
 from roll_testing.bench import Case
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.ranks import RanksFailedError
 from roll_testing.stored_buffers import check_stored_buffers
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 BF16 = {"dtype": "bf16"}
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -173,7 +173,7 @@ def test_a_damaged_state_is_named(ranks, saved, tmp_path, harm):
         target.unlink()
     else:
         target.write_bytes(target.read_bytes()[:-40])
-    with refused(RanksFailedError, "CheckpointError", copy):
+    with raises_error(RanksFailedError, "CheckpointError", copy):
         ranks(load_into, Job(world_size=2), copy)
 
 
@@ -183,13 +183,13 @@ def test_a_state_of_another_model_or_format_is_refused(ranks, saved, tmp_path):
     folder, _ = saved(Job(world_size=2), 2)
     for change in ({"num_hidden_layers": 3}, {"intermediate_size": 64}):
         other = Job(world_size=2, model={"random_init": TINY | change})
-        with refused(RanksFailedError, "CheckpointError"):
+        with raises_error(RanksFailedError, "CheckpointError"):
             ranks(load_into, other, folder)
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     state = json.loads((copy / "rank-0" / "state.json").read_text())
     (copy / "rank-0" / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with refused(RanksFailedError, "99"):
+    with raises_error(RanksFailedError, "99"):
         ranks(load_into, Job(world_size=2), copy)
 
 
@@ -199,9 +199,9 @@ def test_a_state_of_adapters_is_for_the_model_beneath_and_goes_to_other_ranks(ra
     assert all("lora" in name for name in straight[0]["names"])
     resumed = ranks(continue_after, job.with_(world_size=3), folder, 2)
     assert same_weights(resumed[0]["loaded"], straight[0]["loaded"])
-    with refused(RanksFailedError, "CheckpointError", "base"):
+    with raises_error(RanksFailedError, "CheckpointError", "base"):
         ranks(load_into, job.with_(model={"lora": LORA, "seed": 8}), folder)
-    with refused(RanksFailedError, "CheckpointError"):
+    with raises_error(RanksFailedError, "CheckpointError"):
         ranks(load_into, Job(world_size=2), folder)
 
 

@@ -13,7 +13,7 @@ from roll_modeling.process_group import ProcessGroup
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
 from roll_strategy_fsdp2.tensor_parallel import parallelize
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.ranks import RanksFailedError
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -35,13 +35,13 @@ def model():
 
 def test_an_architecture_without_a_plan_is_refused(mesh):
     gpt2 = load_model(ModelSpec(random_init={"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_head": 4}))
-    with refused(UnsupportedError, "GPT2LMHeadModel"):
+    with raises_error(UnsupportedError, "GPT2LMHeadModel"):
         parallelize(gpt2, mesh)
 
 
 def test_a_style_that_is_not_known_is_named(mesh, model):
     model.base_model._tp_plan = model.base_model._tp_plan | {f"{ATTENTION}o_proj": "sequence_parallel"}
-    with refused(UnsupportedError, "layers.0.self_attn.o_proj", "'sequence_parallel'"):
+    with raises_error(UnsupportedError, "layers.0.self_attn.o_proj", "'sequence_parallel'"):
         parallelize(model, mesh)
 
 
@@ -49,7 +49,7 @@ def test_a_plan_that_forgets_the_norms_between_cut_layers_is_refused(mesh, model
     plan = dict(model.base_model._tp_plan)
     del plan[f"{ATTENTION}k_norm"]
     model.base_model._tp_plan = plan
-    with refused(UnsupportedError, "layers.0.self_attn.k_norm"):
+    with raises_error(UnsupportedError, "layers.0.self_attn.k_norm"):
         parallelize(model, mesh)
 
 
@@ -70,15 +70,15 @@ def test_a_plan_that_forgets_the_norms_between_cut_layers_is_refused(mesh, model
 )
 def test_sizes_that_are_no_multiple_of_the_ranks_are_named(ranks, change, facts):
     job = Job(world_size=2, config=TENSOR, model={"random_init": TINY | change})
-    with refused(RanksFailedError, "PlacementError", *facts):
+    with raises_error(RanksFailedError, "PlacementError", *facts):
         ranks(train, job)
 
 
 def test_sizes_must_divide_the_ranks():
     mesh = MeshInfo(role="actor_train", world_size=6)
-    with refused(PlacementError, "tensor_model_parallel_size", "4", "6"):
+    with raises_error(PlacementError, "tensor_model_parallel_size", "4", "6"):
         make_meshes(mesh, FSDP2Config(tensor_model_parallel_size=4))
-    with refused(PlacementError, "fsdp_size", "2", "3"):
+    with raises_error(PlacementError, "fsdp_size", "2", "3"):
         make_meshes(mesh, FSDP2Config(tensor_model_parallel_size=2, fsdp_size=2))
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.model import ModelSpec
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing import TrainStrategyConformance, models
 from roll_testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
 from roll_testing.losses import LOSSES
@@ -43,7 +43,7 @@ DEEPSEEK = models.DEEPSEEK | {
     },
 }
 """With shared experts, scores that are scaled, and positions beyond those it was made for."""
-WANT = Want(logprobs=True, entropy=True, topk=3, temperature=0.8)
+WANT = WantedOutputs(logprobs=True, entropy=True, topk=3, temperature=0.8)
 
 
 def score_and_train(rank, case: Case, batch, steps, want=WANT):
@@ -96,7 +96,7 @@ def export(rank, case: Case, folder, piece_bytes):
     """A directory that transformers loads; the most bytes of tensors that were there because of it, and the bytes of
     what this rank holds anyway."""
     with patch("roll_modeling.pieces.PIECE_BYTES", piece_bytes), built(case, rank) as strategy:
-        with LiveBytes(strategy._held()["weights"]) as count:
+        with LiveBytes(strategy.part_tensors()["weights"]) as count:
             strategy.export_model(Path(folder))
         return count.most, strategy.memory()["weights"]
 
@@ -162,7 +162,7 @@ def move_away(rank, case: Case, batch, step):
     refused."""
     with built(case, rank) as strategy:
         take_step(strategy, step)
-        held = strategy._held()
+        held = strategy.part_tensors()
         trained = sum(prod(shape) for shape in strategy.export_state().shapes.values())
 
         def behind():
@@ -253,11 +253,11 @@ def fail_to_build_in(rank, case: Case, environment):
 def configure(rank, settings, keys):
     """What making Megatron's config raises."""
     from roll_strategy_megatron.config import MegatronConfig
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
     from roll_strategy_megatron.model import make_config
 
     spec, config = ModelSpec(random_init={"model_type": "qwen3"}), MegatronConfig.model_validate(keys)
-    return raised(lambda: make_config(settings, config, spec, torch.float32, Make(engine=False)))
+    return raised(lambda: make_config(settings, config, spec, torch.float32, LayerSpec(engine=False)))
 
 
 def lacking_engine_older_than(rank, version):

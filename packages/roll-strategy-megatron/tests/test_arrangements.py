@@ -13,7 +13,7 @@ from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, WANT, score_and_train
 from safetensors.torch import load_file, save_file
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
 from roll_testing.bounds import check_near, check_rows, check_same
 from roll_testing.losses import OF_TASK, TRAINING
@@ -21,7 +21,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import score
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 TIED = QWEN3 | {"tie_word_embeddings": True}
 QWEN2 = {key: value for key, value in QWEN3.items() if key != "head_dim"} | {"model_type": "qwen2"}
@@ -260,7 +260,7 @@ def check_against_transformers(run, tmp_path, arrangement):
     # Of this seed, no sequence begins with token 0, whose row of the embedding is 0: any token might follow it best.
     case, batch = case_of(arrangement, tmp_path), make_batch(VOCABULARY, seed=10)
     task = arrangement.task
-    want, bounds = (WANT, OUTPUTS) if task == "causal_lm" else (Want(values=True), {"values": 1e-4})
+    want, bounds = (WANT, OUTPUTS) if task == "causal_lm" else (WantedOutputs(values=True), {"values": 1e-4})
     answers = run(score_and_train, case, batch, steps(arrangement.calls, task), want)
     reference = Reference(TransformersModel(case.model), task)
     start, expected = reference.weights(), reference.by_sequence(batch, want)

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from roll_core.data.pack import pack
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
 from roll_testing.bounds import check_near, distance
 from roll_testing.errors import mentions
@@ -23,7 +23,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 VOCABULARY = 61
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
@@ -133,7 +133,7 @@ def test_losses_of_routers_are_in_the_gradient_however_the_batch_is_cut(
     case = case_of(tmp_path, architecture, ranks, config, checkpointing=checkpointing)
     every = steps(calls=2)
     answers = host.run(
-        score_and_train, case, every[0].sequences, every, Want(logprobs=True), num_ranks=ranks, timeout_s=200
+        score_and_train, case, every[0].sequences, every, WantedOutputs(logprobs=True), num_ranks=ranks, timeout_s=200
     )
     leaders = [each for each in answers if each["place"].leader]
     reference, plain = (Balanced(TransformersModel(case.model), each) for each in (config, {}))

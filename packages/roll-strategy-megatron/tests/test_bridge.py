@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from roll_core.errors import ModelError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_modeling.model import load_model
 from roll_testing.bench import Case, Step
 from roll_testing.bounds import check_near, check_rows, check_same
@@ -30,7 +30,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 DENSE = {key: value for key, value in QWEN3.items() if key != "model_type"}
 
@@ -104,7 +104,7 @@ def test_an_architecture_that_nobody_knows_is_refused_with_those_that_are_known(
 def test_tensors_of_the_files_that_nothing_takes_are_listed(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
     change_files(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
-    assert refusal(host, case) == "nothing takes these tensors of the files: model.layers.0.self_attn.sinks"
+    assert mentions(refusal(host, case), "model.layers.0.self_attn.sinks")
 
 
 def test_tensors_that_the_files_lack_are_listed(host, tmp_path):
@@ -191,7 +191,9 @@ def test_another_package_brings_an_architecture(host, tmp_path):
 def test_a_critic_begins_from_a_language_model_with_the_head_that_hf_train_gives_it(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
     spec = replace(case.model, task="value", seed=5)
-    (answer,) = host.run(score_and_train, case.with_(model=spec), make_batch(61), [], Want(values=True), timeout_s=100)
+    (answer,) = host.run(
+        score_and_train, case.with_(model=spec), make_batch(61), [], WantedOutputs(values=True), timeout_s=100
+    )
     expected = load_model(spec).state_dict()
     for name, found in answer["before"].items():
         assert np.array_equal(found, expected[name].numpy()), name

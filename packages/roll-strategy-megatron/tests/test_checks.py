@@ -8,9 +8,9 @@ import importlib.metadata
 import pytest
 
 from roll_core.config.loading import load
-from roll_core.spec.checks import Situation
+from roll_core.spec.diagnostics import CheckContext
 from roll_core.spec.providers import CheckProvider
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 RUN = """\
 pipeline: sft
@@ -36,7 +36,7 @@ def said(tmp_path, config="{}", name="megatron_train"):
     loaded = load(file, ["platform=cuda"], registry()).config
     module, _, name = registry().find(CheckProvider, "megatron_layers").target.partition(":")
     check = getattr(importlib.import_module(module), name)
-    return {each.subject: each for each in check(Situation(platform=None, config=loaded))}
+    return {each.subject: each for each in check(CheckContext(platform=None, config=loaded))}
 
 
 def test_what_is_installed_is_told(tmp_path, monkeypatch):

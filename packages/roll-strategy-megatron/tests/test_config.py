@@ -12,7 +12,7 @@ from roll_core.config.loading import load
 from roll_core.errors import ConfigError
 from roll_strategy_megatron.config import ARCHITECTURES, REFUSED, MegatronConfig, runs
 from roll_testing.errors import mentions
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 RUN = """\
 pipeline: sft
@@ -190,25 +190,22 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "named"),
     [
-        ({"sequence_parallel": True}, "sequence_parallel needs a tensor_model_parallel_size above 1"),
-        (
-            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-            "needs sequence_parallel: true",
-        ),
-        ({"moe_token_dispatcher_type": "flex"}, "Input should be 'alltoall' or 'allgather'"),
+        ({"sequence_parallel": True}, ["tensor_model_parallel_size", "sequence_parallel"]),
+        ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, ["sequence_parallel: true"]),
+        ({"moe_token_dispatcher_type": "flex"}, ["'alltoall'", "'allgather'"]),
         (
             {"moe_token_dispatcher_type": "allgather", "pipeline_model_parallel_size": 2},
-            "allgather and pipeline_model_parallel_size above 1 do not go together",
+            ["moe_token_dispatcher_type: allgather", "pipeline_model_parallel_size", "alltoall"],
         ),
-        ({"ddp_bucket_size": 1000}, "ddp_bucket_size belongs to overlap_grad_reduce: true"),
-        ({"recompute_num_layers": 2}, "belong to recompute_granularity: full"),
-        ({"recompute_modules": ["moe"]}, "belongs to recompute_granularity: selective"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "needs a pipeline_model_parallel_size above 1"),
+        ({"ddp_bucket_size": 1000}, ["ddp_bucket_size", "overlap_grad_reduce: true"]),
+        ({"recompute_num_layers": 2}, ["recompute_num_layers", "recompute_granularity: full"]),
+        ({"recompute_modules": ["moe"]}, ["recompute_modules", "recompute_granularity: selective"]),
+        ({"virtual_pipeline_model_parallel_size": 2}, ["pipeline_model_parallel_size"]),
         (
             {"pipeline_model_parallel_layout": "Et|t|L", "pipeline_model_parallel_size": 2},
-            "has 3 runs of layers, which is not a multiple of pipeline_model_parallel_size 2",
+            ["3", "pipeline_model_parallel_size 2"],
         ),
         (
             {
@@ -216,30 +213,30 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
                 "pipeline_model_parallel_size": 2,
                 "virtual_pipeline_model_parallel_size": 3,
             },
-            "has 4 runs of layers, but pipeline_model_parallel_size 2 × virtual_pipeline_model_parallel_size 3 = 6",
+            ["4", "pipeline_model_parallel_size 2 × virtual_pipeline_model_parallel_size 3 = 6"],
         ),
-        ({"pipeline_model_parallel_layout": "tt|L"}, "does not begin with E, end with L"),
-        ({"pipeline_model_parallel_layout": "Em|L"}, "have only t and | between"),
+        ({"pipeline_model_parallel_layout": "tt|L"}, ["'tt|L'", "E", "L"]),
+        ({"pipeline_model_parallel_layout": "Em|L"}, ["'Em|L'", "t", "|"]),
         (
             {"pipeline_model_parallel_layout": "EtL", "account_for_loss_in_pipeline_split": True},
-            "leave account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split out",
+            ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"],
         ),
-        ({"use_distributed_optimizer": False}, "Input should be True"),
-        ({"moe_router_load_balancing_type": "aux_loss"}, "aux_loss is not supported: its gradient depends on how"),
-        ({"moe_router_load_balancing_type": "global_aux_loss"}, "seq_aux_loss balances each sequence by itself"),
+        ({"use_distributed_optimizer": False}, ["use_distributed_optimizer", "True"]),
+        ({"moe_router_load_balancing_type": "aux_loss"}, ["moe_router_load_balancing_type: aux_loss", "seq_aux_loss"]),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, ["global_aux_loss", "seq_aux_loss"]),
         (
             {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01},
-            "moe_aux_loss_coeff has nothing to weigh",
+            ["moe_aux_loss_coeff", "moe_router_load_balancing_type: none"],
         ),
-        ({"moe_aux_loss_coeff": -0.1}, "greater than or equal to 0"),
-        ({"optimizer_offload_fraction": 0.5}, "optimizer_offload_fraction belongs to optimizer_cpu_offload: true"),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0}, "greater than 0"),
+        ({"moe_aux_loss_coeff": -0.1}, ["moe_aux_loss_coeff", "0"]),
+        ({"optimizer_offload_fraction": 0.5}, ["optimizer_offload_fraction", "optimizer_cpu_offload: true"]),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0}, ["optimizer_offload_fraction", "0"]),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(keys, said):
+def test_keys_that_contradict_each_other_are_refused(keys, named):
     with pytest.raises(ValidationError) as caught:
         MegatronConfig.model_validate(keys)
-    assert said in str(caught.value)
+    assert mentions(str(caught.value), *named)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from roll_testing.bench import Case, Step
 from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import make_batch, write_checkpoint
 from roll_testing.ranks import RankHost, free_port
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 

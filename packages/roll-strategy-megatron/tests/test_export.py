@@ -15,7 +15,7 @@ from roll_core.spec.providers import TrainProvider
 from roll_testing.bench import Case
 from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.ranks import RankHost, free_port
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 PIECE_BYTES = 1 << 16
 DENSE = QWEN3 | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}

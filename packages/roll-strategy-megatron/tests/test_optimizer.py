@@ -12,7 +12,7 @@ from megatron_programs import MIXTURE, PRELOAD, masters_after, resume, save_afte
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
 from roll_testing.bounds import check_near, distance
 from roll_testing.errors import mentions
@@ -21,7 +21,7 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import registry
+from roll_testing.train_kit import registry
 
 TIED = QWEN3 | {"tie_word_embeddings": True}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -59,7 +59,13 @@ def steps(number=2):
 def trained(host, case):
     every = steps()
     answers = host.run(
-        score_and_train, case, every[0].sequences, every, Want(logprobs=True), num_ranks=case.world_size, timeout_s=200
+        score_and_train,
+        case,
+        every[0].sequences,
+        every,
+        WantedOutputs(logprobs=True),
+        num_ranks=case.world_size,
+        timeout_s=200,
     )
     return next(each for each in answers if each["place"].leader), answers
 

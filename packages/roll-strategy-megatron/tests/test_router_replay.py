@@ -30,7 +30,7 @@ from roll_core.data.pack import pack
 from roll_strategy_megatron.config import MegatronConfig
 from roll_strategy_megatron.packing import pack_for
 from roll_testing.bounds import check_near, check_rows
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.models import make_batch
 from roll_testing.replaying import WANT, on_hf_train, with_experts
 
@@ -122,7 +122,7 @@ def test_experts_lie_as_the_tokens_of_a_rank_do(cp_rank):
 
 
 def test_models_without_experts_are_refused():
-    with refused(ValueError, "qwen3"):
+    with raises_error(ValueError, "qwen3"):
         MegatronConfig().check_router_replay({"model_type": "qwen3"})
     MegatronConfig().check_router_replay({"model_type": "deepseek_v3"})
     MegatronConfig().check_router_replay({})

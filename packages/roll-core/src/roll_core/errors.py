@@ -1,9 +1,9 @@
-"""Every error that a person can meet.
+"""All errors that a user can see.
 
-Each class inherits the standard class that it refines, says what was asked, what was found and what to do,
-and survives pickling, because errors cross process boundaries: all arguments are positional and go to
-`Exception.__init__`. `exit_code` is what `roll-core` exits with: 2 for a mistake of the user's, 1 for a failure.
-`code` is stable and documented in docs/errors.md; messages may change, so scripts and tests match codes.
+Each class inherits from the standard class that it refines. Its message says what failed, what was found, what was
+expected and what to do. Errors cross process boundaries, so they can be pickled: all arguments are positional and go to
+`Exception.__init__`. `exit_code` is that of `roll-core`: 2 for a mistake of the user's, 1 for a failure. `code` is
+stable and documented in docs/errors.md; messages may change, so scripts and tests match codes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 
 
 class RollError(Exception):
-    """Base of every error that ROLL raises on purpose."""
+    """Base class of all errors that ROLL raises."""
 
     code = "ROLL-X001"
     """Stable identifier of the kind of error, listed in docs/errors.md."""
     exit_code = 1
+    names_worker = False
+    """True if the message already names the worker or the host."""
     trace: str = ""
-    """Traceback of the worker where it was raised, empty if it was raised in this process."""
+    """Traceback of the worker that raised the error; empty if it was raised in this process."""
 
     def described(self) -> str:
         """The message after its code, as users see it."""
         return f"{self.code} {self}"
 
     def located(self, where: str) -> Self:
-        """The same error with `where` in front of its message, for one that comes from another process."""
+        """The same error with `where` in front of its message, if it does not name its worker already."""
+        if self.names_worker:
+            return self
         if self.args and isinstance(self.args[0], str):
             return self._like(f"{where}: {self.args[0]}", *self.args[1:])
         return self._like(*self.args)
@@ -45,7 +49,7 @@ class RollError(Exception):
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and what it came from, the first cause last, each once: one raised from itself is its own cause."""
+    """The exception and its causes, first cause last, without duplicates (an exception can be its own cause)."""
     met: set[int] = set()
     while error is not None and id(error) not in met:
         met.add(id(error))
@@ -58,18 +62,18 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One mistake in a configuration, with everything needed to find and mend it."""
+    """One mistake in a configuration, with its position."""
 
     where: str
-    """`file:line:column`, `command line` or the name of the config when the value was written nowhere."""
+    """`file:line:column`, `command line`, or the name of the config if the value was not written anywhere."""
     key: str
     """Dotted path of the key, `actor_train.training_args.learning_rate`."""
     message: str
-    """What was found and what was expected."""
+    """The value found and the value expected."""
     hint: str = ""
-    """What to do: the nearest right key, the smallest change that would be valid."""
+    """What to do: the most similar key, or the smallest valid change."""
     code: str = "ROLL-C001"
-    """One of `CONFIG_CODES`, or the code of the error behind the problem."""
+    """One of `CONFIG_CODES`, or the code of the error that caused the problem."""
 
     def __str__(self) -> str:
         subject = f"{self.key}: " if self.key else ""
@@ -80,7 +84,7 @@ class ConfigProblem:
 CONFIG_CODES = {
     "ROLL-C010": "Unknown key.",
     "ROLL-C011": "Missing key or value.",
-    "ROLL-C012": "A key that YAML does not read as text, or with characters that it cannot have.",
+    "ROLL-C012": "A key that YAML does not read as text, or with characters that are not allowed.",
     "ROLL-C013": "A value of the wrong type, out of range, or not among the choices.",
     "ROLL-C014": "Values that contradict each other or a rule of the schema.",
     "ROLL-C015": "A key that nothing uses.",
@@ -97,13 +101,13 @@ CONFIG_CODES = {
     "ROLL-C030": "Trainer and engine have no usable weight transport in common.",
     "ROLL-C040": "A file or directory that the config names is missing or unusable.",
     "ROLL-C041": "A reward does not fit the data, or its code cannot be used.",
-    "ROLL-C050": "A warning: the config is valid, but a value has an effect that few want.",
+    "ROLL-C050": "A warning: the config is valid, but a value has a probably unintended effect.",
 }
 """Kinds of problems in a configuration, by code."""
 
 
 class ConfigError(RollError, ValueError):
-    """A configuration that cannot be used; carries every problem that was found, not just the first."""
+    """The configuration is invalid. Lists every problem, not only the first."""
 
     code = "ROLL-C001"
     exit_code = 2
@@ -113,7 +117,7 @@ class ConfigError(RollError, ValueError):
 
     @property
     def problems(self) -> tuple[ConfigProblem, ...]:
-        """All problems, in the order in which they stand in the file."""
+        """All problems, in the order of the file."""
         found: tuple[ConfigProblem, ...] = self.args[0]
         return found
 
@@ -126,79 +130,76 @@ class ConfigError(RollError, ValueError):
 
 
 class PlacementError(RollError, ValueError):
-    """A `device_mapping` that the cluster cannot satisfy: names the role, the slot, and what exists."""
+    """The cluster does not have the slots of a `device_mapping`. Names the role, the slot and the existing slots."""
 
     code = "ROLL-C002"
     exit_code = 2
 
 
 class PythonEnvironmentError(RollError, OSError):
-    """The Python environment of a role cannot be used or made: names the role, the host, the package, the command."""
+    """The Python environment of a role cannot be used or created. Names role, host, package and command."""
 
     code = "ROLL-C003"
     exit_code = 2
-
-    def located(self, where: str) -> Self:
-        """Itself: it says where it comes from."""
-        return self
+    names_worker = True
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 
 class PluginError(RollError):
-    """Something is wrong with a plugin, not with ROLL and not with the model."""
+    """A plugin is invalid or failed."""
 
     code = "ROLL-P001"
     exit_code = 2
 
 
 class PluginLoadError(PluginError, ImportError):
-    """A plugin could not be imported or broke the contract while it was loaded; the cause is chained."""
+    """A plugin cannot be imported, or violates the plugin contract. The cause is chained."""
 
     code = "ROLL-P002"
 
 
 class ContractError(PluginError, ValueError):
-    """A plugin gave the plugin API a value that it does not have; names the field and the values that it has."""
+    """A plugin passed an invalid value to the plugin API. Names the field and the valid values."""
 
     code = "ROLL-P003"
 
 
 class UnknownProviderError(PluginError, LookupError):
-    """A name in the config that no loaded plugin offers."""
+    """No loaded plugin offers a name in the config."""
 
     code = "ROLL-P004"
 
 
 class ProviderConflictError(PluginError, LookupError):
-    """A name in the config that two packages offer; names both, and the way out."""
+    """Two packages offer the same name. Names both, and how to choose."""
 
     code = "ROLL-P005"
 
 
 class MissingRequirementError(PluginError, ImportError):
-    """A provider was chosen whose engine is missing or of a wrong version."""
+    """A package that the selected part needs is not installed, or has the wrong version."""
 
     code = "ROLL-P006"
 
 
 class PluginHookError(PluginError, RuntimeError):
-    """An event hook of a plugin raised; names the package."""
+    """An event hook of a plugin raised an exception. Names the package."""
 
     code = "ROLL-P007"
     exit_code = 1
 
 
 class InvalidCompletionError(PluginError, ValueError):
-    """An engine returned something that is not the completion of its request; names the engine and its package."""
+    """The result of an engine is not a valid completion of the request. Names the engine and its package."""
 
     code = "ROLL-P008"
     exit_code = 1
 
 
 class TrackerError(PluginError, RuntimeError):
-    """A tracker could not be opened, raised while it recorded a step, or could not be closed; names the tracker."""
+    """A tracker failed to open, to record a step or to close. Names the tracker."""
 
     code = "ROLL-P009"
     exit_code = 1
@@ -208,40 +209,40 @@ class TrackerError(PluginError, RuntimeError):
 
 
 class DataError(RollError, ValueError):
-    """Rows, templates or tokens that cannot be used: names the file, the row and the column."""
+    """Rows, templates or tokens are unusable. Names the file, the row and the column."""
 
     code = "ROLL-D001"
     exit_code = 2
 
 
 class ModelError(RollError, ValueError):
-    """A model that cannot be loaded or made, or that cannot do what the role needs."""
+    """A model cannot be loaded or created, or cannot do what the role needs."""
 
     code = "ROLL-M001"
     exit_code = 2
 
 
 class UnsupportedError(RollError, ValueError):
-    """Something that a part declares it cannot do was asked of it; says what can."""
+    """A part does not support what was requested. Names what does."""
 
     code = "ROLL-M002"
     exit_code = 2
 
 
 class ExtensionError(RollError, RuntimeError):
-    """Sources that come with a package cannot be compiled here; the message ends with what the compiler said."""
+    """Sources of a package cannot be compiled on this host. The message ends with the compiler's output."""
 
     code = "ROLL-M003"
 
 
 class NotBuiltError(RollError, AttributeError):
-    """A strategy was called before its model was there."""
+    """A strategy was called before its model was built."""
 
     code = "ROLL-M004"
 
 
 class NonFiniteError(RollError, ArithmeticError):
-    """A loss, gradient or logprob that is NaN or infinite; names where it first appeared."""
+    """A loss, gradient or logprob is NaN or infinite. Names the first one."""
 
     code = "ROLL-M005"
 
@@ -250,97 +251,86 @@ class NonFiniteError(RollError, ArithmeticError):
 
 
 class WorkerError(RollError, RuntimeError):
-    """A worker's method failed. The message begins with role, rank and host; the worker's traceback is kept."""
+    """A method of a worker failed. The message begins with role, rank and host, and has the worker's traceback."""
 
     code = "ROLL-W001"
+    names_worker = True
 
     def __init__(self, role: str, rank: int, host: str, method: str, cause: str, trace: str = "") -> None:
         super().__init__(role, rank, host, method, cause, trace)
         self.role, self.rank, self.host, self.method, self.cause, self.trace = role, rank, host, method, cause, trace
-
-    def located(self, where: str) -> Self:
-        """Itself: it says where it comes from."""
-        return self
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} on {self.host}: {self.method} failed: {self.cause}"
 
 
 class WorkerDiedError(WorkerError):
-    """A worker's process is gone."""
+    """A worker's process exited."""
 
     code = "ROLL-W002"
 
     def __str__(self) -> str:
         when = f"during {self.method}" if self.method else "between two calls"
-        return f"{self.role} rank {self.rank} on {self.host} died {when}: {self.cause}"
+        return f"{self.role} rank {self.rank} on {self.host} exited {when}: {self.cause}"
 
 
 class WorkerHungError(WorkerDiedError):
-    """A worker with work missed its heartbeats and was killed. Its trace shows where it hung."""
+    """A busy worker missed its heartbeats and was killed. Its traceback shows where it hung."""
 
     code = "ROLL-W003"
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} on {self.host} was given up: {self.cause}"
+        return f"{self.role} rank {self.rank} on {self.host} was killed: {self.cause}"
 
 
 class EngineDiedError(RollError, RuntimeError):
-    """The processes of an inference engine are gone, while the worker that started them lives. It cannot be mended
-    there: the worker counts as dead."""
+    """The processes of an inference engine exited. Its worker cannot restart them, so it counts as dead."""
 
     code = "ROLL-W004"
 
 
 class WorkerTimeoutError(RollError, TimeoutError):
-    """A call's deadline passed; names every rank that did not answer, and its host."""
+    """A call exceeded its deadline. Names every rank without a result, and its host."""
 
     code = "ROLL-W005"
+    names_worker = True
 
     def __init__(
         self, role: str, method: str, seconds: float, silent: Sequence[int], hosts: Sequence[str] = ()
     ) -> None:
-        """`hosts` are those of the silent ranks, in their order."""
+        """`silent`: the ranks without a result. `hosts`: their hosts, in the same order."""
         super().__init__(role, method, seconds, tuple(silent), tuple(hosts))
         self.role, self.method, self.seconds = role, method, seconds
         self.silent, self.hosts = tuple(silent), tuple(hosts)
 
-    def located(self, where: str) -> Self:
-        """Itself: it says where it comes from."""
-        return self
-
     def __str__(self) -> str:
         by_host: dict[str, list[str]] = {}
         for rank, host in zip_longest(self.silent, self.hosts, fillvalue=""):
-            by_host.setdefault(str(host), []).append(str(rank))
-        ranks = "; ".join(
-            f"rank {', '.join(ranks)} on {host}" if host else f"rank {', '.join(ranks)}"
-            for host, ranks in by_host.items()
-        )
-        return f"{self.role}: {self.method} got no answer within {self.seconds:g} s from {ranks}"
+            by_host.setdefault(f" on {host}" if host else "", []).append(str(rank))
+        ranks = "; ".join(f"rank {', '.join(ranks)}{where}" for where, ranks in by_host.items())
+        return f"{self.role}: {self.method} got no result within {self.seconds:g} s from {ranks}"
 
 
 # -- weight sync -------------------------------------------------------------------------------------------------------
 
 
 class WeightSyncError(RollError, RuntimeError):
-    """Weights did not arrive as they were sent. Subclasses say how; each names role, rank and tensor."""
+    """Received weights differ from the weights that were sent. Subclasses name the role, the rank and the tensor."""
 
     code = "ROLL-S001"
 
     loaded: bool = False
-    """Whether engines hold all that they were sent, even if it is not what was to be sent. Otherwise what they hold may
-    be in part of one version and in part of another."""
+    """True if engines loaded everything that they received. Otherwise their weights may be a mix of two versions."""
 
 
 class MissingTensorError(WeightSyncError):
-    """The receiver does not hold a tensor that the manifest lists."""
+    """The receiver does not have a tensor of the manifest."""
 
     code = "ROLL-S002"
 
 
 class UnexpectedTensorError(WeightSyncError):
-    """The receiver was sent a tensor that the manifest does not list, or that its model does not have."""
+    """The receiver got a tensor that is not in the manifest, or that its model does not have."""
 
     code = "ROLL-S003"
 
@@ -352,30 +342,30 @@ class CorruptTensorError(WeightSyncError):
 
 
 class StaleWeightsError(WeightSyncError):
-    """The receiver holds, or was sent, an older weight version than the one published."""
+    """The receiver has, or got, an older weight version than the published one."""
 
     code = "ROLL-S005"
 
 
 class NonFiniteWeightError(WeightSyncError, ArithmeticError):
-    """A tensor that was to be published in 8 bits has values that are NaN or infinite."""
+    """A tensor to be published in fp8 has values that are NaN or infinite."""
 
     code = "ROLL-S006"
 
 
 class WeightsUnchangedError(WeightSyncError):
-    """An optimizer step was published, but no weight differs from the version before."""
+    """Weights were published after an optimizer step, but none differs from the previous version."""
 
     code = "ROLL-S007"
 
 
-class ReceiverSilentError(WeightSyncError, TimeoutError):
+class ReceiverTimeoutError(WeightSyncError, TimeoutError):
     """Receivers did not confirm the weights in time."""
 
     code = "ROLL-S008"
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        """`ranks` are those that are known to be silent."""
+        """`ranks`: those known to have timed out."""
         super().__init__(message, tuple(ranks))
         self.message, self.ranks = message, tuple(ranks)
 
@@ -387,7 +377,7 @@ class ReceiverSilentError(WeightSyncError, TimeoutError):
 
 
 class GuardTrippedError(RollError, RuntimeError):
-    """A guard stopped the run. `guard` is its id, under which the docs explain it."""
+    """A guard ended the run. `guard` is its id in the docs."""
 
     code = "ROLL-R001"
 
@@ -404,61 +394,60 @@ class GuardTrippedError(RollError, RuntimeError):
 
 
 class CheckpointError(RollError, RuntimeError):
-    """A checkpoint that is missing, incomplete or damaged; names the file, and the last good checkpoint if any."""
+    """A checkpoint is missing, incomplete or damaged. Names the file, and the last valid checkpoint if any."""
 
     code = "ROLL-R002"
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """A run was to be resumed from where there is no checkpoint."""
+    """There is no checkpoint from which the run can be resumed."""
 
     code = "ROLL-R003"
     exit_code = 2
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A good checkpoint from which this config cannot go on; says why, and what would."""
+    """A valid checkpoint does not fit this config. Names the difference and a remedy."""
 
     code = "ROLL-R004"
     exit_code = 2
 
 
 class RunDirectoryError(RollError, OSError):
-    """A run directory that cannot be made, or something that is not a run directory; names the path."""
+    """A run directory cannot be created, or a path is not a run directory. Names the path."""
 
     code = "ROLL-R005"
     exit_code = 2
 
 
 class RunFileError(RollError, OSError):
-    """A file of a run that cannot be written or was lost: a full disk, a run directory deleted in mid-run; names the
-    file."""
+    """A file of a run cannot be written or was deleted during the run. Names the file."""
 
     code = "ROLL-R006"
 
 
 class RecordingError(RollError, ValueError):
-    """Recorded rollouts that are missing, damaged, or not those that the config would have had."""
+    """Recorded rollouts are missing, damaged, or do not fit the config."""
 
     code = "ROLL-R007"
     exit_code = 2
 
 
 class RewardFailure(RollError, RuntimeError):
-    """Raised by a reward that could not be computed (a sandbox died, a service answered 500). It is never 0."""
+    """Raised by a reward that cannot be computed, for example after a service returned 500. It never counts as 0."""
 
     code = "ROLL-D002"
 
 
 class RunInterruptedError(RollError, KeyboardInterrupt):
-    """The run was stopped from outside, at once (Ctrl-C; SIGTERM where a step could not be saved)."""
+    """The run was interrupted by Ctrl-C, or by SIGTERM if the step could not be saved."""
 
     code = "ROLL-R008"
     exit_code = 130
 
 
 class RunPreemptedError(RunInterruptedError):
-    """The run was stopped by SIGTERM, and every step that it has done is in a checkpoint: start it again to go on."""
+    """SIGTERM ended the run, and all its steps are in a checkpoint. Start it again to continue."""
 
     code = "ROLL-R009"
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from roll_infer_hf.sampler import ROW, draw, sampling_row, shaped_rows
-from roll_infer_hf.sequence import UNIFORMS, Sequence, make_output
+from roll_core.types import CompletionOutput
+from roll_infer_hf.sampler import ROW, sample, sampling_row, shaped_rows
+from roll_infer_hf.sequence import UNIFORMS, Sequence
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.types import CompletionOutput, FinishReason, RoutedExperts, TokenIds
+    from roll_core.types import FinishReason, RoutedExperts, TokenIds
 
 
 class Batch:
@@ -80,29 +81,29 @@ class Batch:
     def finish(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> None:
         """Set the sequence's output from its generated tokens and free its slot. The caller drops the row."""
         sequence.output = self.output_of(sequence, reason, stop)
-        self.give_up(sequence)
+        self.free(sequence)
 
     def output_of(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> CompletionOutput:
         """Output with the tokens generated so far."""
         slot = sequence.slot
-        num = int(self._counts_S[slot]) if slot >= 0 else 0
-        at = max(slot, 0)
-        return make_output(
-            self._tokens_ST[at : at + 1, :num].reshape(-1),
-            self._logprobs_ST[at : at + 1, :num].reshape(-1),
-            self._versions_ST[at : at + 1, :num].reshape(-1),
-            reason,
-            stop,
-            sequence.computed_experts(num),
+        tokens = slice(int(self._counts_S[slot]) if slot >= 0 else 0)
+        row = max(slot, 0)
+        return CompletionOutput(
+            token_ids=self._tokens_ST[row : row + 1, tokens].flatten(),
+            logprobs=self._logprobs_ST[row : row + 1, tokens].flatten(),
+            versions=self._versions_ST[row : row + 1, tokens].flatten(),
+            finish_reason=reason,
+            stop=stop,
+            routed_experts=sequence.computed_experts(tokens.stop),
         )
 
-    def give_up(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Free the slot."""
         if sequence.slot >= 0:
             self._sequences[sequence.slot] = None
             sequence.slot = -1
 
-    def note_experts(self, routed_experts_NMK: RoutedExperts | None) -> None:
+    def add_experts(self, routed_experts_NMK: RoutedExperts | None) -> None:
         """Append each row's routed experts for the token that was decoded last; for requests that want them."""
         if routed_experts_NMK is None:
             return
@@ -112,7 +113,9 @@ class Batch:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def draw(self, logits_NV: Tensor, first: int, version: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    def sample(
+        self, logits_NV: Tensor, first: int, version: int
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Sample one token for each row from row `first` on and record it with its logprob and weight version.
 
         `logits_NV` has one row for each of these rows and is overwritten. Sets the output of sequences that end.
@@ -130,7 +133,7 @@ class Batch:
         table_N = self._table_N[rows]
         banned_N = (counts_N < table_N["min_new"]) & self._has_ends_N[rows]
         shaped = np.flatnonzero(self._shaped_N[rows] | banned_N)
-        drawn = draw(
+        sampled = sample(
             logits_NV,
             uniforms_N,
             table_N,
@@ -138,30 +141,30 @@ class Batch:
             seen_SV=self._seen(shaped, first, logits_NV.device) if len(shaped) and self._penalised else None,
             banned_SV=self._banned(shaped, banned_N, first, logits_NV.device) if banned_N.any() else None,
         )
-        self._tokens_ST[slots_N, counts_N] = drawn.tokens_N
-        self._logprobs_ST[slots_N, counts_N] = drawn.logprobs_N
+        self._tokens_ST[slots_N, counts_N] = sampled.tokens_N
+        self._logprobs_ST[slots_N, counts_N] = sampled.logprobs_N
         self._versions_ST[slots_N, counts_N] = version
         counts_N = counts_N + 1
         self._counts_S[slots_N] = counts_N
-        broken = np.flatnonzero(~np.isfinite(drawn.logprobs_N)) + first
-        goes_on = np.ones(len(self.rows), dtype=np.bool_)
-        ended_N: npt.NDArray[np.bool_] = self._ends_EV[self._end_set_N[rows], drawn.tokens_N]
+        broken = np.flatnonzero(~np.isfinite(sampled.logprobs_N)) + first
+        continues = np.ones(len(self.rows), dtype=np.bool_)
+        ended_N: npt.NDArray[np.bool_] = self._ends_EV[self._end_set_N[rows], sampled.tokens_N]
         for row in np.flatnonzero(ended_N) + first:
-            self.finish(self.rows[row], "stop", int(drawn.tokens_N[row - first]))
-            goes_on[row] = False
+            self.finish(self.rows[row], "stop", int(sampled.tokens_N[row - first]))
+            continues[row] = False
         for row in self._stop_string_rows[self._stop_string_rows >= first]:
             sequence = self.rows[row]
             num = counts_N[row - first]
-            if goes_on[row] and sequence.request.stops is not None and num > sequence.params.min_new_tokens:
+            if continues[row] and sequence.request.stops is not None and num > sequence.params.min_new_tokens:
                 stop = sequence.request.stops.found(self._tokens_ST[sequence.slot, :num])
                 if stop is not None:
                     self.finish(sequence, "stop", stop)
-                    goes_on[row] = False
+                    continues[row] = False
         for row in np.flatnonzero(counts_N >= table_N["max_new"]) + first:
-            if goes_on[row]:
+            if continues[row]:
                 self.finish(self.rows[row], "length")
-                goes_on[row] = False
-        return goes_on, broken
+                continues[row] = False
+        return continues, broken
 
     def _seen(self, shaped: npt.NDArray[np.int64], first: int, device: torch.device) -> Tensor:
         seen = torch.zeros((len(shaped), self._vocab_size), dtype=torch.bool)

@@ -44,7 +44,7 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
     if device not in ("cpu", "cuda") or torch.version.hip or model.dtype not in DTYPES:
         if kernels == "compiled":
             raise UnsupportedError(
-                f"compiled kernels compute float32 and bfloat16 on a CPU or on CUDA, not {model.dtype} on"
+                f"kernels: compiled supports float32 and bfloat16 on a CPU or on CUDA, not {model.dtype} on"
                 f" {model.device}; set strategy_config.kernels to auto"
             )
         return Decoder
@@ -59,7 +59,7 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
     except ExtensionError as error:
         if kernels == "compiled":
             raise
-        log.info("the embedded engine decodes with torch's operators, more slowly: %s", error)
+        log.info("hf_infer decodes with PyTorch operators, which is slower: %s", error)
         return Decoder
     return CompiledDecoder
 

@@ -7,6 +7,7 @@ submit ─► scheduler ─► prefill ─┐
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_infer_hf.config import HFInferConfig
-    from roll_infer_hf.runner import Piece, Prompt, Runner
+    from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
     from roll_infer_hf.sequence import RunningRequest, Sequence
 
 
@@ -55,6 +56,8 @@ class EngineCore:
         self._some_ended = False
         self.version = 0
         self._counters: dict[str, float] = defaultdict(float)
+        self._counters_lock = threading.Lock()
+        """`take_metrics` is called on the event loop while a step adds to the counters on the worker thread."""
 
     @property
     def busy(self) -> bool:
@@ -72,23 +75,23 @@ class EngineCore:
         Returns the requests that are done.
         """
         started = time.perf_counter()
-        self._note_most("waiting/max", len(self._scheduler.waiting))
+        self._count_max("waiting/max", len(self._scheduler.waiting))
         if self._scheduler.waiting:
             self._scheduler.enter(len(self._batch), self._batch.longest(), self._batch.tokens)
-        pieces = self._scheduler.pieces()
-        if pieces:
-            self._prefill(pieces)
-            self._counters["prefill_seconds"] += time.perf_counter() - started
+        chunks = self._scheduler.chunks()
+        if chunks:
+            self._prefill(chunks)
+            self._count("prefill_seconds", time.perf_counter() - started)
         started = time.perf_counter()
         if len(self._batch):
             num = len(self._batch)
             logits = self.runner.decode(self._batch.last_tokens())
-            self._batch.note_experts(self.runner.routed_experts_NMK)
+            self._batch.add_experts(self.runner.routed_experts_NMK)
             self._advance(logits, 0)
-            self._counters["decode_steps"] += 1
-            self._counters["decode_rows"] += num
-            self._note_most("running/max", num)
-            self._counters["decode_seconds"] += time.perf_counter() - started
+            self._count("decode_steps", 1)
+            self._count("decode_rows", num)
+            self._count_max("running/max", num)
+            self._count("decode_seconds", time.perf_counter() - started)
         return self._take_done()
 
     def abort(self, ids: Iterable[str]) -> list[RunningRequest]:
@@ -147,29 +150,35 @@ class EngineCore:
 
     def take_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""
-        counters, self._counters = self._counters, defaultdict(float)
+        with self._counters_lock:
+            counters, self._counters = self._counters, defaultdict(float)
         found = {name: counters[name] for name in COUNTED}
         found["running/mean"] = counters["decode_rows"] / max(counters["decode_steps"], 1)
         return found
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _note_most(self, name: str, value: int) -> None:
-        self._counters[name] = max(self._counters[name], value)
+    def _count(self, name: str, value: float) -> None:
+        with self._counters_lock:
+            self._counters[name] += value
 
-    def _prefill(self, pieces: list[Piece]) -> None:
-        logits = self.runner.prefill(pieces)
-        self._counters["prompt_tokens"] += sum(each.end - each.begin for each in pieces)
-        complete = self._scheduler.ready(pieces)
+    def _count_max(self, name: str, value: int) -> None:
+        with self._counters_lock:
+            self._counters[name] = max(self._counters[name], value)
+
+    def _prefill(self, chunks: list[PromptChunk]) -> None:
+        logits = self.runner.prefill(chunks)
+        self._count("prompt_tokens", sum(each.end - each.begin for each in chunks))
+        complete = self._scheduler.ready(chunks)
         sequences: list[Sequence] = []
-        prompts: list[Prompt] = []
+        prompts: list[CachedPrompt] = []
         sources: list[int] = []
         for source, (prompt, group) in enumerate(complete):
             for each in group:
                 request = each.request
                 if request.request.prompt_logprobs and request.prompt_logprobs is None:
                     request.prompt_logprobs = prompt.logprobs
-                each.note_experts(prompt.routed_experts)
+                each.add_experts(prompt.routed_experts)
                 if each.params.max_new_tokens == 0:
                     self._batch.finish(each, "length")
                     self._some_ended = True
@@ -177,9 +186,8 @@ class EngineCore:
                 sequences.append(each)
                 prompts.append(prompt)
                 sources.append(source)
-        self._counters["shared_prompt_tokens"] += sum(len(each) for each in prompts) - sum(
-            len(prompt) - prompt.donated for prompt, _ in complete
-        )
+        computed = sum(len(prompt) - prompt.donated for prompt, _ in complete)
+        self._count("shared_prompt_tokens", sum(len(each) for each in prompts) - computed)
         if sequences:
             first = len(self._batch)
             self.runner.join(prompts)
@@ -188,15 +196,15 @@ class EngineCore:
         self._scheduler.release([prompt for prompt, _ in complete])
 
     def _advance(self, logits: Tensor, first: int) -> None:
-        kept, broken = self._batch.draw(logits, first, self.version)
-        self._counters["generated_tokens"] += len(self._batch) - first
+        kept, broken = self._batch.sample(logits, first, self.version)
+        self._count("generated_tokens", len(self._batch) - first)
         if len(broken):
             self.runner.scrub(broken)
             requests = {id(self._batch.rows[row].request): self._batch.rows[row].request for row in broken}
             for request in requests.values():
                 error = NonFiniteError(
                     f"request {request.request.id!r}: the model's logits are not finite"
-                    f" (weight version {self.version}); the weights or the precision are at fault, not the request"
+                    f" (weight version {self.version}); check the weights and the dtype"
                 )
                 self._fail([request], error)
             kept &= np.array([each.request.error is None for each in self._batch.rows], dtype=np.bool_)
@@ -209,7 +217,7 @@ class EngineCore:
         for request in requests:
             request.error = error
             for sequence in request.sequences:
-                self._batch.give_up(sequence)
+                self._batch.free(sequence)
 
     def _drop(self, kept_N: npt.NDArray[np.bool_]) -> None:
         if not kept_N.all():

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from roll_infer_hf.kv_cache import KVCache
-from roll_infer_hf.linear import Projection
-from roll_infer_hf.runner import Piece, Prompt, Runner
+from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.layout import adjacent
+from roll_modeling.memory import padded_rows
+from roll_modeling.products import HAS_ONEDNN, ONEDNN_MIN_WEIGHTS, onednn_linear, prefers_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,7 @@ IDLE_PROMPT_BYTES = 64 * 2**20
 """Maximum size of the prompt cache, in bytes, that stays allocated while it holds no prompt."""
 LOGPROB_ROWS = 1024
 """Number of prompt tokens whose logits are materialized at once for prompt logprobs."""
+_PACKS = HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -48,14 +50,42 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "sliding windows"
     rope = str(model.model.rotary_emb.rope_type)
     if rope not in ("default", "linear", "llama3", "yarn"):
-        return f"rope {rope}, which depends on the length"
+        return f"rope {rope}, which depends on the sequence length"
     if getattr(config, "pretraining_tp", 1) != 1:
         return "pretraining_tp"
     first = model.model.layers[0]
     linears = [first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.gate_proj, first.mlp.down_proj, model.lm_head]
     if not all(type(each) is torch.nn.Linear for each in linears):
-        return "wrapped or quantised layers"
+        return "wrapped or quantized layers"
     return None
+
+
+class Projection:
+    """Linear layer `x @ weight.T + bias`.
+
+    For float32 on a CPU PyTorch calls MKL, but oneDNN is faster on non-Intel processors. oneDNN is faster still with
+    weights packed into its own layout. `benchmarks/rollout.py` measures the three as `linear`, `onednn` and `packed`.
+    A packed weight is a copy: create a new `Projection` after the weight has changed.
+    """
+
+    __slots__ = ("_bias", "_onednn", "_weight", "weight")
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, pack: bool, num_rows: int = 64) -> None:
+        self.weight = weight_OI
+        self._bias = bias_O
+        large = weight_OI.device.type == "cpu" and weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
+        packed = _PACKS and pack and large and weight_OI.dtype in (torch.float32, torch.bfloat16)
+        self._onednn = packed or prefers_onednn(weight_OI)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows) if packed else weight_OI
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Apply the layer: `[T, I]` to `[T, O]`."""
+        if self._onednn:
+            num_rows = len(x_TI)
+            if more := padded_rows(num_rows) - num_rows:
+                x_TI = F.pad(x_TI, (0, 0, 0, more))
+            return onednn_linear(x_TI, self._weight, self._bias)[:num_rows]
+        return F.linear(x_TI, self._weight, self._bias)
 
 
 @dataclass(slots=True)
@@ -132,7 +162,7 @@ class Decoder(Runner):
         self._rows.reserve(num_rows, num_tokens, used, int(self._lengths_N.max(initial=0)))
         self._need_positions(num_tokens)
 
-    def forget(self, prompt: Prompt) -> None:
+    def forget(self, prompt: CachedPrompt) -> None:
         """Free the prompt's slot. The lowest free slot is reused first, so prompts of equal length become adjacent."""
         if prompt.slot < 0:
             return
@@ -146,50 +176,50 @@ class Decoder(Runner):
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Compute all pieces as one flat batch: GEMMs over all tokens, attention per piece."""
-        for piece in pieces:
-            self._need_slot(piece.prompt)
-            self._need_positions(piece.end)
-        tokens_T = torch.from_numpy(np.concatenate([each.prompt.tokens[each.begin : each.end] for each in pieces]))
-        positions_T = torch.from_numpy(np.concatenate([np.arange(each.begin, each.end) for each in pieces]))
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Tensor:
+        """Compute all chunks as one flat batch: GEMMs over all tokens, attention per chunk."""
+        for chunk in chunks:
+            self._need_slot(chunk.prompt)
+            self._need_positions(chunk.end)
+        tokens_T = torch.from_numpy(np.concatenate([each.prompt.tokens[each.begin : each.end] for each in chunks]))
+        positions_T = torch.from_numpy(np.concatenate([np.arange(each.begin, each.end) for each in chunks]))
         cos_T1D, sin_T1D = self._rope(positions_T.to(self.device))
         hidden = F.embedding(tokens_T.to(self.device), self._embedding)
-        bounds = np.cumsum([0] + [each.end - each.begin for each in pieces])
+        bounds = np.cumsum([0] + [each.end - each.begin for each in chunks])
         for index, layer in enumerate(self._layers):
             qk, value = self._project(layer, hidden, cos_T1D, sin_T1D)
-            attended = self._attend_pieces(index, pieces, bounds, qk, value)
+            attended = self._attend_chunks(index, chunks, bounds, qk, value)
             self._finish_layer(layer, hidden, attended)
-        lasts = [int(bounds[i + 1]) - 1 for i, each in enumerate(pieces) if each.last]
-        for i, piece in enumerate(pieces):
-            piece.prompt.done = piece.end
-            if piece.prompt.logprobs_wanted:
-                self._score(piece, hidden[bounds[i] : bounds[i + 1]])
+        lasts = [int(bounds[i + 1]) - 1 for i, each in enumerate(chunks) if each.last]
+        for i, chunk in enumerate(chunks):
+            chunk.prompt.done = chunk.end
+            if chunk.prompt.logprobs_wanted:
+                self._score(chunk, hidden[bounds[i] : bounds[i + 1]])
         return self._logits(hidden[lasts])
 
-    def _attend_pieces(
-        self, index: int, pieces: Sequence[Piece], bounds: npt.NDArray[np.int64], qk: Tensor, value: Tensor
+    def _attend_chunks(
+        self, index: int, chunks: Sequence[PromptChunk], bounds: npt.NDArray[np.int64], qk: Tensor, value: Tensor
     ) -> Tensor:
         keys, values = self._prompts.keys[index], self._prompts.values[index]
         query = qk[:, : self.num_heads]
-        for i, piece in enumerate(pieces):
-            slot, donor = piece.prompt.slot, piece.prompt.donor
+        for i, chunk in enumerate(chunks):
+            slot, donor = chunk.prompt.slot, chunk.prompt.donor
             begin, end = int(bounds[i]), int(bounds[i + 1])
-            if donor is not None and piece.begin == piece.prompt.donated:
-                keys[slot, :, : piece.begin] = keys[donor.slot, :, : piece.begin]
-                values[slot, :, : piece.begin] = values[donor.slot, :, : piece.begin]
-            keys[slot, :, piece.begin : piece.end] = qk[begin:end, self.num_heads :].transpose(0, 1)
-            values[slot, :, piece.begin : piece.end] = value[begin:end].transpose(0, 1)
+            if donor is not None and chunk.begin == chunk.prompt.donated:
+                keys[slot, :, : chunk.begin] = keys[donor.slot, :, : chunk.begin]
+                values[slot, :, : chunk.begin] = values[donor.slot, :, : chunk.begin]
+            keys[slot, :, chunk.begin : chunk.end] = qk[begin:end, self.num_heads :].transpose(0, 1)
+            values[slot, :, chunk.begin : chunk.end] = value[begin:end].transpose(0, 1)
         attended = torch.empty(query.shape, dtype=query.dtype, device=self.device)
         i = 0
-        while i < len(pieces):
+        while i < len(chunks):
             # Pieces of equal bounds in adjacent slots need only one attention call.
             j = i + 1
-            first = pieces[i]
+            first = chunks[i]
             while (
-                j < len(pieces)
-                and (pieces[j].begin, pieces[j].end) == (first.begin, first.end)
-                and pieces[j].prompt.slot == first.prompt.slot + j - i
+                j < len(chunks)
+                and (chunks[j].begin, chunks[j].end) == (first.begin, first.end)
+                and chunks[j].prompt.slot == first.prompt.slot + j - i
             ):
                 j += 1
             flat = slice(int(bounds[i]), int(bounds[j]))
@@ -221,23 +251,23 @@ class Decoder(Runner):
         )
         return result.view(num, self.num_heads, length, -1).transpose(1, 2)
 
-    def _score(self, piece: Piece, hidden_TC: Tensor) -> None:
-        """Store the logprobs of the tokens that follow the piece's tokens, `[begin + 1, end + 1)`, in the prompt."""
-        prompt = piece.prompt
+    def _score(self, chunk: PromptChunk, hidden_TC: Tensor) -> None:
+        """Store the logprobs of the tokens that follow the chunk's tokens, `[begin + 1, end + 1)`, in the prompt."""
+        prompt = chunk.prompt
         if prompt.logprobs is None:
             prompt.logprobs = np.zeros(len(prompt), dtype=np.float32)
-        targets = torch.from_numpy(prompt.tokens[piece.begin + 1 : piece.end + 1]).to(self.device)
+        targets = torch.from_numpy(prompt.tokens[chunk.begin + 1 : chunk.end + 1]).to(self.device)
         for start in range(0, len(targets), LOGPROB_ROWS):
-            chunk = targets[start : start + LOGPROB_ROWS]
-            logits = self._logits(hidden_TC[start : start + len(chunk)])
-            found = torch.log_softmax(logits, dim=-1).gather(1, chunk.unsqueeze(1)).squeeze(1)
-            at = piece.begin + 1 + start
-            prompt.logprobs[at : at + len(chunk)] = found.cpu().numpy()
+            rows = targets[start : start + LOGPROB_ROWS]
+            logits = self._logits(hidden_TC[start : start + len(rows)])
+            found = torch.log_softmax(logits, dim=-1).gather(1, rows.unsqueeze(1)).squeeze(1)
+            at = chunk.begin + 1 + start
+            prompt.logprobs[at : at + len(rows)] = found.cpu().numpy()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def join(self, prompts: Sequence[Prompt]) -> None:
+    def join(self, prompts: Sequence[CachedPrompt]) -> None:
         """Append one row per prompt; each row gets its own copy of the prompt's keys and values."""
         lengths_N = np.append(self._lengths_N, [len(prompt) for prompt in prompts]).astype(np.int64)
         self._rows.expose(len(lengths_N), int(lengths_N.max()))
@@ -417,7 +447,7 @@ class Decoder(Runner):
         sin = sin_1WD[0].to(self._math_dtype)
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1).unsqueeze(1)
 
-    def _need_slot(self, prompt: Prompt) -> None:
+    def _need_slot(self, prompt: CachedPrompt) -> None:
         if prompt.slot >= 0:
             return
         used = self._prompts.rows

@@ -8,8 +8,7 @@
 
 All requests submitted in one iteration of the event loop are in the inbox before its commands go to the thread. So
 equal sets of requests are always batched the same way. The thread runs the model and the core; the event loop manages
-the inbox and the futures. No locks are needed: the thread only tests if the inbox is empty, and `metrics` only swaps
-the counters.
+the inbox and the futures. The thread only tests if the inbox is empty. The counters of `metrics` have a lock.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ import asyncio
 import functools
 import itertools
 import logging
+import threading
 from collections import deque
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from roll_core import openmp
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.providers import InferCapabilities
-from roll_core.spec.requests import check_request
+from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
 from roll_infer_hf.config import HFInferConfig
-from roll_infer_hf.thread import EngineThread
+from roll_infer_hf.plugin import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,15 +43,13 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
     from roll_infer_hf.core import EngineCore
-    from roll_infer_hf.held_adapter import HeldAdapter
-    from roll_infer_hf.held_weights import HeldWeights
+    from roll_infer_hf.loaded_weights import Replaceable
     from roll_infer_hf.runner import Runner
-    from roll_infer_hf.sequence import RunningRequest
-    from roll_infer_hf.stopping import StopStrings
+    from roll_infer_hf.sequence import RunningRequest, StopStrings
 
 log = logging.getLogger(__name__)
 
-NOT_RUNNING = "the engine does not run: start it first, and not after stop"
+NOT_RUNNING = "the engine is not running: call `start` first, and do not use it after `stop`"
 Command = tuple["Callable[[], Any]", "asyncio.Future[Any] | None"]
 """Function that the worker thread runs between two steps, and the future of its result (None: no result needed)."""
 
@@ -61,10 +60,10 @@ class HFInferStrategy(InferStrategy):
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
         if not isinstance(config, HFInferConfig):
-            raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
+            raise TypeError(f"expected HFInferConfig, got {type(config).__name__}")
         self._settings: HFInferConfig = config
         self._core: EngineCore | None = None
-        self._weights: HeldWeights | HeldAdapter | None = None
+        self._weights: Replaceable | None = None
         self._thread: EngineThread | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -76,16 +75,7 @@ class HFInferStrategy(InferStrategy):
     metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType(
         {"running/mean": "mean", "running/max": "max", "waiting/max": "max"}
     )
-    capabilities = InferCapabilities(
-        sleeps=True,
-        lora=True,
-        prompt_logprobs=True,
-        routed_experts=True,
-        free_seeds=True,
-        in_flight_update=True,
-        device_weights=True,
-        weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
-    )
+    capabilities = CAPABILITIES
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load or initialize the model on the thread that will run it.
@@ -108,26 +98,26 @@ class HFInferStrategy(InferStrategy):
         running = self._admit(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
-        self._tell(functools.partial(self._ready_core.submit, running), None)
+        self._post(functools.partial(self._ready_core.submit, running), None)
         try:
             return await future
         except asyncio.CancelledError:
             if self._waiting.get(request.id) is future:
                 del self._waiting[request.id]
             if self._task is not None:
-                self._tell(functools.partial(self._forget, request.id), None)
+                self._post(functools.partial(self._forget, request.id), None)
             raise
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Abort the requests between two steps, after the current step. Returns their partial outputs."""
         chosen = [each for each in ids if each in self._waiting]
-        done: list[RunningRequest] = await self._ask(functools.partial(self._ready_core.abort, chosen))
+        done: list[RunningRequest] = await self._call(functools.partial(self._ready_core.abort, chosen))
         self._resolve(done)
         return [each.completion() for each in done if each.error is None]
 
     async def progress(self) -> list[Completion]:
         """Partial outputs of the unfinished requests, taken between two steps."""
-        found: list[Completion] = await self._ask(self._ready_core.progress)
+        found: list[Completion] = await self._call(self._ready_core.progress)
         return found
 
     async def update_weights(
@@ -137,7 +127,7 @@ class HFInferStrategy(InferStrategy):
 
         If an update fails after it has started, running and new requests wait until an update succeeds.
         """
-        receipt: WeightReceipt = await self._ask(
+        receipt: WeightReceipt = await self._call(
             functools.partial(self._update, version, manifest, tensors, shared=shared)
         )
         return receipt
@@ -148,7 +138,7 @@ class HFInferStrategy(InferStrategy):
         With adapters the base weights stay loaded. Waking allocates nothing; the next weight update and requests do.
         Raises `RuntimeError` if requests are running.
         """
-        await self._ask(self._release)
+        await self._call(self._release)
 
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call: tokens, steps, seconds, and numbers of running and waiting sequences."""
@@ -182,17 +172,17 @@ class HFInferStrategy(InferStrategy):
     @property
     def _can_step(self) -> bool:
         """True if there is work to do and no weight update is incomplete."""
-        return self._ready_core.busy and not (self._weights is not None and self._weights.torn)
+        return self._ready_core.busy and not (self._weights is not None and self._weights.incomplete)
 
-    def _tell(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
+    def _post(self, act: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
         self._inbox.append((act, future))
         self._wake.set()
 
-    async def _ask(self, act: Callable[[], Any]) -> Any:
+    async def _call(self, act: Callable[[], Any]) -> Any:
         if self._task is None:  # no task would ever resolve the future
             raise RuntimeError(NOT_RUNNING)
         future = asyncio.get_running_loop().create_future()
-        self._tell(act, future)
+        self._post(act, future)
         return await future
 
     async def _run(self) -> None:
@@ -205,8 +195,8 @@ class HFInferStrategy(InferStrategy):
             for _ in range(3):
                 await asyncio.sleep(0)
             commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            done, answers = await loop.run_in_executor(self._thread, self._work, commands)
-            for waiter, result, error in answers:
+            done, results = await loop.run_in_executor(self._thread, self._work, commands)
+            for waiter, result, error in results:
                 if waiter.cancelled():
                     continue
                 if error is not None:
@@ -238,8 +228,7 @@ class HFInferStrategy(InferStrategy):
 
         from roll_infer_hf import compiled_decoder, decoder
         from roll_infer_hf.core import EngineCore
-        from roll_infer_hf.held_adapter import HeldAdapter
-        from roll_infer_hf.held_weights import HeldWeights
+        from roll_infer_hf.loaded_weights import LoadedAdapter, LoadedWeights
         from roll_infer_hf.module_runner import ModuleRunner
         from roll_modeling.layout import make_adjacent
         from roll_modeling.model import end_token_ids, load_model
@@ -255,18 +244,18 @@ class HFInferStrategy(InferStrategy):
         }
         reason = decoder.unsupported(model)
         if reason is None and self._spec.router_replay:
-            raise UnsupportedError(f"router_replay needs experts, and a {model.config.model_type} has none")
+            raise UnsupportedError(f"router_replay needs a model with experts; {model.config.model_type} has none")
         runner: Runner
         if reason is None:
             chosen = compiled_decoder.decoder_class(model, self._settings.kernels)
             runner = chosen(model, pack=self._settings.pack_weights, **room)
         else:
-            log.info("the embedded engine runs this model through transformers' own code, more slowly: %s", reason)
+            log.info("hf_infer runs this model with transformers' code, which is slower: %s", reason)
             runner = ModuleRunner(model, record_experts=self._spec.router_replay, **room)
         self._model = model
         who: dict[str, Any] = {"role": self._mesh.role, "rank": self._mesh.rank}
         lora = self._spec.lora
-        self._weights = HeldWeights(model, **who) if lora is None else HeldAdapter(model, lora, **who)
+        self._weights = LoadedWeights(model, **who) if lora is None else LoadedAdapter(model, lora, **who)
         self._eos_ids = end_token_ids(model.config, getattr(model, "generation_config", None), runner.vocab_size)
         self._core = EngineCore(runner, self._settings)
 
@@ -279,27 +268,27 @@ class HFInferStrategy(InferStrategy):
 
         Returns the requests that are done, and a `(future, result, error)` for each command with a future.
         """
-        answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        results: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         core = self._ready_core
         for act, future in commands:
             try:
                 result, error = act(), None
             except Exception as caught:  # passed on to the caller; the engine continues
                 if future is None:
-                    return core.fail_all(caught), answers
+                    return core.fail_all(caught), results
                 result, error = None, caught
             if future is not None:
-                answers.append((future, result, error))
+                results.append((future, result, error))
         done: list[RunningRequest] = []
         try:
-            while self._can_step and not done and not answers and not self._inbox and not self._closing:
+            while self._can_step and not done and not results and not self._inbox and not self._closing:
                 done = core.step()
         except Exception as caught:  # a failed step leaves caches inconsistent, so all requests fail
-            log.exception("the engine's step failed")
+            log.exception("a step of hf_infer failed; all its requests fail")
             done = core.fail_all(caught)
         if not self._can_step:
             openmp.rest()
-        return done, answers
+        return done, results
 
     def _forget(self, request_id: str) -> None:
         self._ready_core.abort([request_id])
@@ -308,17 +297,17 @@ class HFInferStrategy(InferStrategy):
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool
     ) -> WeightReceipt:
         if self._weights is None:
-            raise RuntimeError("the engine does not run")
+            raise RuntimeError(NOT_RUNNING)
         core = self._ready_core
         receipt = self._weights.update(version, core.version, manifest, tensors, shared=shared)
         core.weights_changed(version)
-        self._weights.torn = False
+        self._weights.incomplete = False
         return receipt
 
     def _release(self) -> None:
         core = self._ready_core
         if core.busy:
-            raise RuntimeError("the engine is to sleep while requests run: abort them first")
+            raise RuntimeError("requests are running: abort them before `sleep`")
         if self._weights is not None and not self._weights.released:
             core.release()
             self._weights.release()
@@ -331,10 +320,10 @@ class HFInferStrategy(InferStrategy):
 
         runner = self._ready_core.runner
         if self._weights is None or self._weights.released:
-            raise RuntimeError("the engine has no weights since it slept: update them before it generates")
+            raise RuntimeError("the engine released its weights in `sleep`: update them before it generates")
         params, name = request.params, f"request {request.id!r}"
         if request.id in self._waiting:
-            raise DataError(f"{name}: a request of this id is still running; ids are unique")
+            raise DataError(f"{name}: a request with this id is running; ids must be unique")
         limit = f"the model's {runner.max_positions} positions"
         check_request(
             request,
@@ -343,11 +332,12 @@ class HFInferStrategy(InferStrategy):
             limit=limit,
             routed_experts=self._spec.router_replay,
         )
+        check_stop_strings(request, has_tokenizer=bool(self._spec.tokenizer or self._spec.path))
         total = len(request.prompt_ids) + params.max_new_tokens
         if not runner.fits(1, total):
             raise ModelError(
-                f"{name}: keys and values of {total} tokens do not fit kv_cache_gib {self._settings.kv_cache_gib:g};"
-                " raise it in the role's strategy_config"
+                f"{name}: the KV cache of {total} tokens exceeds kv_cache_gib {self._settings.kv_cache_gib:g}; raise"
+                " it in the role's strategy_config"
             )
         arrival = next(self._arrivals)
         ends = () if params.ignore_eos else tuple(sorted({*self._eos_ids, *params.stop_token_ids}))
@@ -359,15 +349,43 @@ class HFInferStrategy(InferStrategy):
         return RunningRequest.make(request, (request.priority, arrival), ends, stops, seed)
 
     def _stops(self, strings: tuple[str, ...]) -> StopStrings:
-        from roll_infer_hf.stopping import StopStrings
+        from roll_infer_hf.sequence import StopStrings
         from roll_modeling.model import load_tokenizer
 
-        if not all(strings):
-            raise DataError("stop strings: an empty string would end every response at once")
         if strings not in self._stop_strings:
-            if not (self._spec.tokenizer or self._spec.path):
-                raise UnsupportedError(
-                    "stop strings need a tokenizer, and this role's model has none; stop_token_ids work without"
-                )
             self._stop_strings[strings] = StopStrings(load_tokenizer(self._spec), strings)
         return self._stop_strings[strings]
+
+
+class EngineThread(Executor):
+    """Executor that runs functions one after the other on one daemon thread.
+
+    Unlike the threads of a `ThreadPoolExecutor`, a daemon thread that hangs does not prevent the process from exiting.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.put((future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    @override
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._queue.put(None)
+        if wait:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # every error is raised to the caller
+                    future.set_exception(error)
+            del item, future, work

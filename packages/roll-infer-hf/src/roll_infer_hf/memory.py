@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_infer_hf.config import HFInferConfig
 from roll_modeling.memory import millions, start_uses
 
 if TYPE_CHECKING:
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
 
 GIB = 2**30
 ALIGNMENT = 16
 """Multiple to which the positions of a cache row are rounded up; the same as `kv_cache.ALIGNMENT`."""
 PACKED_ELEMENTS = 60_000
-"""Minimum number of elements of a weight that `linear.Projection` packs."""
+"""Minimum number of elements of a weight that `decoder.Projection` packs."""
 
 
-def engine(question: MemoryQuestion) -> MemoryAnswer:
+def engine(question: MemoryInput) -> MemoryEstimate:
     """Memory of the embedded engine: weights, packed copies, KV cache up to `kv_cache_gib`, activations and logits."""
     config = question.config
     if not isinstance(config, HFInferConfig):
-        raise TypeError(f"the embedded engine takes an HFInferConfig, not a {type(config).__name__}")
+        raise TypeError(f"expected HFInferConfig, got {type(config).__name__}")
     size, model = DTYPE_BYTES[question.dtype], question.model
-    held: tuple[Use, ...] = (
-        Use(
+    stored: tuple[MemoryItem, ...] = (
+        MemoryItem(
             what="weights",
             num_bytes=size * model.parameters,
             formula=f"{size} × {millions(model.parameters)}",
-            during=("start",) if question.borrows_weights else (),
-            leaves=True,
+            during=("start",) if question.shares_weights else (),
+            offloads=True,
         ),
         *start_uses(question),
     )
     if packed := _packed(question, config):
-        formula = f"{size} × {millions(packed)}, laid out for the processor"
-        held += (Use(what="weights", num_bytes=size * packed, formula=formula, leaves=True),)
+        formula = f"{size} × {millions(packed)}, packed for the processor"
+        stored += (MemoryItem(what="weights", num_bytes=size * packed, formula=formula, offloads=True),)
     if config.enable_lora:
-        beneath = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
-        formula = f"{size} × {millions(beneath)}, kept beneath the adapter if all linear layers have one"
-        held += (Use(what="weights", num_bytes=size * beneath, formula=formula, during=LATER, leaves=True),)
+        base = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
+        formula = f"{size} × {millions(base)}, base weights of the adapter if it has all linear layers"
+        stored += (MemoryItem(what="weights", num_bytes=size * base, formula=formula, during=LATER, offloads=True),)
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
     position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
     room = int(config.kv_cache_gib * GIB)
@@ -48,23 +48,23 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
     prompts = min(config.max_num_batched_tokens, question.prompt_tokens * rows)
     layer = max((each.active_width for each in model.layers), default=0)
     live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
-    return MemoryAnswer(
+    return MemoryEstimate(
         uses=(
-            *held,
-            Use(
+            *stored,
+            MemoryItem(
                 what="kv cache",
                 num_bytes=rows * width * position + prompts * position,
                 formula=f"({rows} rows × {width} positions + {prompts} of prompts) × {position} bytes",
-                leaves=True,
+                offloads=True,
                 during=LATER,
             ),
-            Use(
+            MemoryItem(
                 what="activations",
                 num_bytes=max(prompts, rows) * live,
-                formula=f"what one layer has at a time, of {max(prompts, rows)} tokens",
+                formula=f"activations of one layer for {max(prompts, rows)} tokens",
                 during=("generate",),
             ),
-            Use(
+            MemoryItem(
                 what="logits",
                 num_bytes=3 * 4 * rows * model.vocab_size,
                 formula=f"3 × 4 × {rows} rows × {model.vocab_size} logits",
@@ -75,7 +75,7 @@ def engine(question: MemoryQuestion) -> MemoryAnswer:
     )
 
 
-def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
+def _packed(question: MemoryInput, config: HFInferConfig) -> int:
     """Number of parameters that the fast path packs. Sibling projections count as one matrix."""
     model = question.model
     if not (config.pack_weights and question.on_host) or any(layer.experts for layer in model.layers):
@@ -85,17 +85,19 @@ def _packed(question: MemoryQuestion, config: HFInferConfig) -> int:
     return sum(each for each in large if each >= PACKED_ELEMENTS)
 
 
-def _smaller_caches(config: HFInferConfig, used: int) -> tuple[Lever, ...]:
+def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...]:
     """Suggestions that save memory: lower `kv_cache_gib`, no packed weights.
 
     Starts at half of the used cache: a limit above the used size saves nothing.
     """
     wanted = min(config.kv_cache_gib, used / GIB) / 2
     levers = [
-        Lever(keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together")
+        MemorySaving(
+            keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together"
+        )
         for halvings in range(3)
         if wanted / 2**halvings >= 0.05
     ]
     if config.pack_weights:
-        levers.append(Lever(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
+        levers.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
     return tuple(levers)

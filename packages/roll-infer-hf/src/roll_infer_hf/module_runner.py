@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from roll_core.errors import UnsupportedError
-from roll_infer_hf.runner import Piece, Prompt, Runner
+from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class ModuleRunner(Runner):
         self._picks_rows = "logits_to_keep" in parameters
         if "past_key_values" not in parameters or not self._fills_states():
             raise UnsupportedError(
-                f"hf_infer cannot run a {config.model_type}: {type(model).__name__} of transformers does not keep its"
-                " state in the cache that it is given (past_key_values), so each token would be sampled without the"
-                " tokens before it; use another engine"
+                f"hf_infer does not support {config.model_type}: {type(model).__name__} of transformers does not store"
+                " its state in past_key_values, so each token would be sampled without the previous tokens; use another"
+                " engine"
             )
         self._cohorts: list[Cohort] = []
-        self._prompts: dict[Prompt, tuple[Cohort, int]] = {}
+        self._prompts: dict[CachedPrompt, tuple[Cohort, int]] = {}
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """Estimate the cache size as that of an architecture that caches every position in every layer."""
@@ -78,20 +78,20 @@ class ModuleRunner(Runner):
         """Do nothing: transformers' caches grow on demand."""
 
     @torch.inference_mode()
-    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Tensor:
         """Run one forward pass per prompt length; prompts of equal length form a cohort."""
         by_length: dict[int, list[int]] = {}
-        for i, piece in enumerate(pieces):
-            by_length.setdefault(piece.end, []).append(i)
-        logits: list[Tensor | None] = [None] * len(pieces)
+        for i, chunk in enumerate(chunks):
+            by_length.setdefault(chunk.end, []).append(i)
+        logits: list[Tensor | None] = [None] * len(chunks)
         for length, members in by_length.items():
-            tokens = torch.from_numpy(np.stack([pieces[i].prompt.tokens for i in members])).to(self.device)
+            tokens = torch.from_numpy(np.stack([chunks[i].prompt.tokens for i in members])).to(self.device)
             cohort = Cohort(self._new_cache(), len(members), length)
-            wanted = any(pieces[i].prompt.logprobs_wanted for i in members)
+            wanted = any(chunks[i].prompt.logprobs_wanted for i in members)
             found = self._forward(cohort, tokens, every=wanted)
             experts = None if self._recorder is None else self._recorder.take()
             for row, i in enumerate(members):
-                prompt = pieces[i].prompt
+                prompt = chunks[i].prompt
                 prompt.done = length
                 if experts is not None:
                     prompt.routed_experts = experts[row * length : (row + 1) * length]
@@ -104,7 +104,7 @@ class ModuleRunner(Runner):
         return torch.stack([each for each in logits if each is not None]).float()
 
     @torch.inference_mode()
-    def join(self, prompts: Sequence[Prompt]) -> None:
+    def join(self, prompts: Sequence[CachedPrompt]) -> None:
         """Append rows; consecutive prompts of one cohort become rows of one new cohort with a copy of the cache."""
         start = 0
         while start < len(prompts):
@@ -118,7 +118,7 @@ class ModuleRunner(Runner):
             self._cohorts.append(Cohort(cache, end - start, source.length))
             start = end
 
-    def forget(self, prompt: Prompt) -> None:
+    def forget(self, prompt: CachedPrompt) -> None:
         """Drop the reference to the prompt's cohort; the cache is freed with the last prompt of the cohort."""
         self._prompts.pop(prompt, None)
 

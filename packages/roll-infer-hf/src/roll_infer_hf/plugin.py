@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import (
-    InferCapabilities,
-    InferProvider,
-)
+from roll_core.spec.providers import InferCapabilities, InferProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROLL_HOOK_API = 1
-HF_INFER = InferCapabilities(
+CAPABILITIES = InferCapabilities(
     sleeps=True,
     lora=True,
     prompt_logprobs=True,
@@ -34,6 +31,6 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         target="roll_infer_hf.engine:HFInferStrategy",
         config="roll_infer_hf.config:HFInferConfig",
         summary="Embedded engine for Hugging Face models: continuous batching with a KV cache",
-        capabilities=HF_INFER,
+        capabilities=CAPABILITIES,
         memory="roll_infer_hf.memory:engine",
     )

@@ -2,7 +2,7 @@
 
 A runner owns the KV cache. It handles prompts and rows, but neither requests nor sampling:
 
-    prefill(pieces)* -> join(prompts) -> { decode(tokens) | drop(rows) }* ,  forget(prompt) when no more rows will join
+    prefill(chunks)* -> join(prompts) -> { decode(tokens) | drop(rows) }* ,  forget(prompt) when no more rows will join
 
 N rows    V vocabulary    P tokens of a prompt    M layers with experts    K top-k
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Prompt:
+class CachedPrompt:
     """Prompt tokens whose keys and values are computed once and shared by every row that starts with them."""
 
     tokens: TokenIds
     logprobs_wanted: bool = False
-    donor: Prompt | None = None
+    donor: CachedPrompt | None = None
     """Prompt with the same first `donated` tokens, prefilled earlier or in the same call; None if nothing is shared."""
     donated: int = 0
     done: int = 0
@@ -46,10 +46,10 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptChunk:
     """Chunk `[begin, end)` of a prompt's tokens, for one prefill call."""
 
-    prompt: Prompt
+    prompt: CachedPrompt
     begin: int
     end: int
 
@@ -79,19 +79,19 @@ class Runner(ABC):
         """Reserve cache for `num_rows` rows of `num_tokens` tokens. Called only if `fits` returns True for them."""
 
     @abstractmethod
-    def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Compute the pieces and store their keys and values.
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Tensor:
+        """Compute the chunks and store their keys and values.
 
         Returns float32 logits `[completed, V]` after the last token of each prompt that is now complete, in the order
-        of `pieces`.
+        of `chunks`.
         """
 
     @abstractmethod
-    def join(self, prompts: Sequence[Prompt]) -> None:
+    def join(self, prompts: Sequence[CachedPrompt]) -> None:
         """Append one row for each of `prompts`, which must be complete; a prompt may occur several times."""
 
     @abstractmethod
-    def forget(self, prompt: Prompt) -> None:
+    def forget(self, prompt: CachedPrompt) -> None:
         """Release the prompt's keys and values; no further row will join for it."""
 
     @abstractmethod

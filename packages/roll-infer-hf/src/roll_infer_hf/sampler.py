@@ -72,7 +72,7 @@ def shaped_rows(table_N: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledTokens:
     """Sampled token and its logprob for each row."""
 
     tokens_N: npt.NDArray[np.int64]
@@ -81,7 +81,7 @@ class Draw:
 
 
 @torch.inference_mode()
-def draw(
+def sample(
     logits_NV: Tensor,
     uniforms_N: npt.NDArray[np.float64],
     table_N: npt.NDArray[np.void],
@@ -89,7 +89,7 @@ def draw(
     shaped: npt.NDArray[np.int64],
     seen_SV: Tensor | None = None,
     banned_SV: Tensor | None = None,
-) -> Draw:
+) -> SampledTokens:
     """Sample one token for each row of `logits_NV` (float32, overwritten) with the parameters `table_N` (dtype `ROW`).
 
     `uniforms_N` are uniform numbers in [0, 1), one per row. `shaped` are the numbers of the rows that need more than a
@@ -105,19 +105,19 @@ def draw(
     if len(shaped) == 0:
         tokens_N = invert_cdf(probs_NV, u_N)
     elif len(shaped) == len(uniforms_N):
-        tokens_N = _draw_shaped(logits_NV, u_N, table_N, shaped, seen_SV, banned_SV)
+        tokens_N = _sample_shaped(logits_NV, u_N, table_N, shaped, seen_SV, banned_SV)
     else:
         rows = torch.from_numpy(shaped).to(device)
         tokens_N = invert_cdf(probs_NV, u_N)
-        tokens_N[rows] = _draw_shaped(logits_NV[rows], u_N[rows], table_N, shaped, seen_SV, banned_SV)
-    drawn_N = probs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
-    logprobs = drawn_N.log().cpu().numpy()
+        tokens_N[rows] = _sample_shaped(logits_NV[rows], u_N[rows], table_N, shaped, seen_SV, banned_SV)
+    sampled_N = probs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+    logprobs = sampled_N.log().cpu().numpy()
     tiny = np.flatnonzero(~(logprobs > np.log(TINY)))
     if len(tiny):
         rows = torch.from_numpy(tiny).to(device)
         exact = torch.log_softmax(logits_NV[rows], dim=-1).gather(1, tokens_N[rows].unsqueeze(1)).squeeze(1)
         logprobs[tiny] = exact.cpu().numpy()
-    return Draw(tokens_N.cpu().numpy(), logprobs)
+    return SampledTokens(tokens_N.cpu().numpy(), logprobs)
 
 
 def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
     return (block * BLOCK + place).clamp_(max=size - 1).squeeze(1)
 
 
-def _draw_shaped(
+def _sample_shaped(
     logits_SV: Tensor,
     u_S: Tensor,
     table_N: npt.NDArray[np.void],
@@ -187,7 +187,7 @@ def _draw_shaped(
     for top_k in np.unique(top_k_S[sorted_S]):
         chosen = np.flatnonzero(sorted_S & (top_k_S == top_k))
         which = torch.from_numpy(chosen).to(device)
-        tokens_S[which] = _draw_sorted(
+        tokens_S[which] = _sample_sorted(
             torch.softmax(logits_SV[which], dim=-1),
             u_S[which],
             int(top_k),
@@ -197,22 +197,22 @@ def _draw_shaped(
     return tokens_S
 
 
-def _draw_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, min_p_S: Tensor) -> Tensor:
+def _sample_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, min_p_S: Tensor) -> Tensor:
     """Sample after top-k (0 keeps all), then top-p of the remaining mass, then min-p; in descending probability."""
     vocabulary = probs_SV.shape[1]
     num = top_k or min(FIRST_CANDIDATES, vocabulary)
     found = probs_SV.topk(num, dim=-1)
     values_SK, indices_SK = found.values.double(), found.indices
     total_S = values_SK.sum(-1) if top_k else torch.ones_like(top_p_S)
-    tokens_S = _draw_candidates(values_SK, indices_SK, u_S, top_p_S * total_S, min_p_S)
+    tokens_S = _sample_candidates(values_SK, indices_SK, u_S, top_p_S * total_S, min_p_S)
     short = values_SK.sum(-1) < top_p_S * total_S
     if not top_k and num < vocabulary and bool(short.any()):
         values, indices = probs_SV[short].sort(dim=-1, descending=True, stable=True)
-        tokens_S[short] = _draw_candidates(values.double(), indices, u_S[short], top_p_S[short], min_p_S[short])
+        tokens_S[short] = _sample_candidates(values.double(), indices, u_S[short], top_p_S[short], min_p_S[short])
     return tokens_S
 
 
-def _draw_candidates(values_SK: Tensor, indices_SK: Tensor, u_S: Tensor, mass_S: Tensor, min_p_S: Tensor) -> Tensor:
+def _sample_candidates(values_SK: Tensor, indices_SK: Tensor, u_S: Tensor, mass_S: Tensor, min_p_S: Tensor) -> Tensor:
     before = values_SK.cumsum(-1) - values_SK
     kept = (before < mass_S.unsqueeze(1)) & (values_SK >= min_p_S.unsqueeze(1) * values_SK[:, :1])
     cumulative = torch.where(kept, values_SK, 0.0).cumsum(-1)

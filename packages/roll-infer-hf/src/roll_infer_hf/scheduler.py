@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_infer_hf.runner import Piece, Prompt
+from roll_infer_hf.runner import CachedPrompt, PromptChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,9 +33,9 @@ class Scheduler:
         self._min_shared = min_shared_prefix
         self.waiting: list[Sequence] = []
         """Waiting sequences, in scheduling order."""
-        self.entering: dict[bytes, tuple[Prompt, list[Sequence]]] = {}
+        self.entering: dict[bytes, tuple[CachedPrompt, list[Sequence]]] = {}
         """Prompts being prefilled and the sequences that need them, by the bytes of the token ids."""
-        self._joined: list[Prompt] = []
+        self._joined: list[CachedPrompt] = []
 
     @property
     def busy(self) -> bool:
@@ -55,12 +55,12 @@ class Scheduler:
             if left:
                 self.entering[key] = (prompt, left)
             else:
-                self._give_up(key)
+                self._discard(key)
 
     def recall(self) -> None:
         """Return entering sequences to the queue: their prompts were prefilled with old weights."""
         for key, (_, sequences) in list(self.entering.items()):
-            self._give_up(key)
+            self._discard(key)
             self.add(sequences)
 
     def enter(self, num_running: int, longest: int, tokens_of: Callable[[Sequence], TokenIds]) -> None:
@@ -72,7 +72,7 @@ class Scheduler:
         longest = max([longest, *(_longest(each) for _, group in self.entering.values() for each in group)])
         room = self._token_budget - sum(len(prompt) - prompt.done for prompt, _ in self.entering.values())
         entered = 0
-        new: dict[bytes, Prompt] = {}
+        new: dict[bytes, CachedPrompt] = {}
         for each in self.waiting:
             wanted = max(longest, _longest(each))
             if not self._runner.fits(num + 1, wanted):
@@ -84,7 +84,7 @@ class Scheduler:
                 # remaining budget is still admitted, so long prompts never block.
                 if room <= 0:
                     break
-                new[key] = Prompt(tokens)
+                new[key] = CachedPrompt(tokens)
                 room -= len(tokens)
             prompt, group = self.entering.get(key) or (new[key], [])
             if each.request.request.prompt_logprobs and each.request.prompt_logprobs is None:
@@ -98,30 +98,30 @@ class Scheduler:
             self._runner.reserve(num, longest)
             self._share_prefixes(list(new.values()))
 
-    def pieces(self) -> list[Piece]:
+    def chunks(self) -> list[PromptChunk]:
         """Prompt chunks to prefill before the next decoding step, within the token budget; donors come first."""
         room = self._token_budget
-        chosen: list[Piece] = []
+        chosen: list[PromptChunk] = []
         for prompt, _ in sorted(self.entering.values(), key=lambda each: _by_donor(each[0])):
             begin = prompt.done or prompt.donated
             end = min(len(prompt), begin + room) if self._runner.can_split else len(prompt)
             if end <= begin:
                 break
-            chosen.append(Piece(prompt, begin, end))
+            chosen.append(PromptChunk(prompt, begin, end))
             room -= end - begin
             if room <= 0:
                 break
         return chosen
 
-    def ready(self, pieces: Iterable[Piece]) -> list[tuple[Prompt, list[Sequence]]]:
-        """Remove and return the prompts that `pieces` complete, in that order, each with its sequences."""
+    def ready(self, chunks: Iterable[PromptChunk]) -> list[tuple[CachedPrompt, list[Sequence]]]:
+        """Remove and return the prompts that `chunks` complete, in that order, each with its sequences."""
         complete = []
-        for piece in pieces:
-            if piece.last:
-                complete.append(self.entering.pop(piece.prompt.tokens.tobytes()))
+        for chunk in chunks:
+            if chunk.last:
+                complete.append(self.entering.pop(chunk.prompt.tokens.tobytes()))
         return complete
 
-    def release(self, joined: Iterable[Prompt] = ()) -> None:
+    def release(self, joined: Iterable[CachedPrompt] = ()) -> None:
         """Release prompts whose rows have joined, as soon as no prompt that is yet to start has them as its donor."""
         donors = {id(prompt.donor) for prompt, _ in self.entering.values() if not prompt.done}
         self._joined += joined
@@ -130,18 +130,18 @@ class Scheduler:
                 self._runner.forget(prompt)
         self._joined = [prompt for prompt in self._joined if id(prompt) in donors]
 
-    def _give_up(self, key: bytes) -> None:
-        given_up, _ = self.entering.pop(key)
+    def _discard(self, key: bytes) -> None:
+        discarded, _ = self.entering.pop(key)
         for prompt, _ in self.entering.values():
-            if prompt.donor is given_up and not prompt.done:
+            if prompt.donor is discarded and not prompt.done:
                 prompt.donor, prompt.donated = None, 0
-        self._runner.forget(given_up)
+        self._runner.forget(discarded)
 
-    def _share_prefixes(self, new: list[Prompt]) -> None:
+    def _share_prefixes(self, new: list[CachedPrompt]) -> None:
         """Assign donors: in lexical order each prompt shares its longest prefix with a neighbour, here the previous."""
         if not self._runner.can_split or self._min_shared == 0:
             return
-        before: Prompt | None = None
+        before: CachedPrompt | None = None
         for prompt in sorted(new, key=lambda each: each.tokens.tolist()):
             if before is not None and not prompt.logprobs_wanted:
                 shared = min(_common(before.tokens, prompt.tokens), len(prompt) - 1)
@@ -160,7 +160,7 @@ def _common(a: TokenIds, b: TokenIds) -> int:
     return int(different[0]) if len(different) else num
 
 
-def _by_donor(prompt: Prompt) -> int:
+def _by_donor(prompt: CachedPrompt) -> int:
     depth = 0
     donor = prompt.donor
     while donor is not None:

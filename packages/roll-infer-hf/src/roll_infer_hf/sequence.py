@@ -1,4 +1,4 @@
-"""State of a request, and of each of its outputs, from arrival to completion."""
+"""State of a request, and of each of its outputs, from arrival to completion; detection of stop strings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import numpy as np
 from roll_core.types import Completion, CompletionOutput
 
 if TYPE_CHECKING:
-    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts, SamplingParams, TokenIds
-    from roll_infer_hf.stopping import StopStrings
+    from collections.abc import Sequence as Items
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.types import Floats, GenerateRequest, RoutedExperts, SamplingParams
 
 UNIFORMS = 128
 """Number of uniform numbers generated at once for one sequence."""
+INCOMPLETE = "\ufffd"
+"""Replacement character, which tokenizers return for bytes that do not form a complete character yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +42,7 @@ class Sequence:
         """Sampling parameters of its request."""
         return self.request.request.params
 
-    def note_experts(self, computed: RoutedExperts | None) -> None:
+    def add_experts(self, computed: RoutedExperts | None) -> None:
         """Append the experts of tokens that have none yet; `computed` begins at the first prompt token.
 
         Tokens computed earlier under other weights keep the experts with which the following tokens were sampled.
@@ -45,14 +50,14 @@ class Sequence:
         if computed is not None and self.request.request.routed_experts:
             self.routed_experts.append(computed[sum(map(len, self.routed_experts)) :])
 
-    def computed_experts(self, num_drawn: int) -> RoutedExperts | None:
-        """Experts of the prompt tokens and all but the last of `num_drawn` generated tokens.
+    def computed_experts(self, num_generated: int) -> RoutedExperts | None:
+        """Experts of the prompt tokens and all but the last of `num_generated` generated tokens.
 
         None if they were not requested or no token was computed.
         """
         if not self.routed_experts:
             return None
-        return np.concatenate(self.routed_experts)[: len(self.request.request.prompt_ids) + num_drawn - 1]
+        return np.concatenate(self.routed_experts)[: len(self.request.request.prompt_ids) + num_generated - 1]
 
 
 @dataclass(eq=False, slots=True)
@@ -98,20 +103,43 @@ class RunningRequest:
         return Completion(id=self.request.id, outputs=outputs, prompt_logprobs=self.prompt_logprobs)
 
 
-def make_output(
-    tokens: TokenIds,
-    logprobs: Floats,
-    versions: np.ndarray[tuple[int], np.dtype[np.int32]],
-    reason: FinishReason,
-    stop: str | int | None = None,
-    routed_experts: RoutedExperts | None = None,
-) -> CompletionOutput:
-    """Completion output that owns copies of the arrays."""
-    return CompletionOutput(
-        token_ids=tokens.astype(np.int64),
-        logprobs=logprobs.astype(np.float32),
-        versions=versions.astype(np.int32),
-        finish_reason=reason,
-        stop=stop,
-        routed_experts=routed_experts,
-    )
+class StopStrings:
+    """One set of stop strings for one tokenizer; shared by all requests with the same set."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Items[str]) -> None:
+        self.strings = tuple(strings)
+        self._tokenizer = tokenizer
+        self._last = frozenset(string[-1] for string in strings)
+        # A token has at least one byte, so a match spans at most as many tokens as it has bytes. Tokenizers decode the
+        # first tokens of a text specially (a leading space, a truncated character): 8 more tokens cover that.
+        self._window = max(len(string.encode()) for string in strings) + 8
+        self._may_complete: dict[int, bool] = {}
+
+    def found(self, tokens: Items[int]) -> str | None:
+        """Stop string that the last of `tokens` completes; None if there is none.
+
+        `tokens` is the whole response so far. If several stop strings match, returns the earliest in the text.
+        """
+        last = int(tokens[-1])
+        possible = self._may_complete.get(last)
+        if possible is None:
+            possible = self._may_complete[last] = self._can_complete(last)
+        if not possible:
+            return None
+        text = self._decode(tokens[-self._window :])
+        hits = [(text.find(string), order, string) for order, string in enumerate(self.strings) if string in text]
+        return min(hits)[2] if hits else None
+
+    def _can_complete(self, token: int) -> bool:
+        """True if the text of `token` may end a stop string.
+
+        Decodes the token twice in a row, because tokenizers may strip the leading space of the first token.
+        """
+        text = self._decode([token, token])
+        return not text or INCOMPLETE in text or any(character in text for character in self._last)
+
+    def _decode(self, tokens: Items[int]) -> str:
+        text = self._tokenizer.decode(
+            [int(token) for token in tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)

@@ -7,59 +7,59 @@ the role runs. A test and every server start compare them with the arguments of 
 from __future__ import annotations
 
 _REASONS: dict[str, str] = {
-    "is the role's model_args": """
+    "is set by the role's model_args": """
         model_path tokenizer_path tokenizer_mode skip_tokenizer_init trust_remote_code revision json_model_override_args
         dtype served_model_name model_config_parser decrypted_config_file decrypted_draft_config_file download_dir
         model_checksum
     """,
-    "is another one at each start": "random_seed",
-    "is the role's generating_args": """
+    "is different at each start": "random_seed",
+    "is set by the role's generating_args": """
         sampling_defaults preferred_sampling_params
     """,
-    "is what a role that generates always needs": """
+    "is fixed for roles that generate": """
         is_embedding encoder_only language_only language_model_only
     """,
-    "is where this plugin hooks in": """
+    "is set by this plugin": """
         custom_weight_loader enable_custom_logit_processor sampling_backend weight_version
     """,
-    "is fixed by what a request's priority means": """
+    "is fixed by the definition of a request's priority": """
         schedule_low_priority_values_first disable_priority_preemption default_priority_value
         priority_scheduling_preemption_threshold abort_on_priority_when_disabled
     """,
-    "is fixed by what a completion's logprobs mean": """
+    "is fixed by the definition of a completion's logprobs": """
         enable_deterministic_inference rl_on_policy_target
     """,
-    "would cut prompts without a word": "allow_auto_truncate",
-    "has no place in a completion": """
+    "would truncate prompts silently": "allow_auto_truncate",
+    "returns values that a completion does not contain": """
         enable_return_hidden_states return_hidden_states_mode enable_return_indexer_topk
         sampling_mask_max_tokens return_input_ids return_output_ids
     """,
-    "is the run's router_replay": "enable_return_routed_experts",
-    "is code, which a config has none of": """
+    "is set by the run's router_replay": "enable_return_routed_experts",
+    "is code, which a config cannot contain": """
         stat_loggers custom_sigquit_handler
     """,
-    "is how this plugin talks to the server": """
+    "is part of the connection between this plugin and the server": """
         port api_key admin_api_key fastapi_root_path skip_server_warmup warmups tokenizer_worker_num
         detokenizer_worker_num smg_grpc_mode grpc_mode grpc_port grpc_worker_threads sidecar sidecar_args enable_http2
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh stream_interval
         incremental_streaming_output
     """,
-    "is the platform's": """
+    "is set by the platform": """
         device base_gpu_id gpu_id_step mlx_enable_sampling use_ray numa_node
     """,
-    "is decided by device_mapping: a further replica is a further worker": """
+    "is set by device_mapping: each replica is a worker": """
         dp_size load_balance_method nnodes node_rank dist_init_addr nccl_port gated_launch_port enable_dp_attention
         enable_dp_attention_local_control_broadcast enable_dp_lm_head
     """,
-    "is not supported yet: tp_size spreads a model": """
+    "is not supported yet; tp_size is": """
         pp_size pp_max_micro_batch_size pp_async_batch_depth dcp_size dcp_comm_backend dcp_replicate_q_proj attn_cp_size
         moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp ep_join_mode ep_join_rank_offset
         elastic_ep_backend elastic_ep_initial_size max_ep_size elastic_ep_scale_timeout elastic_ep_rejoin
         enable_elastic_expert_backup
     """,
-    "is not supported: SGLang rounds weights itself, so what it holds could not be compared with what was sent;"
-    " strategy vllm takes weights in 8 bits that the trainer has rounded (quantization: fp8)": "quantization",
-    "is not supported yet: what the engine holds could not be compared with what was sent": """
+    "is not supported: SGLang quantizes weights itself, so loaded weights could not be compared with the sent weights;"
+    " strategy vllm loads fp8 weights that the trainer has quantized (quantization: fp8)": "quantization",
+    "is not supported yet: loaded weights could not be compared with the sent weights": """
         quantization_param_path modelopt_quant modelopt_checkpoint_restore_path
         modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile weight_cache_mode
         weight_cache_socket weight_cache_timeout startup_weight_load_mode delete_ckpt_after_loading
@@ -82,14 +82,14 @@ _REASONS: dict[str, str] = {
         speculative_ngram_max_trie_depth speculative_ngram_capacity speculative_ngram_external_corpus_path
         speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
     """,
-    "is decided by the adapter that is trained": """
+    "is set by the trained adapter": """
         max_lora_rank lora_target_modules lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy
         enable_lora_overlap_loading lora_strict_loading lora_drain_wait_threshold
     """,
-    "is not supported with the adapters of a policy": """
+    "is not supported with a trained adapter": """
         experts_shared_outer_loras lora_use_virtual_experts
     """,
-    "is decided by sleep_level": """
+    "is set by sleep_level": """
         enable_memory_saver enable_weights_cpu_backup
     """,
     "is not supported yet: prefill and decoding share the engine's processes": """
@@ -102,7 +102,7 @@ _REASONS: dict[str, str] = {
         sm_group_num dllm_algorithm dllm_algorithm_config dllm_fdfo
     """,
 }
-DECIDED_ELSEWHERE: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+REJECTED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Arguments that `strategy_config` rejects, each with the reason that follows its name in the error message."""
 
 _PASSED_ON = """

@@ -16,7 +16,7 @@ GAMMA, MIX_A, MIX_B = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 """Constants of SplitMix64 (Steele, Lea, Flood, 2014) as signed integers; torch multiplies int64 modulo 2**64."""
 
 
-def kept(probs_BV: Tensor, top_ks_B: Tensor, top_ps_B: Tensor, min_ps_B: Tensor) -> Tensor:
+def filtered(probs_BV: Tensor, top_ks_B: Tensor, top_ps_B: Tensor, min_ps_B: Tensor) -> Tensor:
     """Probabilities `[B, V]` after top-k, then top-p of the remaining mass, then min-p; removed tokens have 0.
 
     The result is not renormalized.

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
-from roll_infer_sglang.adapter_hooks import ADAPTER, beneath
-from roll_infer_sglang.adapter_weights import adapter_arguments
-from roll_infer_sglang.config import ONE_SLOT
 from roll_infer_sglang.engine_environment import engine_environment
+from roll_infer_sglang.hooks import ADAPTER, base_name
+from roll_infer_sglang.memory import HOST_TOKENS
+from roll_infer_sglang.processes import LOADER, adapter_arguments
 from roll_infer_sglang.registration import SAMPLING_BACKEND
 from roll_infer_sglang.routing import Routing
-from roll_infer_sglang.server import Server, ServerError
-from roll_infer_sglang.transfer import LOADER
+from roll_infer_sglang.server import ServerError, SglangServer
+from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from roll_infer_sglang.config import SglangConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-CPU_CACHE_TOKENS = 1 << 16
-"""Default size of the KV cache on a CPU, in tokens; SGLang's own default takes most of the host's memory."""
 SPARE_TOKENS = 8
 """Maximum number of tokens of its context length that SGLang reserves."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -37,10 +35,10 @@ PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_pree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchedSglang:
     """A running server and its model files."""
 
-    server: Server
+    server: SglangServer
     files: EngineFiles
     limit: int
     """Maximum sequence length, in tokens."""
@@ -48,7 +46,7 @@ class Launched:
     """Expert layout of the model, if the server returns routed experts."""
 
 
-async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> Launched:
+async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> LaunchedSglang:
     """Start the server; returns when it is ready.
 
     Raises `ModelError`, `ConfigError`, and `UnsupportedError` for router replay with a dense model.
@@ -60,7 +58,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
     )
     if model.lora is not None:
         variables[ADAPTER] = mesh.role
-    server = Server(who)
+    server = SglangServer(who)
     with contextlib.ExitStack() as stack:
         files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
         if device == "cpu" and num_slots > 1:
@@ -69,15 +67,15 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
         routing = Routing.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
-            found = await server.ask("/server_info")
+            found = await server.request("/server_info")
         except ServerError as error:
             await server.stop()
-            raise ModelError(f"{who}: SGLang does not start with this model and strategy_config: {error}") from error
+            raise ModelError(f"{who}: SGLang cannot start with this model and strategy_config: {error}") from error
         except BaseException:
             await server.stop()
             raise
     limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
-    return Launched(server=server, files=files, limit=limit, routing=routing)
+    return LaunchedSglang(server=server, files=files, limit=limit, routing=routing)
 
 
 def check_sizes(text_config: Any, num_slots: int, who: str) -> None:
@@ -91,8 +89,8 @@ def check_sizes(text_config: Any, num_slots: int, who: str) -> None:
         if size is not None and size % divisor:
             unit = f" × {UNITS_OF_A_SLOT}" if divisor > num_slots else ""
             raise ModelError(
-                f"{who}: the model's {name} {size} is not a multiple of {num_slots}{unit}, tp_size{unit}: on a CPU"
-                " SGLang fills such a model up with zeros, and published weights have none; set another"
+                f"{who}: the model's {name} is {size}, not a multiple of {num_slots}{unit} (tp_size{unit}): on a CPU"
+                " SGLang pads such a model with zeros, which weight updates do not contain; set another"
                 " num_gpus_per_worker"
             )
 
@@ -105,18 +103,18 @@ def server_arguments(
     limit = settings.context_length or files.max_positions
     if limit > files.max_positions:
         raise ModelError(
-            f"{mesh.role} rank {mesh.rank}: strategy_config.context_length is {limit}, but the model has"
-            f" {files.max_positions} positions; leave it out, or set max_position_embeddings in model_config_kwargs"
+            f"{mesh.role} rank {mesh.rank}: strategy_config.context_length is {limit}; the model's maximum is"
+            f" {files.max_positions}: remove it, or set max_position_embeddings in model_config_kwargs"
         )
     if model.lora is not None and num_slots > 1:
         raise ModelError(f"{mesh.role} rank {mesh.rank}: enable_lora: {ONE_SLOT}")
     sleeps = device != "cpu" and settings.sleep_level > 0
     return {
-        **({"max_total_tokens": CPU_CACHE_TOKENS} if device == "cpu" else {}),
+        **({"max_total_tokens": HOST_TOKENS} if device == "cpu" else {}),
         **(adapter_arguments(model.lora, device) if model.lora is not None else {}),
         **settings.engine_arguments(),
         **_file_arguments(files),
-        "served_model_name": mesh.role if model.lora is None else beneath(mesh.role),
+        "served_model_name": mesh.role if model.lora is None else base_name(mesh.role),
         "tp_size": num_slots,
         "context_length": limit + SPARE_TOKENS,
         "dtype": DTYPES[model.dtype],

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, Lever, MemoryAnswer
+from roll_core.spec.plan import DTYPE_BYTES, MemoryEstimate, MemorySaving
 from roll_infer_sglang.config import SglangConfig
 from roll_modeling.memory import engine_uses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
 
 HOST_TOKENS = 65_536
-"""Default size of the KV cache on a CPU, in tokens; the same as `launch.CPU_CACHE_TOKENS`."""
+"""Default size of the KV cache on a CPU, in tokens; SGLang's own default takes most of the host's memory."""
 
 
-def memory(question: MemoryQuestion) -> MemoryAnswer:
+def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory per slot: weights and the whole KV cache, both allocated at the start.
 
     During sleep the engine releases the KV cache and, except on a CPU, the weights.
     """
     config = question.config
     if not isinstance(config, SglangConfig):
-        raise TypeError(f"the engine SGLang takes a SglangConfig, not a {type(config).__name__}")
+        raise TypeError(f"expected SglangConfig, got {type(config).__name__}")
     slots = config.tp_size or question.num_slots
     weights = DTYPE_BYTES[question.dtype] * question.model.parameters // slots
     cache, how = _cache(question, config, weights, slots)
-    return MemoryAnswer(
+    return MemoryEstimate(
         uses=engine_uses(
             question,
             slots=slots,
@@ -41,7 +41,7 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
     )
 
 
-def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: int) -> tuple[int, str]:
+def _cache(question: MemoryInput, config: SglangConfig, weights: int, slots: int) -> tuple[int, str]:
     """Bytes of the KV cache, and the formula: `mem_fraction_static` less the weights, limited by `max_total_tokens`."""
     size, model = DTYPE_BYTES[question.dtype], question.model
     tokens = config.max_total_tokens or (HOST_TOKENS if question.on_host else None)
@@ -53,19 +53,21 @@ def _cache(question: MemoryQuestion, config: SglangConfig, weights: int, slots: 
             return of_tokens, how
     share = config.mem_fraction_static
     if question.slot_bytes is None:
-        return 0, f"mem_fraction_static {share:g} of a memory that is not known, less the weights"
+        return 0, f"mem_fraction_static {share:g} of an unknown memory size, less the weights"
     left = max(0, int(share * question.slot_bytes) - weights)
     if of_tokens is not None and of_tokens < left:
         return of_tokens, how
     return left, f"mem_fraction_static {share:g} of the memory, less the weights"
 
 
-def _levers(question: MemoryQuestion, config: SglangConfig) -> Iterator[Lever]:
+def _levers(question: MemoryInput, config: SglangConfig) -> Iterator[MemorySaving]:
     costs = "fewer sequences are decoded together"
     if question.on_host:
         for halvings in (1, 2, 3):
-            yield Lever(keys={"max_total_tokens": (config.max_total_tokens or HOST_TOKENS) >> halvings}, costs=costs)
+            yield MemorySaving(
+                keys={"max_total_tokens": (config.max_total_tokens or HOST_TOKENS) >> halvings}, costs=costs
+            )
         return
     for share in (0.7, 0.5, 0.35, 0.2):
         if share < config.mem_fraction_static:
-            yield Lever(keys={"mem_fraction_static": share}, costs=costs)
+            yield MemorySaving(keys={"mem_fraction_static": share}, costs=costs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferCapabilities, InferProvider, KnownErrorsProvider
 
@@ -26,6 +27,17 @@ CAPABILITIES = InferCapabilities(
     device_weights=True,
     weight_transports=("cuda_ipc", "shm", "collective", "shared", "disk"),
 )
+KNOWN_ERRORS = (
+    KnownError(
+        id="sglang_server",
+        pattern=r"SGLang's server (exited with status|has exited)",
+        cause="The server process failed; it logged the first cause above.",
+        remedy="find the first error that the server logged. `Please try to increase --mem-fraction-static`: raise"
+        " strategy_config.mem_fraction_static or tp_size; if roles share slots, give actor_infer its own slots. Out of"
+        " memory during generation: lower mem_fraction_static, max_running_requests or chunked_prefill_size. A CUDA"
+        " graph error: disable_cuda_graph: true",
+    ),
+)
 
 
 @hookimpl
@@ -36,7 +48,7 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         target="roll_infer_sglang.strategy:SglangStrategy",
         config="roll_infer_sglang.config:SglangConfig",
         needs=(f"sglang{VERSIONS}",),
-        summary="Generates with an SGLang server of the worker's own: radix cache, tensor parallelism, OpenAI endpoint",
+        summary="Generates with an SGLang server started by the worker: radix cache, tensor parallelism, OpenAI API",
         capabilities=CAPABILITIES,
         memory="roll_infer_sglang.memory:memory",
         platforms=("cpu", "cuda"),
@@ -46,6 +58,4 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
 @hookimpl
 def roll_known_errors() -> Iterator[KnownErrorsProvider]:
     """Known fatal errors of SGLang, with causes and remedies."""
-    yield KnownErrorsProvider(
-        name="sglang", target="roll_infer_sglang.known_errors:KNOWN_ERRORS", summary="Errors of SGLang"
-    )
+    yield KnownErrorsProvider(name="sglang", target="roll_infer_sglang.plugin:KNOWN_ERRORS", summary="Errors of SGLang")

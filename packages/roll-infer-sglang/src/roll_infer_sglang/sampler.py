@@ -7,7 +7,7 @@ SGLang's own sampler (0.5.20) differs in three ways:
 * masked end tokens (`min_new_tokens`) change the logprobs.
 
 SGLang supports custom samplers (`register_sampler_backend`) and custom parameters for them (`custom_params`). These
-parameters reach the sampler only if the request has a logit processor, here `Carrier`.
+parameters reach the sampler only if the request has a logit processor, here `ParamsProcessor`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from roll_infer_sglang.distribution import kept, seeded_choice
+from roll_infer_sglang.distribution import filtered, seeded_choice
 from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Carrier(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is untyped to mypy
+class ParamsProcessor(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is untyped to mypy
     """Logit processor that changes nothing; makes SGLang pass a request's `custom_params` to the sampler."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
@@ -97,7 +97,7 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
         weights_BV = (
             probs
             if simple_sampling_case
-            else kept(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
+            else filtered(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         )
         tokens = torch.multinomial(weights_BV, num_samples=1).view(-1)
         if self._seeded is not None:

@@ -36,8 +36,8 @@ def check_served(request: GenerateRequest) -> None:
         )
 
 
-def sampling_params(request: GenerateRequest, index: int, drawn: int, end_ids: Sequence[int]) -> dict[str, Any]:
-    """SGLang's sampling parameters for the rest of output `index`, which already has `drawn` tokens.
+def sampling_params(request: GenerateRequest, index: int, num_generated: int, end_ids: Sequence[int]) -> dict[str, Any]:
+    """SGLang's sampling parameters for the rest of output `index`, which already has `num_generated` tokens.
 
     `end_ids` end a response like `stop_token_ids`.
     """
@@ -46,14 +46,14 @@ def sampling_params(request: GenerateRequest, index: int, drawn: int, end_ids: S
     ours: dict[str, Any] = {}
     if params.seed is not None and params.temperature > 0:
         ours[SEED] = output_seed(params.seed, index)
-    if params.min_new_tokens > drawn and ends:
+    if params.min_new_tokens > num_generated and ends:
         ours |= {MIN_NEW: len(request.prompt_ids) + min(params.min_new_tokens, params.max_new_tokens), ENDS: ends}
     found: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
         "min_p": params.min_p,
-        "max_new_tokens": max(params.max_new_tokens, 1) - drawn,
+        "max_new_tokens": max(params.max_new_tokens, 1) - num_generated,
         "stop_token_ids": ends,
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,

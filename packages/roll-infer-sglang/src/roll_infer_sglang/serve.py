@@ -6,7 +6,6 @@ group. It writes its ready message as JSON to the file descriptor given in the i
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import signal
@@ -15,41 +14,41 @@ import threading
 import time
 from typing import Any
 
-from roll_infer_sglang.locks import BEFORE_TAKING, guard_routes, refuse_foreign_code
+from roll_infer_sglang.hooks import BEFORE_REQUEST, guard_routes, reject_foreign_code
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """Seconds between two checks whether the server accepts connections."""
 
 
 def main() -> None:
     """Run the server until it is killed; returns at once if SGLang does not know some of the arguments."""
     message: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_worker, daemon=True).start()
+    threading.Thread(target=_exit_with_worker, daemon=True).start()
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(BEFORE_TAKING, refuse_foreign_code, HookType.BEFORE)
+    HookRegistry.register(BEFORE_REQUEST, reject_foreign_code, HookType.BEFORE)
     load_plugins()
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
 
-    from roll_infer_sglang.sampler import Carrier
+    from roll_infer_sglang.sampler import ParamsProcessor
 
     guard_routes(app)
 
-    def tell(**said: Any) -> None:
+    def reply(**values: Any) -> None:
         with os.fdopen(message["ready"], "w", encoding="utf-8") as pipe:
-            json.dump(said, pipe)
+            json.dump(values, pipe)
 
     known = set(ServerArgs.__struct_fields__)
     arguments: dict[str, Any] = message["arguments"]
-    if unknown := {name: difflib.get_close_matches(name, known, 1) for name in arguments if name not in known}:
-        tell(unknown=unknown)
+    if not arguments.keys() <= known:
+        reply(known=sorted(known))
         return
     launch_server(
         ServerArgs(**arguments),
         execute_warmup_func=_wait_until_open,
-        launch_callback=lambda: tell(carrier=Carrier.to_str()),
+        launch_callback=lambda: reply(logit_processor=ParamsProcessor.to_str()),
     )
 
 
@@ -64,12 +63,12 @@ def _wait_until_open(server_args: Any) -> bool:
             requests.get(f"{server_args.url()}/model_info", timeout=5)
             break
         except requests.RequestException:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
     get_global_state().tokenizer_manager.server_status = ServerStatus.Up
     return True
 
 
-def _end_with_worker() -> None:
+def _exit_with_worker() -> None:
     while os.read(0, 4096):
         pass
     os.killpg(os.getpgid(0), signal.SIGKILL)

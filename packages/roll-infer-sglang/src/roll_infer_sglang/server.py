@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import aiohttp
 import psutil
 
-from roll_core.errors import ConfigError, ConfigProblem, EngineDiedError, RollError
+from roll_core.errors import EngineDiedError, RollError
+from roll_modeling.engine_config import check_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
 STOP_S = 30.0
 """Seconds for processes to exit after they are killed."""
-LONGEST_LINE = 1 << 30
+MAX_LINE_BYTES = 1 << 30
 """Maximum bytes of one line of a streamed response, which may contain all tokens and logprobs of a response."""
 
 
@@ -43,7 +44,7 @@ class ServerDiedError(ServerError, EngineDiedError):
     """The server process exited or does not respond."""
 
 
-class Server:
+class SglangServer:
     """Server process and HTTP client. All methods are called on one event loop."""
 
     def __init__(self, who: str) -> None:
@@ -51,8 +52,8 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._session: aiohttp.ClientSession | None = None
         self.url = ""
-        self.carrier = ""
-        """Serialized logit processor in SGLang's format, see `sampler.Carrier`."""
+        self.logit_processor = ""
+        """Serialized logit processor in SGLang's format, see `sampler.ParamsProcessor`."""
 
     async def start(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         """Start the server process; returns when it accepts requests.
@@ -63,9 +64,9 @@ class Server:
         key = secrets.token_hex(16)
         host = str(arguments["host"])
         with _reserved_port(host) as port:
-            said = await self._launch({**arguments, "port": port, "admin_api_key": key}, variables)
-        _refuse_unknown(said.get("unknown", {}))
-        self.carrier = said["carrier"]
+            reply = await self._spawn({**arguments, "port": port, "admin_api_key": key}, variables)
+        check_arguments("SGLang", arguments, reply.get("known", arguments))
+        self.logit_processor = reply["logit_processor"]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._session = aiohttp.ClientSession(
             base_url=self.url,
@@ -74,10 +75,10 @@ class Server:
             # on it is then lost, and the client cannot know whether SGLang has read it.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
-            read_bufsize=LONGEST_LINE,
+            read_bufsize=MAX_LINE_BYTES,
         )
 
-    async def _launch(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    async def _spawn(self, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         """Start the process and wait until it is ready. Returns the message of `serve`."""
         reading, writing = os.pipe()
         try:
@@ -92,10 +93,11 @@ class Server:
             os.close(writing)
         line = json.dumps({"arguments": arguments, "ready": writing}).encode() + b"\n"
         with os.fdopen(reading, "rb") as pipe:
-            found: dict[str, Any] = json.loads(await asyncio.to_thread(_begin, self._who, self._process, line, pipe))
+            reply = await asyncio.to_thread(_wait_ready, self._who, self._process, line, pipe)
+        found: dict[str, Any] = json.loads(reply)
         return found
 
-    async def ask(self, path: str, body: Any = None) -> Any:
+    async def request(self, path: str, body: Any = None) -> Any:
         """Send a POST request (GET without a body) and return the response, parsed if it is a JSON object or list.
 
         Raises `ServerError`.
@@ -103,10 +105,10 @@ class Server:
         session = self._alive
         try:
             method = "GET" if body is None else "POST"
-            async with session.request(method, path, json=body) as answer:
-                text = await answer.text()
-                if answer.status != 200:
-                    raise ServerError(f"{self._who}: SGLang answered {path} with {answer.status}: {text[:2000]}")
+            async with session.request(method, path, json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise _rejected(self._who, path, response.status, text)
                 return json.loads(text) if text.startswith(("{", "[")) else text
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._died(path) from error
@@ -115,16 +117,15 @@ class Server:
         """Send a POST request and yield the JSON messages of its streamed response. Raises `ServerError`."""
         session = self._alive
         try:
-            async with session.post(path, json=body) as answer:
-                if answer.status != 200:
-                    text = await answer.text()
-                    raise ServerError(f"{self._who}: SGLang answered {path} with {answer.status}: {text[:2000]}")
-                async for line in answer.content:
-                    said = line.strip().removeprefix(b"data: ")
-                    if said == b"[DONE]":
+            async with session.post(path, json=body) as response:
+                if response.status != 200:
+                    raise _rejected(self._who, path, response.status, await response.text())
+                async for line in response.content:
+                    message = line.strip().removeprefix(b"data: ")
+                    if message == b"[DONE]":
                         return
-                    if said:
-                        yield json.loads(said)
+                    if message:
+                        yield json.loads(message)
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._died(path) from error
         raise self._died(path)
@@ -146,53 +147,40 @@ class Server:
             await session.close()
         process, self._process = self._process, None
         if process is not None:
-            await asyncio.to_thread(_end, process)
+            await asyncio.to_thread(_kill, process)
 
     @property
     def _alive(self) -> aiohttp.ClientSession:
         if self._session is None:
-            raise RuntimeError("the engine does not run: start it first, and not after stop")
+            raise RuntimeError("the engine is not running: call `start` first, and do not use it after `stop`")
         return self._session
 
     def _died(self, path: str) -> ServerDiedError:
         process = self._process
         status = process.poll() if process is not None else None
-        how = "is dead" if status is not None else "does not answer"
-        return ServerDiedError(f"{self._who}: SGLang's server {how} ({path}); its own messages above say why")
+        state = "has exited" if status is not None else "does not respond"
+        return ServerDiedError(f"{self._who}: SGLang's server {state} ({path}); it logged the reason above")
 
 
-def _begin(who: str, process: subprocess.Popen[bytes], line: bytes, pipe: BinaryIO) -> bytes:
+def _rejected(who: str, path: str, status: int, text: str) -> ServerError:
+    return ServerError(f"{who}: SGLang returned status {status} for {path}: {text[:2000]}")
+
+
+def _wait_ready(who: str, process: subprocess.Popen[bytes], line: bytes, pipe: BinaryIO) -> bytes:
     """Send the arguments and wait for the server's ready message. Raises `ServerError` if the process exits before."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line)
             process.stdin.flush()
     # Reads until the pipe closes: after the ready message, or when the process exits. No other process can write to it.
-    said = pipe.read()
-    if not said:
+    reply = pipe.read()
+    if not reply:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
         raise ServerError(
-            f"{who}: SGLang's server ended with status {process.poll()} while it started; its own messages above say"
-            " why"
+            f"{who}: SGLang's server exited with status {process.poll()} while it started; it logged the reason above"
         )
-    return said
-
-
-def _refuse_unknown(unknown: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ConfigError` for arguments that the installed SGLang lacks; `check` may know those of another release."""
-    problems = [
-        ConfigProblem(
-            where="strategy_config",
-            key=name,
-            message="the installed SGLang has no such argument",
-            hint=f"did you mean {close[0]}?" if close else "",
-            code="ROLL-C010",
-        )
-        for name, close in unknown.items()
-    ]
-    if problems:
-        raise ConfigError(problems)
+    return reply
 
 
 @contextlib.contextmanager
@@ -203,13 +191,13 @@ def _reserved_port(host: str) -> Iterator[int]:
     can bind the same port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, 0))
-        yield int(held.getsockname()[1])
+    with socket.socket(family) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        yield int(reserved.getsockname()[1])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the server and all its descendants. SGLang's processes hold only memory, so no cleanup is needed."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)

@@ -1,17 +1,17 @@
 """Infer strategy `sglang`: one replica of SGLang as a server process, driven from the worker's event loop.
 
-worker (this module)                       SGLang's processes (with `sampler` and `loader` of this package)
+worker (this module)                       SGLang's processes (with `sampler` and `processes.act`)
 --------------------                       ----------------------------------------------------------------
 generate()        -- /generate --------->  one request per output (`requests`)
 update_weights()  -- /abort_request ---->  running requests end; ours wait in the worker, HTTP clients' end for good
-                  -- compare, load ----->  `loader` loads buckets with the model's own loader
-                  <- digests ------------  `held` reads the loaded weights back
+                  -- compare, load ----->  `loaded_model` loads buckets with the model's own loader
+                  <- digests ------------  `loaded_model` reads the loaded weights back
                   -- /flush_cache ------>  then interrupted requests are submitted again, with their tokens so far
 sleep(), wake()   -- /release_…, ------->  releases the KV cache; on an accelerator weights too
                      /resume_memory_occupation
 
 Requests are aborted and submitted again because SGLang can clear its KV cache only when no request is running. LoRA
-adapters follow the same steps, but SGLang loads them by itself (`adapter_weights`).
+adapters follow the same steps, but SGLang loads them by itself.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.requests import check_request
-from roll_core.spec.weights import refuse_stale
+from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.weights import check_version
 from roll_core.types import WeightReceipt
 from roll_core.weights.device_memory import slot_devices
-from roll_infer_sglang.adapter_weights import AdapterWeights
 from roll_infer_sglang.config import SglangConfig
-from roll_infer_sglang.engine_metrics import KINDS, EngineMetrics
+from roll_infer_sglang.engine_metrics import SglangMetrics
 from roll_infer_sglang.launch import launch
-from roll_infer_sglang.model_weights import ModelWeights
 from roll_infer_sglang.plugin import CAPABILITIES
+from roll_infer_sglang.processes import SglangProcesses
 from roll_infer_sglang.requests import Requests
 from roll_infer_sglang.sampling import check_served
-from roll_infer_sglang.transfer import Published, Transfer
 from roll_modeling.buckets import Incoming
+from roll_modeling.engine_metrics import KINDS
+from roll_modeling.engine_weights import AdapterWeights, EngineWeights, ModelWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import Completion, GenerateRequest, WeightManifest
-    from roll_infer_sglang.server import Server
+    from roll_infer_sglang.server import SglangServer
 
 IDLE_S = 30
 """Seconds for SGLang to become idle after all requests have been answered."""
@@ -60,15 +59,16 @@ class SglangStrategy(InferStrategy):
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
         if not isinstance(config, SglangConfig):
-            raise TypeError(f"sglang takes a SglangConfig, not a {type(config).__name__}")
+            raise TypeError(f"expected SglangConfig, got {type(config).__name__}")
         self._settings: SglangConfig = config
-        self._server: Server | None = None
-        self._metrics = EngineMetrics()
-        self._alone = asyncio.Lock()
+        self._server: SglangServer | None = None
+        self._metrics = SglangMetrics()
+        self._exclusive = asyncio.Lock()
         """Lock for operations that end requests: abort, sleep and weight updates."""
+        self._version = 0
         self._asleep = self._stale = False
         """`_stale`: True from sleep until the next weight update."""
-        self._torn = False
+        self._incomplete = False
         """True from the start of loading an update until an update completes: weights may be of two versions."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -77,18 +77,18 @@ class SglangStrategy(InferStrategy):
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
         if self._server is not None:
             raise RuntimeError("the engine was started twice")
-        self._mesh, self._replays = mesh, model.router_replay
+        self._mesh, self._who, self._replays = mesh, f"{mesh.role} rank {mesh.rank}", model.router_replay
         num_slots = self._settings.tp_size or mesh.num_slots
         launched = await launch(self._settings, model, mesh, num_slots)
         server = self._server = launched.server
-        self._vocab_size, self._limit = launched.files.vocab_size, launched.limit
-        transfer = Transfer(self._who, server, num_slots)
-        self._published: Published
+        self._files, self._limit = launched.files, launched.limit
+        processes = self._processes = SglangProcesses(server, self._who, num_slots)
+        self._weights: EngineWeights
         if model.lora is not None:
-            self._published = AdapterWeights(transfer, server, self._who, mesh.role, model.lora)
+            self._weights = AdapterWeights(processes, mesh.role, model.lora.rank)
         else:
             devices = slot_devices(mesh, num_slots)
-            self._published = ModelWeights(transfer, self._who, self._settings.bucket_mib << 20, devices)
+            self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, devices)
         priorities = self._settings.enable_priority_scheduling
         self._requests = Requests(
             server, self._who, model, launched.files, self._metrics, priorities=priorities, routing=launched.routing
@@ -101,18 +101,18 @@ class SglangStrategy(InferStrategy):
             return
         await self._requests.close()
         await server.stop()
-        self._published.close()
+        self._weights.close()
 
     @override
     async def sleep(self) -> None:
         server = self._ready
         if self._asleep or not self._settings.sleep_level:
             return
-        async with self._alone:
-            await self._requests.abort(self._requests.ids)
-            await self._requests.halt()
-            await server.ask(f"/flush_cache?timeout={IDLE_S}", {})
-            await server.ask("/release_memory_occupation", {"tags": self._leaving})
+        async with self._exclusive:
+            await self._requests.abort()
+            await self._requests.interrupt()
+            await server.request(f"/flush_cache?timeout={IDLE_S}", {})
+            await server.request("/release_memory_occupation", {"tags": self._released})
         self._asleep = self._stale = True
 
     @override
@@ -120,8 +120,8 @@ class SglangStrategy(InferStrategy):
         server = self._ready
         if not self._asleep:
             return
-        await server.ask("/resume_memory_occupation", {"tags": self._leaving})
-        # The engine stays halted until the next weight update, because its weights are stale.
+        await server.request("/resume_memory_occupation", {"tags": self._released})
+        # The engine stays interrupted until the next weight update, because its weights are stale.
         self._asleep = False
 
     @override
@@ -133,18 +133,14 @@ class SglangStrategy(InferStrategy):
         return self._metrics.take()
 
     @property
-    def _leaving(self) -> list[str]:
+    def _released(self) -> list[str]:
         """SGLang's tags of the memory that sleep releases. On a CPU weights cannot be offloaded."""
         return ["kv_cache"] if self._mesh.device.partition(":")[0] == "cpu" else ["kv_cache", "weights"]
 
     @property
-    def _who(self) -> str:
-        return f"{self._mesh.role} rank {self._mesh.rank}"
-
-    @property
-    def _ready(self) -> Server:
+    def _ready(self) -> SglangServer:
         if self._server is None:
-            raise RuntimeError("the engine does not run: start it first, and not after stop")
+            raise RuntimeError("the engine is not running: call `start` first, and do not use it after `stop`")
         return self._server
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -153,22 +149,22 @@ class SglangStrategy(InferStrategy):
     async def generate(self, request: GenerateRequest) -> Completion:
         _ = self._ready
         if self._stale:
-            raise RuntimeError("the engine has slept: weights have to be published to it before it generates")
-        limit = f"the engine's context of {self._limit} tokens"
+            raise RuntimeError("the engine is stale after sleep: update its weights first")
         check_request(
             request,
-            vocab_size=self._vocab_size,
+            vocab_size=self._files.vocab_size,
             max_tokens=self._limit,
-            limit=limit,
+            limit=f"the engine's context of {self._limit} tokens",
             routed_experts=self._replays,
         )
         check_served(request)
+        check_stop_strings(request, has_tokenizer=bool(self._files.tokenizer))
         return await self._requests.generate(request)
 
     @override
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         _ = self._ready
-        async with self._alone:
+        async with self._exclusive:
             return await self._requests.abort(ids)
 
     @override
@@ -181,23 +177,23 @@ class SglangStrategy(InferStrategy):
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
-        async with self._alone:
-            server, requests, published = self._ready, self._requests, self._published
+        async with self._exclusive:
+            server, requests, weights = self._ready, self._requests, self._weights
             if self._asleep:
-                raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-            refuse_stale(self._who, version, requests.version, manifest)
+                raise RuntimeError("the engine is asleep: call `wake` before `update_weights`")
+            check_version(self._who, version, self._version, manifest)
             try:
-                await requests.halt()
-                await published.compare(manifest)
-                self._torn = True
+                await requests.interrupt()
+                await weights.compare(manifest)
+                self._incomplete = True
                 try:
-                    await published.load(Incoming(self._who, manifest, iter(tensors)))
-                    digests = await published.digests(manifest)
+                    await weights.load(Incoming(self._who, manifest, iter(tensors)))
+                    digests = await weights.digests(manifest)
                 finally:
-                    await server.ask("/flush_cache", {})
-                requests.version, requests.adapter = version, published.adapter
-                self._stale = self._torn = False
+                    await server.request("/flush_cache", {})
+                self._version, requests.adapter = version, self._processes.adapter
+                self._stale = self._incomplete = False
             finally:
-                if not (self._stale or self._torn):
-                    await requests.go_on()
+                if not (self._stale or self._incomplete):
+                    await requests.resume()
         return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)

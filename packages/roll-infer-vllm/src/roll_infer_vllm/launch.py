@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import ConfigError, ConfigProblem, ModelError
-from roll_infer_vllm.adapter_weights import engine_arguments as adapter_arguments
+from roll_core.errors import ModelError
 from roll_infer_vllm.engine_environment import engine_environment, environment
 from roll_infer_vllm.engine_metrics import stat_logger
-from roll_infer_vllm.lifeline import owned
+from roll_infer_vllm.memory import HOST_CACHE_BYTES
+from roll_infer_vllm.processes import adapter_arguments
 from roll_infer_vllm.registration import TRANSFER
+from roll_infer_vllm.watchdog import PARENT
+from roll_modeling.engine_config import check_arguments
 from roll_modeling.engine_files import engine_files
 
 if TYPE_CHECKING:
@@ -26,16 +27,14 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_vllm.config import VllmConfig
-    from roll_infer_vllm.engine_metrics import EngineMetrics
+    from roll_infer_vllm.engine_metrics import VllmMetrics
     from roll_modeling.engine_files import EngineFiles
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-CPU_CACHE_BYTES = 4 << 30
-"""Default size of the KV cache on a CPU in bytes; vLLM's own default takes nearly all of the host's memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchedVllm:
     """A running engine, its arguments and its model files."""
 
     engine: AsyncLLM
@@ -46,7 +45,7 @@ class Launched:
     model folder again after it has reported that it is ready (`EngineCoreProc._perform_handshakes`)."""
 
 
-def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: EngineMetrics) -> Launched:
+def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: VllmMetrics) -> LaunchedVllm:
     """Start the engine; blocks until it is ready. Raises `ModelError`, `ConfigError`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -56,7 +55,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
     if device == "cpu":
         given.setdefault("enforce_eager", True)
         if "gpu_memory_utilization" not in given:
-            given.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
+            given.setdefault("kv_cache_memory_bytes", HOST_CACHE_BYTES)
     elif settings.sleep_level:
         given["enable_sleep_mode"] = True  # vLLM rejects it on a CPU; there we release the KV cache ourselves
     variables = engine_environment(
@@ -66,18 +65,18 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Engi
         num_slots=slots,
         compiles=not given.get("enforce_eager", False),
     )
-    with environment({**variables, **owned()}), ExitStack() as scratch:
+    with environment({**variables, PARENT: str(os.getpid())}), ExitStack() as scratch:
         files = scratch.enter_context(engine_files(model, "vLLM"))
         if device == "cpu":
             _check_heads(files.head_size, who)
         if settings.quantization:
-            _check_eight_bits(settings, files, model, device, who)
+            _check_fp8(settings, files, model, device, who)
         arguments = _arguments(model, files, given, slots, mesh)
         try:
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
         except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
-            raise ModelError(f"{who}: vLLM does not start with this model and strategy_config: {error}") from error
-        return Launched(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
+            raise ModelError(f"{who}: vLLM cannot start with this model and strategy_config: {error}") from error
+        return LaunchedVllm(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
 
 
 def _check_heads(size: int, who: str) -> None:
@@ -90,20 +89,20 @@ def _check_heads(size: int, who: str) -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:
         raise ModelError(
-            f"{who}: the model's attention heads have size {size}; on a CPU vLLM takes"
-            f" {', '.join(map(str, sizes))}. Another head_dim, or hf_infer, which takes any, would do"
+            f"{who}: the model's attention heads have size {size}; on a CPU vLLM supports"
+            f" {', '.join(map(str, sizes))}: use another model, or strategy hf_infer, which supports any size"
         )
 
 
-def _check_eight_bits(settings: VllmConfig, files: EngineFiles, model: ModelSpec, device: str, who: str) -> None:
+def _check_fp8(settings: VllmConfig, files: EngineFiles, model: ModelSpec, device: str, who: str) -> None:
     try:
         settings.check_model(files.text_config.to_dict())
     except ValueError as error:
-        raise ModelError(f"{who}: {error}") from error
+        raise ModelError(f"{who}: quantization: fp8: {error}") from error
     if device != "cpu" and model.dtype != "bf16":
         raise ModelError(
-            f"{who}: model_args.dtype is {model.dtype}, but products of quantization: fp8 come out in bf16 on {device}:"
-            " set model_args.dtype: bf16 for this role"
+            f"{who}: model_args.dtype is {model.dtype}; on {device} quantization: fp8 computes in bf16: set"
+            " model_args.dtype: bf16 for this role"
         )
 
 
@@ -125,11 +124,11 @@ def _arguments(
         "weight_transfer_config": {"backend": TRANSFER},
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
     }
-    _check_known(given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})
+    check_arguments("vLLM", given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})
     try:
         return AsyncEngineArgs(**given, **own)
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{who}: vLLM refuses strategy_config: {error}") from error
+        raise ModelError(f"{who}: vLLM rejects strategy_config: {error}") from error
 
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
@@ -147,23 +146,3 @@ def _file_arguments(files: EngineFiles) -> dict[str, Any]:
     shutil.copytree(files.tokenizer, beside)
     files.config.save_pretrained(beside)
     return {**found, "tokenizer": str(beside)}
-
-
-def _check_known(given: Mapping[str, Any], known: set[str]) -> None:
-    """Raise `ConfigError` for arguments that the installed vLLM lacks; `check` may know those of another release."""
-    problems = []
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else ""
-            problems.append(
-                ConfigProblem(
-                    where="strategy_config",
-                    key=name,
-                    message="the installed vLLM has no such argument",
-                    hint=hint,
-                    code="ROLL-C010",
-                )
-            )
-    if problems:
-        raise ConfigError(problems)

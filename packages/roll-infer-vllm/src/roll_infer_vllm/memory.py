@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import Lever, MemoryAnswer
+from roll_core.spec.plan import MemoryEstimate, MemorySaving
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.memory import engine_uses, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
 
 UTILIZATION = 0.9
 """Assumed `gpu_memory_utilization` if it is not set."""
 HOST_CACHE_BYTES = 4 << 30
-"""Default size of the KV cache on a CPU, in bytes; the same as `launch.CPU_CACHE_BYTES`."""
+"""Default size of the KV cache on a CPU, in bytes; vLLM's own default takes nearly all of the host's memory."""
 
 
-def memory(question: MemoryQuestion) -> MemoryAnswer:
+def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory per slot: weights, and a KV cache that fills the rest of the engine's share from the start.
 
     During sleep the engine releases the KV cache and, except on a CPU, the weights.
     """
     config = question.config
     if not isinstance(config, VllmConfig):
-        raise TypeError(f"the engine vLLM takes a VllmConfig, not a {type(config).__name__}")
-    slots = config.tensor_parallel_size * config.pipeline_parallel_size
-    weights = weight_bytes(question, eight_bits=config.quantization is not None)[0] // slots
+        raise TypeError(f"expected VllmConfig, got {type(config).__name__}")
+    slots = config.slots_per_worker()
+    weights = weight_bytes(question, fp8=config.quantization is not None)[0] // slots
     cache, how = _cache(question, config, weights)
-    return MemoryAnswer(
+    return MemoryEstimate(
         uses=engine_uses(
             question,
             slots=slots,
@@ -38,31 +38,31 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
             cache_formula=how,
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
-            eight_bits=config.quantization is not None,
+            fp8=config.quantization is not None,
         ),
         levers=tuple(_levers(question, config, cache)),
     )
 
 
-def _cache(question: MemoryQuestion, config: VllmConfig, weights: int) -> tuple[int, str]:
+def _cache(question: MemoryInput, config: VllmConfig, weights: int) -> tuple[int, str]:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     share = config.gpu_memory_utilization
     if question.on_host and share is None:
-        return HOST_CACHE_BYTES, "4 GiB, where neither kv_cache_memory_bytes nor gpu_memory_utilization is given"
+        return HOST_CACHE_BYTES, "4 GiB, because neither kv_cache_memory_bytes nor gpu_memory_utilization is set"
     share = UTILIZATION if share is None else share
     if question.slot_bytes is None:
-        return 0, f"gpu_memory_utilization {share:g} of a memory that is not known, less the weights"
+        return 0, f"gpu_memory_utilization {share:g} of an unknown memory size, less the weights"
     left = int(share * question.slot_bytes) - weights
     return max(0, left), f"gpu_memory_utilization {share:g} of the memory, less the weights"
 
 
-def _levers(question: MemoryQuestion, config: VllmConfig, cache: int) -> Iterator[Lever]:
+def _levers(question: MemoryInput, config: VllmConfig, cache: int) -> Iterator[MemorySaving]:
     if question.on_host or config.kv_cache_memory_bytes is not None:
         for halvings in (1, 2, 3):
             keys = {"kv_cache_memory_bytes": cache >> halvings}
-            yield Lever(keys=keys, costs="fewer sequences are decoded together")
+            yield MemorySaving(keys=keys, costs="fewer sequences are decoded together")
         return
     for share in (0.7, 0.5, 0.35, 0.2):
         if share < (config.gpu_memory_utilization or UTILIZATION):
-            yield Lever(keys={"gpu_memory_utilization": share}, costs="fewer sequences are decoded together")
+            yield MemorySaving(keys={"gpu_memory_utilization": share}, costs="fewer sequences are decoded together")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_infer_vllm.lifeline import end_with_owner
+from roll_infer_vllm.watchdog import exit_with_parent
 
 TRANSFER = "roll"
 """Name of our weight transfer engine in vLLM's registry."""
@@ -13,7 +13,7 @@ def register() -> None:
 
     The weight transfer module is imported only when an engine uses it. Idempotent.
     """
-    end_with_owner()
+    exit_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
@@ -21,4 +21,4 @@ def register() -> None:
     except ValueError as error:
         if "already registered" not in str(error):
             raise
-    import roll_infer_vllm.eight_bits  # noqa: F401 - its decorators register
+    import roll_infer_vllm.fp8  # noqa: F401 - its decorators register

@@ -25,12 +25,12 @@ def check_served(request: GenerateRequest) -> None:
     params = request.params
     if params.temperature > MAX_TEMPERATURE:
         raise UnsupportedError(
-            f"request {request.id!r}: temperature is {params.temperature:g}; vLLM takes at most {MAX_TEMPERATURE:g}"
+            f"request {request.id!r}: temperature is {params.temperature:g}; vLLM's maximum is {MAX_TEMPERATURE:g}"
         )
     if params.top_p < 1 and params.min_p > 0 and params.temperature > 0:
         raise UnsupportedError(
-            f"request {request.id!r}: top_p {params.top_p:g} and min_p {params.min_p:g} together: vLLM applies min_p"
-            " first, other engines last, which keeps other tokens; give one of them"
+            f"request {request.id!r}: top_p is {params.top_p:g} and min_p is {params.min_p:g}: vLLM applies min_p"
+            " first, other engines apply it last, so the results differ; set only one of them"
         )
 
 

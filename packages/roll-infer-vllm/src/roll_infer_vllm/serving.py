@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-LOOPBACK = "127.0.0.1"
-BEGIN_S = 60.0
+START_S = 60.0
 POLL_S = 0.01
 
 
-class Server:
+class EndpointServer:
     """HTTP server of one engine; create it on the event loop of the engine."""
 
     def __init__(self, name: str, host: str) -> None:
@@ -44,7 +43,7 @@ class Server:
         try:
             self._socket = socket.create_server((self._host, 0))
         except OSError as error:
-            raise RollError(f"{self._name}: nothing can listen at endpoint_host {self._host}: {error}") from error
+            raise RollError(f"{self._name}: cannot listen at endpoint_host {self._host}: {error}") from error
 
     async def start(self, engine: AsyncLLM, arguments: AsyncEngineArgs) -> None:
         """Start answering requests. Call after `listen`.
@@ -69,12 +68,12 @@ class Server:
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
         self._server = Uvicorn(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="vllm-endpoint")
-        async with asyncio.timeout(BEGIN_S):
+        async with asyncio.timeout(START_S):
             while not self._server.started and not self._serving.done():
                 await asyncio.sleep(POLL_S)
         if self._serving.done():
             self._serving.result()
-            raise RollError(f"{self._name}: vLLM's server at {self._host} ended as soon as it began")
+            raise RollError(f"{self._name}: vLLM's server at {self._host} exited at its start")
         self.url = f"http://{self._host}:{self._socket.getsockname()[1]}/v1"
 
     def serve_adapter(self, request: Any) -> None:

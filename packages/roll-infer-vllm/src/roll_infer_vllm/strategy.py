@@ -6,7 +6,7 @@ generate()         -- AsyncLLM.generate -->  one request per output
 HTTP (`serving`)   -- AsyncLLM.generate -->  the same engine, through vLLM's own server
 update_weights()   -- pause, keep -------->  generation pauses; running requests will recompute their KV cache
                    -- buckets ------------>  `transfer.BucketTransfer` loads them, layer by layer
-                   <- digests -------------  `held.Reader` reads the loaded weights back
+                   <- digests -------------  `loaded_model.VllmModel` reads the loaded weights back
                    -- resume ------------->  generation continues with the new weights
 sleep()            -- pause -------------->  releases the KV cache; on an accelerator weights too
 """
@@ -16,26 +16,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.errors import DataError, EngineDiedError, RollError, UnsupportedError
-from roll_core.spec.infer import InferStrategy
-from roll_core.spec.requests import check_request
-from roll_core.types import Completion
+from roll_core.errors import DataError, EngineDiedError, RollError
+from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.weights import check_version
+from roll_core.types import Completion, WeightReceipt
 from roll_core.weights.device_memory import slot_devices
-from roll_infer_vllm.adapter_weights import AdapterWeights
 from roll_infer_vllm.config import VllmConfig
-from roll_infer_vllm.deaths import engine_deaths, while_it_lives
-from roll_infer_vllm.drawing import Drawing
-from roll_infer_vllm.engine_metrics import KINDS, EngineMetrics
+from roll_infer_vllm.engine_metrics import VllmMetrics
 from roll_infer_vllm.launch import launch
-from roll_infer_vllm.model_weights import ModelWeights
+from roll_infer_vllm.output import VllmOutput
 from roll_infer_vllm.plugin import CAPABILITIES
+from roll_infer_vllm.processes import VllmProcesses
 from roll_infer_vllm.sampling import check_served, sampling_params
-from roll_infer_vllm.serving import Server
-from roll_infer_vllm.updates import Loader, WeightUpdates
+from roll_infer_vllm.serving import EndpointServer
+from roll_infer_vllm.watchdog import engine_errors, while_alive
+from roll_modeling.buckets import Incoming
+from roll_modeling.engine_metrics import KINDS
+from roll_modeling.engine_weights import AdapterWeights, EngineWeights, ModelWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.types import GenerateRequest, WeightManifest, WeightReceipt
+    from roll_core.types import GenerateRequest, WeightManifest
 
-ABORT_AGAIN_S = 0.05
+ABORT_INTERVAL_S = 0.05
 """Seconds between repeated aborts: vLLM ignores the abort of a request that it is still receiving."""
 SHUTDOWN_S = 30.0
 """Seconds for vLLM's processes to exit and release resources that would otherwise be reported as leaked."""
@@ -62,16 +63,18 @@ class VllmStrategy(InferStrategy):
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
         if not isinstance(config, VllmConfig):
-            raise TypeError(f"vllm takes a VllmConfig, not a {type(config).__name__}")
+            raise TypeError(f"expected VllmConfig, got {type(config).__name__}")
         self._settings: VllmConfig = config
         self._engine: AsyncLLM | None = None
-        self._updates: WeightUpdates | None = None
-        self._adapter: AdapterWeights | None = None
-        self._server: Server | None = None
+        self._processes: VllmProcesses | None = None
+        self._weights: EngineWeights | None = None
+        self._server: EndpointServer | None = None
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._drawings: dict[str, list[Drawing]] = {}
+        self._outputs: dict[str, list[VllmOutput]] = {}
         """Outputs of each running request, by request id."""
-        self._metrics = EngineMetrics()
+        self._metrics = VllmMetrics()
+        self._updating = asyncio.Lock()
+        self._version = 0
         self._asleep, self._stale = False, config.quantization is not None
         """`_stale`: True from sleep, or from a start without weights, until the next weight update."""
 
@@ -81,10 +84,10 @@ class VllmStrategy(InferStrategy):
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
         if self._engine is not None:
             raise RuntimeError("the engine was started twice")
-        self._mesh = mesh
+        self._mesh, self._who = mesh, f"{mesh.role} rank {mesh.rank}"
         # The adapter gets the role's name, so HTTP clients do not get the base model by mistake.
         name = mesh.role if model.lora is None else f"{mesh.role}-base"
-        self._server = Server(name, self._settings.endpoint_host)
+        self._server = EndpointServer(name, self._settings.endpoint_host)
         self._server.listen()
         # Import before `launch`: vLLM stores import errors, whose tracebacks keep all frames alive. The engine must not
         # be in one of these frames.
@@ -93,14 +96,13 @@ class VllmStrategy(InferStrategy):
         engine = self._engine = launched.engine
         self._files = launched.files
         self._max_model_len = int(engine.model_config.max_model_len)
-        loader: Loader
         try:
+            processes = self._processes = VllmProcesses(engine, self._who)
             if model.lora is not None:
-                loader = self._adapter = AdapterWeights(engine, self._who, mesh.role, model.lora)
+                self._weights = AdapterWeights(processes, mesh.role, model.lora.rank)
             else:
-                loader = ModelWeights(engine, self._who, self._settings.bucket_mib << 20, slot_devices(mesh))
-            self._updates = WeightUpdates(engine, mesh, loader)
-            await while_it_lives(engine, engine.collective_rpc("roll_prepare"))
+                self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, slot_devices(mesh))
+            await while_alive(engine, engine.collective_rpc("roll_prepare"))
         finally:
             launched.release_files()
         await engine.update_weight_version("0")
@@ -120,18 +122,26 @@ class VllmStrategy(InferStrategy):
         if engine is None:
             return
         await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
-        if self._updates is not None:
-            self._updates.close()
+        if self._weights is not None:
+            self._weights.close()
         # Drop all references: an engine that lives until interpreter exit shuts down again when it is collected, after
         # its modules are gone.
-        self._server = self._updates = self._adapter = None
+        self._server = self._weights = self._processes = None
 
     @override
     async def sleep(self) -> None:
         engine = self._ready
         if self._asleep or not self._settings.sleep_level:
             return
-        await while_it_lives(engine, self._give_back(engine))
+
+        async def release() -> None:
+            if self._on_host:
+                await engine.pause_generation(mode="abort", clear_cache=True)
+                await engine.collective_rpc("roll_release_cache")
+            else:
+                await engine.sleep(level=self._settings.sleep_level, mode="abort")
+
+        await while_alive(engine, release())
         self._asleep = self._stale = True
 
     @override
@@ -139,52 +149,78 @@ class VllmStrategy(InferStrategy):
         engine = self._ready
         if not self._asleep:
             return
+
+        async def acquire() -> None:
+            await engine.wake_up()
+            await engine.pause_generation(mode="keep", clear_cache=False)
+
         if not self._on_host:
-            await while_it_lives(engine, self._take_again(engine))
+            await while_alive(engine, acquire())
         # The engine stays paused until the next weight update, because its weights are stale.
         self._asleep = False
-
-    async def _give_back(self, engine: AsyncLLM) -> None:
-        if self._on_host:
-            await engine.pause_generation(mode="abort", clear_cache=True)
-            await engine.collective_rpc("roll_release_cache")
-        else:
-            await engine.sleep(level=self._settings.sleep_level, mode="abort")
-
-    async def _take_again(self, engine: AsyncLLM) -> None:
-        await engine.wake_up()
-        await engine.pause_generation(mode="keep", clear_cache=False)
 
     @override
     def endpoint(self) -> str | None:
         return self._server.url or None if self._server is not None else None
+
+    @override
+    def metrics(self) -> Mapping[str, float]:
+        return self._metrics.take()
 
     @property
     def _on_host(self) -> bool:
         return self._mesh.device.partition(":")[0] == "cpu"
 
     @property
-    def _who(self) -> str:
-        return f"{self._mesh.role} rank {self._mesh.rank}"
+    def _adapter(self) -> Any:
+        """`LoRARequest` of the loaded adapter; None if requests use the model itself."""
+        return self._processes.adapter if self._processes is not None else None
 
     @property
     def _ready(self) -> AsyncLLM:
         if self._engine is None:
-            raise RuntimeError("the engine does not run: start it first, and not after stop")
+            raise RuntimeError("the engine is not running: call `start` first, and do not use it after `stop`")
         return self._engine
+
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     @override
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False
     ) -> WeightReceipt:
-        engine = self._ready
-        if self._updates is None or self._asleep:
-            raise RuntimeError("the engine sleeps: wake it before its weights are updated")
-        receipt = await while_it_lives(engine, self._updates.apply(version, manifest, tensors, self._weights_changed))
-        if self._server is not None and self._adapter is not None:
-            self._server.serve_adapter(self._adapter.request)
+        engine, weights = self._ready, self._weights
+        if weights is None or self._asleep:
+            raise RuntimeError("the engine is asleep: call `wake` before `update_weights`")
+        digests = await while_alive(engine, self._update(engine, weights, version, manifest, tensors))
+        if self._server is not None and (adapter := self._adapter) is not None:
+            self._server.serve_adapter(adapter)
         self._stale = False
-        return receipt
+        return WeightReceipt(version=version, digests=digests, role=self._mesh.role, rank=self._mesh.rank)
+
+    async def _update(
+        self,
+        engine: AsyncLLM,
+        weights: EngineWeights,
+        version: int,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, Tensor]],
+    ) -> Mapping[str, str]:
+        """Replace the weights and return their digests. Afterwards the engine runs, even if it was paused.
+
+        If loading fails, the engine stays paused, because it may have weights of two versions.
+        """
+        async with self._updating:
+            check_version(self._who, version, self._version, manifest)
+            await weights.compare(manifest)
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await weights.load(Incoming(self._who, manifest, iter(tensors)))
+            digests = await weights.digests(manifest)
+            self._version = version
+            for outputs in self._outputs.values():
+                for each in outputs:
+                    each.weights_changed(version)
+            await engine.resume_generation()
+        return digests
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -192,21 +228,13 @@ class VllmStrategy(InferStrategy):
     async def generate(self, request: GenerateRequest) -> Completion:
         _ = self._ready
         if self._stale:
-            raise RuntimeError(
-                "the engine has slept, or has no weights yet: weights have to be published to it before it generates"
-            )
+            raise RuntimeError("the engine has no weights, or is stale after sleep: update its weights first")
         limit = f"the engine's max_model_len {self._max_model_len}"
         check_request(request, vocab_size=self._files.vocab_size, max_tokens=self._max_model_len, limit=limit)
         check_served(request)
-        if request.params.stop and not request.params.ignore_eos:
-            if not all(request.params.stop):
-                raise DataError("stop strings: an empty string would end every response at once")
-            if not self._files.tokenizer:
-                raise UnsupportedError(
-                    "stop strings need a tokenizer, and this role's model has none; stop_token_ids work without"
-                )
+        check_stop_strings(request, has_tokenizer=bool(self._files.tokenizer))
         if request.id in self._running:
-            raise DataError(f"request {request.id!r}: a request of this id is still running; ids are unique")
+            raise DataError(f"request {request.id!r}: a request with this id is running; ids must be unique")
         task = asyncio.create_task(self._complete(request), name=f"vllm-{request.id}")
         self._running[request.id] = task
         try:
@@ -218,70 +246,55 @@ class VllmStrategy(InferStrategy):
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         engine = self._ready
         chosen = {each: self._running[each] for each in ids if each in self._running}
-        waiting = set(chosen.values())
-        while waiting:
-            drawings = [one for each, task in chosen.items() if task in waiting for one in self._drawings.get(each, ())]
-            with engine_deaths():
-                await engine.abort([one.name for one in drawings])
-            _, waiting = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
+        pending = set(chosen.values())
+        while pending:
+            outputs = [one for each, task in chosen.items() if task in pending for one in self._outputs.get(each, ())]
+            with engine_errors():
+                await engine.abort([one.name for one in outputs])
+            _, pending = await asyncio.wait(pending, timeout=ABORT_INTERVAL_S)
         return [task.result() for task in chosen.values() if not task.cancelled() and task.exception() is None]
 
     @override
     async def progress(self) -> list[Completion]:
-        found = self._drawings.items()
-        return [Completion(id=id, outputs=tuple(each.output() for each in drawings)) for id, drawings in found]
-
-    @override
-    def metrics(self) -> Mapping[str, float]:
-        return self._metrics.take()
+        found = self._outputs.items()
+        return [Completion(id=id, outputs=tuple(each.completion() for each in outputs)) for id, outputs in found]
 
     async def _complete(self, request: GenerateRequest) -> Completion:
-        drawings = [Drawing(request, index, self._version) for index in range(request.n)]
-        self._drawings[request.id] = drawings
-        drawing = [asyncio.create_task(self._draw(each)) for each in drawings]
+        outputs = [VllmOutput(request, index, self._version) for index in range(request.n)]
+        self._outputs[request.id] = outputs
+        tasks = [asyncio.create_task(self._generate(each)) for each in outputs]
         try:
-            await asyncio.gather(*drawing)
+            await asyncio.gather(*tasks)
         finally:
-            for task in drawing:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*drawing, return_exceptions=True)
-            del self._drawings[request.id]
-            await self._forget([each.name for each in drawings if not each.is_over])
-        outputs = tuple(each.output() for each in drawings)
-        return Completion(id=request.id, outputs=outputs, prompt_logprobs=drawings[0].prompt_logprobs)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            del self._outputs[request.id]
+            # vLLM keeps a request whose call is cancelled while vLLM is still receiving it.
+            left = [each.name for each in outputs if not each.finished]
+            if left and self._engine is not None:
+                with contextlib.suppress(EngineDiedError), engine_errors():
+                    await self._engine.abort(left)
+        completed = tuple(each.completion() for each in outputs)
+        return Completion(id=request.id, outputs=completed, prompt_logprobs=outputs[0].prompt_logprobs)
 
-    async def _forget(self, names: Sequence[str]) -> None:
-        """Abort requests in vLLM: it keeps a request whose call is cancelled while vLLM is still receiving it."""
-        if names and self._engine is not None:
-            with contextlib.suppress(EngineDiedError), engine_deaths():
-                await self._engine.abort(names)
-
-    async def _draw(self, drawing: Drawing) -> None:
+    async def _generate(self, output: VllmOutput) -> None:
         """Generate one output until vLLM finishes it. Raises `DataError`, `EngineDiedError`, `RollError`."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
 
-        request = drawing.request
+        request = output.request
         try:
-            with engine_deaths():
-                async for each in self._ready.generate(
+            with engine_errors():
+                async for delta in self._ready.generate(
                     tokens_input(request.prompt_ids.tolist()),
-                    sampling_params(request, drawing.index, self._files.end_ids),
-                    drawing.name,
-                    lora_request=self._adapter.request if self._adapter is not None else None,
+                    sampling_params(request, output.index, self._files.end_ids),
+                    output.name,
+                    lora_request=self._adapter,
                     priority=request.priority,
                 ):
-                    drawing.take(each)
+                    output.append(delta)
         except (VLLMClientError, ValueError) as error:
             raise DataError(f"request {request.id!r}: {error}") from error
-        if not drawing.is_over:
-            raise RollError(f"{self._who}: vLLM ended request {drawing.name!r} without an answer")
-
-    @property
-    def _version(self) -> int:
-        return self._updates.version if self._updates is not None else 0
-
-    def _weights_changed(self, version: int) -> None:
-        for drawings in self._drawings.values():
-            for each in drawings:
-                each.weights_changed(version)
+        if not output.finished:
+            raise RollError(f"{self._who}: vLLM ended request {output.name!r} without a finish reason")

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from roll_infer_vllm.held import remember_unreadable
+from roll_infer_vllm.loaded_model import remember_unreadable
 from roll_infer_vllm.workarounds import pack_tied_heads
 from roll_modeling.buckets import BucketInfo, read_bucket
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped to mypy
+class NoSetup(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Empty initialization info: the transfer needs no setup."""
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
+class BucketUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Update info with the fields of `BucketInfo`."""
 
     num_bytes: int
@@ -37,16 +37,16 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: dict[str, str] = field(default_factory=dict)
 
 
-class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[misc]  # vLLM is untyped to mypy
+class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Weight transfer engine that loads Hugging Face tensors with the model's loader; each process loads its shard."""
 
-    init_info_cls = Nothing
-    update_info_cls = Bucket
+    init_info_cls = NoSetup
+    update_info_cls = BucketUpdate
 
     failure = ""
     """Error message of the first bucket of this update that could not be loaded; empty if there is none."""
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: NoSetup) -> None:
         """Do nothing: the transfer needs no setup."""
 
     def start_weight_update(self) -> None:
@@ -67,7 +67,7 @@ class BucketTransfer(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[mis
         except Exception as error:  # any error of the model's loader; the worker raises it
             self.failure = f"{type(error).__name__}: {error}"
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: BucketUpdate) -> None:
         """Load the tensors of one bucket; see `update_weights`."""
         self.model.load_weights(self._tensors(BucketInfo(**asdict(update_info))))
 

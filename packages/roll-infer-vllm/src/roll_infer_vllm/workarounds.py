@@ -44,8 +44,8 @@ def use_tempered_sampler(model_runner: Any) -> None:
     own = model_runner.sampler
     if type(own) is not Sampler:
         raise UnsupportedError(
-            f"vLLM draws tokens with {type(own).__module__}.{type(own).__name__} here, which does not report logprobs"
-            " at the temperature; set VLLM_USE_V2_MODEL_RUNNER: '0' in system_envs, or leave it out"
+            f"vLLM samples with {type(own).__module__}.{type(own).__name__}, which returns no logprobs at the sampling"
+            " temperature; remove VLLM_USE_V2_MODEL_RUNNER from system_envs, or set it to '0'"
         )
     model_runner.sampler = TemperedSampler(own.logprobs_mode, own.use_fp64_gumbel)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.compose import compose
 from roll_core.config.dump import Verbatim
 from roll_core.config.explain import show
-from roll_core.config.nearest import suggest_key
-from roll_core.config.written import FileLayer
+from roll_core.config.positions import FileLayer
+from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
@@ -23,14 +23,14 @@ from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 from roll_migrate.roll_keys import DEFAULTS, DIFFERS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
 from roll_migrate.roll_pipelines import recognise
-from roll_migrate.rules import Each, Key, Outcome, Rule, value_at
+from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
 from roll_migrate.strategies import refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from roll_core.config.compose import Composed
+    from roll_core.config.compose import ComposedConfig
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
     from roll_core.spec.importing import ImportStatus
@@ -50,10 +50,10 @@ def import_roll(path: Path, registry: Registry) -> ImportedConfig:
     """
     composed = compose(path, (), registry)
     data = _with_environment(composed)
-    return _Import(composed, data, recognise(data, composed.written), registry, str(path)).run()
+    return _Import(composed, data, recognise(data, composed.positions), registry, str(path)).run()
 
 
-def _with_environment(composed: Composed) -> dict[str, Any]:
+def _with_environment(composed: ComposedConfig) -> dict[str, Any]:
     """Return the composed values, with interpolations of environment variables left as they are written.
 
     Their values may be secrets, and the variables need not be set here. Raises `ConfigError` if another interpolation
@@ -72,13 +72,13 @@ def _with_environment(composed: Composed) -> dict[str, Any]:
     return data
 
 
-def _environment_text(path: KeyPath, composed: Composed) -> str:
+def _environment_text(path: KeyPath, composed: ComposedConfig) -> str:
     """Text of the interpolation if `path` comes only from the environment; otherwise empty."""
-    found = composed.written.interpolations.get(path)
-    for _ in range(len(composed.written.interpolations)):
+    found = composed.positions.interpolations.get(path)
+    for _ in range(len(composed.positions.interpolations)):
         if found is None or found.from_environment or found.target is None:
             break
-        found = composed.written.interpolations.get(found.target)
+        found = composed.positions.interpolations.get(found.target)
     if found is None or not found.from_environment or "${" in _ENVIRONMENT.sub("", found.text):
         return ""
     return found.text
@@ -104,14 +104,14 @@ def _keys(value: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 @dataclass(slots=True)
 class _Import:
-    composed: Composed
+    composed: ComposedConfig
     source: dict[str, Any]
     pipeline: str
     registry: Registry
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     entries: dict[KeyPath, ImportedKey] = field(default_factory=dict)
-    eight_bits: bool = False
+    quantized: bool = False
     """True if the engine receives weights in a format other than their dtype, such as fp8."""
 
     def run(self) -> ImportedConfig:
@@ -128,12 +128,11 @@ class _Import:
 
     def _composition(self) -> None:
         """Record `defaults` and `hydra`, which have no effect once the files are composed."""
-        for layer in self.composed.written.layers:
+        for layer in self.composed.positions.layers:
             if isinstance(layer, FileLayer) and layer.source.name == self.name:
-                for key, note in (("defaults", "its fragments are part of the new file"), ("hydra", "it does nothing")):
+                for key, note in (("defaults", "the new file contains its fragments"), ("hydra", "it has no effect")):
                     for path in _keys(layer.source.data[key], (key,)) if key in layer.source.data else ():
-                        mark = layer.source.key_mark(path)
-                        where = f"{self.name}:{mark.line}:{mark.column}" if mark is not None else self.name
+                        where = layer.source.locate(path, key=True)
                         self.entries[path] = ImportedKey(where, ".".join(path), "not needed", note=note)
 
     def _mapping(self, table: Table, value: dict[str, Any], path: KeyPath, unused: Mapping[str, str]) -> None:
@@ -144,10 +143,10 @@ class _Import:
                 self._record(here, each, Outcome("not needed", (), unused[name]))
             elif rule is None:
                 self._unknown(table, here, each)
-            elif isinstance(rule, Rule):
+            elif isinstance(rule, KeyRule):
                 self._apply(rule, here, each)
             elif each is None or each == {}:
-                self._record(here, each, Outcome("not needed", (), "there is nothing in it"))
+                self._record(here, each, Outcome("not needed", (), "it is empty"))
             elif not isinstance(each, dict):
                 self._record(here, each, Outcome("unsupported", ((here, each),), "expected a mapping"))
             elif isinstance(rule, Each):
@@ -157,27 +156,27 @@ class _Import:
             else:
                 self._mapping(rule, each, here, {})
 
-    def _apply(self, rule: Rule, path: KeyPath, value: Any) -> None:
+    def _apply(self, rule: KeyRule, path: KeyPath, value: Any) -> None:
         if value is None and path[-1] not in NULL_MEANS_SOMETHING:
-            self._record(path, value, Outcome("not needed", (), "null is as good as nothing"))
+            self._record(path, value, Outcome("not needed", (), "null has no effect"))
             return
         key = Key(path, self.source, self.pipeline, self.registry.names(TrackerProvider))
         outcome = rule(value, key)
         if isinstance(value, Verbatim) and any(written != value for _, written in outcome.writes):
             writes = tuple((target, value) for target, _ in outcome.writes)
-            outcome = Outcome("kept", writes, "it comes from the environment, and was not looked at")
+            outcome = Outcome("kept", writes, "its value comes from the environment and was not converted")
         self._record(path, value, outcome)
 
     def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
         if len(path) == 1 and path[0] in self.composed.blocks:
-            outcome = Outcome("not needed", (), "a fragment's block: it stands where it is referred to")
+            outcome = Outcome("not needed", (), "a fragment's block; the new file has it where it is referenced")
         elif len(path) == 1 and any(
-            each.target and each.target[0] == path[0] for each in self.composed.written.interpolations.values()
+            each.target and each.target[0] == path[0] for each in self.composed.positions.interpolations.values()
         ):
-            outcome = Outcome("not needed", (), "it is only referred to, and stands where it is")
+            outcome = Outcome("not needed", (), "it is only referenced; the new file has its value there")
         else:
             hint = suggest_key(path, sorted(table), list(_paths(TABLES[self.pipeline])))[0]
-            outcome = Outcome("unknown", (), f"ROLL drops it without a word{f'; {hint}' if hint else ''}")
+            outcome = Outcome("unknown", (), f"ROLL ignores it silently{f'; {hint}' if hint else ''}")
         self._record(path, value, outcome)
 
     def _record(self, path: KeyPath, value: Any, outcome: Outcome) -> None:
@@ -192,7 +191,7 @@ class _Import:
                 for target, written in outcome.writes
                 if not isinstance(written, dict) or _has(written, rest)
             )
-            where = str(self.composed.written.key(leaf))
+            where = str(self.composed.positions.key(leaf))
             self.entries[leaf] = ImportedKey(where, ".".join(leaf), outcome.status, to, outcome.note)
 
     def _unused_roles(self) -> dict[str, str]:
@@ -202,9 +201,9 @@ class _Import:
         source = self.source
         unused = {}
         if value_at(source, ("actor_train", "model_args", "lora_target")) is not None:
-            unused["reference"] = "with LoRA the model beneath the adapters is the reference, in ROLL too"
+            unused["reference"] = "with LoRA the base model is the reference, as in ROLL"
         elif not (source.get("use_kl_loss") or source.get("add_token_level_kl")):
-            unused["reference"] = "nothing penalises the distance to it: use_kl_loss and add_token_level_kl are off"
+            unused["reference"] = "no KL penalty uses it: use_kl_loss and add_token_level_kl are off"
         if source.get("adv_estimator", "gae") != "gae":
             unused["critic"] = "only adv_estimator: gae reads values"
         return unused
@@ -235,15 +234,13 @@ class _Import:
         taken = {key: each for key, each in keys.items() if key not in stay}
         self._slots(role, schema, taken)
         if role == GENERATES:
-            self.eight_bits = schema.model_construct(**taken).weight_format() != "dtype"
+            self.quantized = schema.model_construct(**taken).weight_format() != "dtype"
 
     def _slots(self, role: str, schema: type[StrategyConfig], keys: dict[str, Any]) -> None:
         given = self.config[role].get("num_gpus_per_worker")
         computed = schema.model_construct(**keys).slots_per_worker() if role == GENERATES else 1
         if given is not None and computed is not None and given != computed:
-            self._withdraw(
-                (role, "num_gpus_per_worker"), "not needed", f"a worker takes {computed}, as the strategy decides"
-            )
+            self._withdraw((role, "num_gpus_per_worker"), "not needed", f"the strategy sets {computed} per worker")
 
     def _withdraw(self, target: KeyPath, status: ImportStatus, reason: str) -> None:
         """Remove a key from the new config, and change the entries of the keys that it came from."""
@@ -289,11 +286,11 @@ class _Import:
         """Settings that disable what roll-core does by default in rlvr and ROLL does not do."""
         added: list[tuple[KeyPath, object, str]] = []
         config = self.config
-        if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.eight_bits:
-            note = "as in ROLL, tokens of other weights are not weighed; leave it out to weigh them by importance"
+        if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.quantized:
+            note = "as in ROLL, off-policy tokens have no importance weights; remove it to weight them"
             added.append((("train_infer_correction", "is_weight", "enabled"), False, note))
         if "critic" in config and self.source.get("ppo_epochs", 1) != 1:
-            added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch, whatever ppo_epochs says"))
+            added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch for any ppo_epochs"))
         return added
 
 
@@ -304,24 +301,24 @@ def _with_values(path: KeyPath, value: Any, outcome: Outcome) -> Outcome:
     written = outcome.writes[0][1]
     if written == value or any(isinstance(each, (dict, list)) for each in (value, written)):
         return outcome
-    told = f"{show(value, path[-1])} → {show(written, path[-1])}"
-    return replace(outcome, note=f"{told}: {outcome.note}" if outcome.note else told)
+    change = f"{show(value, path[-1])} → {show(written, path[-1])}"
+    return replace(outcome, note=f"{change}: {outcome.note}" if outcome.note else change)
 
 
 def _own_keys(arguments: Mapping[str, Any]) -> Table:
     """Rules for `strategy_config`: those in `STRATEGIES`; other keys are kept until the schema checks them."""
     keys = arguments.get("strategy_config")
     table = STRATEGIES.get(str(arguments.get("strategy_name")).partition("_")[0], {})
-    stands = Rule("kept where the strategy takes it", lambda value, key: Outcome("kept", ((key.path, value),)))
-    return {**{str(key): stands for key in (keys if isinstance(keys, dict) else ())}, **table}
+    keep = KeyRule("kept if the strategy has it", lambda value, key: key.keep(value))
+    return {**{str(key): keep for key in (keys if isinstance(keys, dict) else ())}, **table}
 
 
 def _paths(table: Table, prefix: KeyPath = ()) -> Iterator[KeyPath]:
     for name, rule in table.items():
         yield (*prefix, name)
         if isinstance(rule, Each):
-            yield from () if isinstance(rule.rule, Rule) else _paths(rule.rule, (*prefix, name, "*"))
-        elif not isinstance(rule, Rule):
+            yield from () if isinstance(rule.rule, KeyRule) else _paths(rule.rule, (*prefix, name, "*"))
+        elif not isinstance(rule, KeyRule):
             yield from _paths(rule, (*prefix, name))
 
 

@@ -10,14 +10,14 @@ from roll_migrate.rules import value_at
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.config.written import Written
+    from roll_core.config.positions import Positions
 
 SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sft", "", ("sft_train",)),
     ("agentic", "environments and agents", ("train_env_manager", "val_env_manager", "custom_envs")),
     ("on-policy distillation", "a teacher", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
     ("distill", "a teacher", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
-    ("dpo", "pairs of answers", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
+    ("dpo", "pairs of responses", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
@@ -27,19 +27,19 @@ OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
 
 
-def recognise(data: Mapping[str, Any], written: Written) -> str:
+def recognise(data: Mapping[str, Any], written: Positions) -> str:
     """Return roll-core's pipeline for a config. Raises `UnsupportedError`, with the decisive key, if there is none."""
     name, lacks, seen = _kind(data)
     if name in IMPORTABLE:
         return name
     if not name:
         raise UnsupportedError(
-            f"{written.name}: this is no config of ROLL's for {' or '.join(IMPORTABLE)}: it has neither rewards beside"
-            " actor_train and actor_infer, nor sft_train"
+            f"{written.name} is not a ROLL config for {' or '.join(IMPORTABLE)}: it has neither sft_train"
+            " nor rewards, actor_train and actor_infer"
         )
     raise UnsupportedError(
-        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name}, which cannot be imported: roll-core has no"
-        f" pipeline with {lacks}; it imports {' and '.join(IMPORTABLE)}, see docs/from-roll.md"
+        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: roll-core"
+        f" has no pipeline with {lacks}. Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
     )
 
 
@@ -53,7 +53,7 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     if found[0] != "rlvr":
         return found
     if data.get("actor_train") is None:
-        return "rollout alone", "rollouts and no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
+        return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
     columns = value_at(data, ("actor_train", "data_args"))
     for key in columns if isinstance(columns, dict) else ():
         if str(key).startswith(OF_IMAGES):

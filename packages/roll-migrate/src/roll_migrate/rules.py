@@ -6,7 +6,7 @@ A table maps the keys of a mapping to rules; a nested table describes a nested m
 
 A rule maps a value to the values that replace it and their paths in the new config. A setting that roll-core does not
 support is dropped (`unsupported`) if training results do not depend on it. Otherwise it stays in the config
-(`refused`), so that `roll-core check` refuses it: no setting that affects training disappears silently.
+(`refused`), so that `roll-core check` rejects it: no setting that affects training disappears silently.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class Key:
         """Value of another key of the same mapping; None if it is not given."""
         return self.at(*self.path[:-1], name)
 
+    def keep(self, value: Any) -> Outcome:
+        """Keep name and value."""
+        return Outcome("kept", ((self.path, value),))
+
     def at(self, *path: str) -> Any:
         """Value at a path from the top level; None if it is not given."""
         return value_at(self.source, path)
@@ -73,112 +77,112 @@ def value_at(data: Any, path: tuple[str, ...]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KeyRule:
     """Function that converts a key, and its description for the docs."""
 
     says: str
-    judge: Callable[[Any, Key], Outcome]
+    convert: Callable[[Any, Key], Outcome]
 
     def __call__(self, value: Any, key: Key) -> Outcome:
         """Convert the key with this value."""
-        return self.judge(value, key)
+        return self.convert(value, key)
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
     """Mapping with free names, whose values all follow one rule or table."""
 
-    rule: Rule | Mapping[str, Any]
+    rule: KeyRule | Mapping[str, Any]
 
 
-Table = Mapping[str, "Rule | Each | Table"]
+Table = Mapping[str, "KeyRule | Each | Table"]
 
 
-def each(names: str, rule: Rule) -> dict[str, Rule]:
+def each(names: str, rule: KeyRule) -> dict[str, KeyRule]:
     """Use the same rule for several keys, given as names separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
-def keep(note: str = "") -> Rule:
+def keep(note: str = "") -> KeyRule:
     """Keep name and value, which mean the same."""
-    return Rule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
+    return KeyRule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
 
 
-def differs(note: str) -> Rule:
+def differs(note: str) -> KeyRule:
     """Keep name and value, although the result differs."""
-    return Rule(f"kept, with another result: {note}", lambda value, key: Outcome("differs", ((key.path, value),), note))
+    return KeyRule(
+        f"kept, but the result differs: {note}", lambda value, key: Outcome("differs", ((key.path, value),), note)
+    )
 
 
-def rename(to: str, note: str = "") -> Rule:
+def rename(to: str, note: str = "") -> KeyRule:
     """Write the value under another name.
 
     `to` is a name in the same mapping, `role:` and a path below the key's role, or `top:` and a path from the top
     level.
     """
 
-    def judge(value: Any, key: Key) -> Outcome:
+    def convert(value: Any, key: Key) -> Outcome:
         where, _, rest = to.rpartition(":")
         parent = {"": key.path[:-1], "role": key.role, "top": ()}[where]
         return Outcome("renamed", (((*parent, *rest.split(".")), value),), note)
 
-    return Rule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", judge)
+    return KeyRule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", convert)
 
 
-def change(says: str, judge: Callable[[Any, Key], Outcome], *, nested: bool = False) -> Rule:
-    """Convert the value with the function `judge`, which `says` describes.
+def change(says: str, convert: Callable[[Any, Key], Outcome], *, nested: bool = False) -> KeyRule:
+    """Convert the value with the function `convert`, which `says` describes.
 
-    Unless `nested` is set, a list or a mapping stays in the config, so that `roll-core check` refuses it.
+    Unless `nested` is set, a list or a mapping stays in the config, so that `roll-core check` rejects it.
     """
 
-    def judged(value: Any, key: Key) -> Outcome:
+    def single(value: Any, key: Key) -> Outcome:
         if isinstance(value, (dict, list)) and not nested:
             return Outcome("unsupported", ((key.path, value),), "expected a single value")
-        return judge(value, key)
+        return convert(value, key)
 
-    return Rule(says, judged)
+    return KeyRule(says, single)
 
 
-def unneeded(note: str) -> Rule:
+def unneeded(note: str) -> KeyRule:
     """Drop a key, because roll-core decides by itself what the key controls."""
-    return Rule(f"not needed: {note}", lambda value, key: Outcome("not needed", (), note))
+    return KeyRule(f"not needed: {note}", lambda value, key: Outcome("not needed", (), note))
 
 
-def dead(note: str) -> Rule:
+def dead(note: str) -> KeyRule:
     """Drop a key that has no effect in the other framework either."""
-    return Rule(f"does nothing in ROLL: {note}", lambda value, key: Outcome("dead", (), note))
+    return KeyRule(f"no effect in ROLL: {note}", lambda value, key: Outcome("dead", (), note))
 
 
-def unsupported(note: str, *neutral: Any) -> Rule:
+def unsupported(note: str, *neutral: Any) -> KeyRule:
     """Drop a setting that roll-core lacks and that training results do not depend on.
 
     `neutral` lists values that have no effect; None is always one of them.
     """
 
-    def judge(value: Any, key: Key) -> Outcome:
-        return (
-            Outcome("not needed", (), f"{_shown(value)} asks for nothing")
-            if asks_for_nothing(value, neutral)
-            else (Outcome("unsupported", (), note))
-        )
+    def convert(value: Any, key: Key) -> Outcome:
+        if has_no_effect(value, neutral):
+            return Outcome("not needed", (), f"{_shown(value)} has no effect")
+        return Outcome("unsupported", (), note)
 
-    return Rule(f"not supported{_unless(neutral)}: {note}", judge)
+    return KeyRule(f"not supported{_unless(neutral)}: {note}", convert)
 
 
-def refused(note: str, *neutral: Any) -> Rule:
-    """Keep a setting that roll-core lacks, so that `roll-core check` refuses it: training results depend on it.
+def refused(note: str, *neutral: Any) -> KeyRule:
+    """Keep a setting that roll-core lacks, so that `roll-core check` rejects it: training results depend on it.
 
     `neutral` lists values that have no effect and are dropped; None is always one of them.
     """
 
-    def judge(value: Any, key: Key) -> Outcome:
-        if asks_for_nothing(value, neutral):
-            return Outcome("not needed", (), f"{_shown(value)} asks for nothing")
-        return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` refuses")
+    def convert(value: Any, key: Key) -> Outcome:
+        if has_no_effect(value, neutral):
+            return Outcome("not needed", (), f"{_shown(value)} has no effect")
+        return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` rejects")
 
-    return Rule(f"refused{_unless(neutral)}: {note}", judge)
+    return KeyRule(f"rejected{_unless(neutral)}: {note}", convert)
 
 
-def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+def has_no_effect(value: Any, neutral: tuple[Any, ...]) -> bool:
     """True if a value is None or one of `neutral`; True and 1 are different values here."""
     return value is None or any(
         value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import findings
-from roll_core.config.nearest import suggest_key
+from roll_core.config.unknown_keys import suggest_key
 from roll_migrate.rules import value_at
 
 if TYPE_CHECKING:
@@ -72,5 +72,5 @@ def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:
 def _reason(found: Finding, path: KeyPath, schema: type[StrategyConfig]) -> str:
     if found.kind == "extra_forbidden":
         hint = suggest_key(path, sorted(schema.model_fields), ())[0] if len(path) == 1 else ""
-        return f"there is no such key here{f'; {hint}' if hint.startswith('did you mean') else ''}"
+        return f"no such key{f'; {hint}' if hint.startswith('did you mean') else ''}"
     return found.message

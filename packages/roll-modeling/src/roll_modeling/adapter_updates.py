@@ -62,10 +62,10 @@ def refuse_adapter(
     for answer in answers:
         if unknown := answer["unknown"]:
             raise UnexpectedTensorError(
-                f"{who}: was sent {unknown[0]}, for which {engine}'s model has no adapter ({len(unknown)} such tensors)"
+                f"{who}: received {unknown[0]}, but {engine}'s model has no adapter there ({len(unknown)} such tensors)"
             )
         for name, found in answer["shapes"].items():
-            raise CorruptTensorError(f"{who}: {name} is {sent[name]} in the manifest; {engine}'s model takes {found}")
+            raise CorruptTensorError(f"{who}: {name} is {sent[name]} in the manifest; {engine} accepts {found}")
     for name, shape in sent.items():
         layer, _, side = name.rpartition(".lora_")
         other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"

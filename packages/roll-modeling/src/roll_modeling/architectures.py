@@ -60,7 +60,7 @@ def check_cached(keys: Mapping[str, Any]) -> None:
         body = file.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2].partition("\nclass ")[0]
         signature = re.search(r"\n    def forward\((.*?)\n    \)", body, flags=re.DOTALL)
         if signature and "past_key_values" not in signature[1]:
-            raise ValueError(f"transformers' {name} takes no cache of keys and values (past_key_values)")
+            raise ValueError(f"transformers' {name} does not support a key-value cache (past_key_values)")
 
 
 def has_experts(keys: Mapping[str, Any]) -> bool:

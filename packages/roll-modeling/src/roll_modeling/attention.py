@@ -30,7 +30,7 @@ NAME = "roll_flat"
 class SharedAttention(Protocol):
     """Attention over tokens that several ranks share, such as `context_parallel.ContextParallel`."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
         """Same as `flat_attention`, for this rank's share of the tokens."""
         ...
 
@@ -99,7 +99,7 @@ def flat_attention(
         raise UnsupportedError("flat attention has neither dropout nor attention sinks")
     roll_layout.num_calls += 1
     window = int(attention_mask) if attention_mask is not None else 0
-    how = How(
+    how = AttentionOptions(
         lengths=roll_layout.lengths,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window or sliding_window or 0,
@@ -110,7 +110,7 @@ def flat_attention(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class AttentionOptions:
     """Parameters of a layer's attention, apart from its queries, keys and values."""
 
     lengths: tuple[int, ...]
@@ -122,7 +122,7 @@ class How:
     """Bound of the logit soft-cap: scores lie within ± this value; 0 disables it."""
 
 
-def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
     """Attention of flat tokens that are all on this rank; shapes as in `flat_attention`."""
     lengths = how.lengths
     if not how.softcap and not 0 < how.window < max(lengths) and usable(query, lengths):

@@ -60,8 +60,8 @@ class Backbone:
                 raise ModelError(f"{type(model).__name__} cannot use {attention.NAME}; set attn_implementation: auto")
             if context is not None:
                 raise UnsupportedError(
-                    f"{type(model).__name__} computes with padding ({self.why_padded}); sequences are shared among"
-                    " ranks only where it computes without"
+                    f"{type(model).__name__} requires padding ({self.why_padded}); context"
+                    " parallelism supports only models without padding"
                 )
             self._check_causal()
         elif context is not None:
@@ -81,7 +81,7 @@ class Backbone:
         if self.replay is not None:
             self.replay.begin(None if routed_experts_TMK is None else self._as_seen(routed_experts_TMK, lengths))
         elif routed_experts_TMK is not None:
-            raise UnsupportedError("experts are given to be replayed, but the model was not built with router_replay")
+            raise UnsupportedError("the microbatch has routed experts, but router_replay is off")
         if self.context is not None:
             return self._shared(tokens_T, positions_T, lengths, self.context)
         if self.flat:
@@ -228,8 +228,8 @@ class Backbone:
         differences = (found_TH[inside] - alone_TH[part[inside]]).abs().flatten()
         if not context.largest(torch.cat([differences, differences.new_zeros(1)])) <= self._tolerance(alone_TH):
             raise ModelError(
-                f"{type(self.model).__name__} gives other numbers when its tokens are shared among {context.size}"
-                " ranks: more than attention mixes them; leave context parallelism out"
+                f"{type(self.model).__name__} computes different numbers on {context.size} context-parallel"
+                " ranks: not only attention mixes tokens; disable context parallelism"
             )
 
     @torch.no_grad()
@@ -240,9 +240,7 @@ class Backbone:
         tokens_T[3] = (tokens_T[3] + 1) % vocab_size
         after_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
         if float((after_TH - before_TH)[:3].abs().max()) > self._tolerance(before_TH):
-            raise ModelError(
-                f"{type(self.model).__name__} sees tokens before they are drawn; only causal models can be trained here"
-            )
+            raise ModelError(f"{type(self.model).__name__} attends to later tokens; only causal models are supported")
 
     def _probe(self, lengths: Sequence[int] = PROBE_LENGTHS) -> tuple[Tensor, Tensor]:
         vocab_size = self.model.config.get_text_config().vocab_size

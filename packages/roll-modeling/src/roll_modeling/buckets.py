@@ -14,11 +14,8 @@ import logging
 import math
 import mmap
 import os
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from typing_extensions import override
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, RollError, UnexpectedTensorError
 from roll_core.weights.device_memory import device_memory
@@ -81,8 +78,8 @@ class BucketWriter:
     def trial(self, tensor: Tensor) -> BucketInfo | None:
         """Bucket with test data, for `opening_failure` in each of the engine's processes.
 
-        Pass their results to `judge`. Returns None if tensors like `tensor` do not stay on a device, or if the test
-        already ran.
+        Pass their results to `check_trial`. Returns None if tensors like `tensor` do not stay on a device, or if the
+        test already ran.
         """
         import torch
 
@@ -93,14 +90,14 @@ class BucketWriter:
         try:
             return self.fill(iter(()), ("trial", numbers))[0]
         except (RollError, RuntimeError) as error:
-            self.judge([str(error)])
+            self.check_trial([str(error)])
             return None
 
-    def judge(self, failures: Sequence[str]) -> None:
+    def check_trial(self, failures: Sequence[str]) -> None:
         """Fall back to host memory if any of the engine's processes reports a failure (a non-empty string)."""
         failure = next((each for each in failures if each), "")
         if failure:
-            log.warning("weights go into the engine by the host, because a bucket on its devices failed: %s", failure)
+            log.warning("weight updates use host memory, because a test bucket on the devices failed: %s", failure)
             self._devices = ()
             self.close()
 
@@ -152,59 +149,47 @@ class BucketWriter:
         return memory
 
 
-class _Memory(ABC):
-    tensor: Tensor
-
-    @abstractmethod
-    def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
-        """Path and handles by which the engine's processes read the first `num_bytes`, which are filled."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the memory."""
-
-
-class _HostMemory(_Memory):
+class _HostMemory:
     def __init__(self, num_bytes: int) -> None:
         self._descriptor = os.memfd_create(f"roll-{os.getpid()}-bucket")
         os.truncate(self._descriptor, num_bytes)
         self.tensor = _map(self._descriptor, num_bytes)
 
-    @override
     def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
+        """Path and handles by which the engine's processes read the first `num_bytes`, which are filled."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}", {}
 
-    @override
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)
         os.close(self._descriptor)
 
 
-class _DeviceMemory(_Memory):
+class _DeviceMemory:
     """Memory on each of the devices. The first is filled and then copied to the others."""
 
     def __init__(self, num_bytes: int, devices: Sequence[str]) -> None:
         kind = device_memory(devices[0])
         if kind is None:
-            raise RuntimeError(f"memory of {devices[0]} cannot be lent")
+            raise RuntimeError(f"memory of {devices[0]} cannot be shared with other processes")
         self._kind = kind
         self._on = {device: kind.allocate(num_bytes, device) for device in devices}
         self.tensor = self._on[devices[0]]
 
-    @override
     def shown(self, num_bytes: int) -> tuple[str, Mapping[str, str]]:
         for memory in self._on.values():
             if memory is not self.tensor:
                 memory[:num_bytes].copy_(self.tensor[:num_bytes])
         for device in self._on:
-            self._kind.settle(device)
-        return "", {self._kind.uuid(device): self._kind.lend(memory).hex() for device, memory in self._on.items()}
+            self._kind.synchronize(device)
+        return "", {self._kind.uuid(device): self._kind.share(memory).hex() for device, memory in self._on.items()}
 
-    @override
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)
         self._on.clear()
         self._kind.collect()
+
+
+_Memory = _HostMemory | _DeviceMemory
 
 
 def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -230,7 +215,7 @@ def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Te
     for each in info.tensors:
         yield each["name"], view(memory, torch_dtype(each["dtype"]), tuple(each["shape"]), each["start"]).clone()
     if kind is not None:
-        kind.settle(device)
+        kind.synchronize(device)
 
 
 def opening_failure(info: BucketInfo, device: str) -> str:
@@ -261,10 +246,10 @@ class Incoming:
         name, tensor = next(self._tensors)
         entry = self._expected.pop(name, None)
         if entry is None:
-            raise UnexpectedTensorError(f"{self._who}: was sent {name}, which the manifest does not have, or has once")
+            raise UnexpectedTensorError(f"{self._who}: received {name}, which the manifest lacks, or a second time")
         if dtype_name(tensor) != entry.dtype or tuple(tensor.shape) != entry.shape:
             raise CorruptTensorError(
-                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest says"
+                f"{self._who}: {name} arrived as {dtype_name(tensor)} {list(tensor.shape)}; the manifest has"
                 f" {entry.dtype} {list(entry.shape)}"
             )
         return name, tensor
@@ -273,7 +258,7 @@ class Incoming:
         """Raise `MissingTensorError` if a tensor of the manifest did not arrive."""
         if self._expected:
             raise MissingTensorError(
-                f"{self._who}: {min(self._expected)} was not sent of version {self._version}"
+                f"{self._who}: {min(self._expected)} is missing in version {self._version}"
                 f" ({len(self._expected)} such tensors)"
             )
 

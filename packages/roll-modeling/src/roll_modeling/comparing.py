@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roll_core.types import WeightManifest
 
 
-class Held(Protocol):
+class EngineTensor(Protocol):
     """Location of a Hugging Face model's tensor in an engine."""
 
     @property
@@ -35,8 +35,8 @@ def entries(manifest: WeightManifest) -> list[tuple[str, list[int]]]:
 
 def compare(
     announced: Iterable[tuple[str, Sequence[int]]],
-    locate: Callable[[str], Held | None],
-    held: Iterable[tuple[str, Held]],
+    locate: Callable[[str], EngineTensor | None],
+    held: Iterable[tuple[str, EngineTensor]],
 ) -> dict[str, Any]:
     """Compare announced tensors with the model of this process; returns plain values.
 
@@ -71,8 +71,8 @@ def refuse(who: str, engine: str, manifest: WeightManifest, answers: Iterable[Ma
     for answer in answers:
         if unknown := answer["unknown"]:
             raise UnexpectedTensorError(
-                f"{who}: was sent {unknown[0]}, which {engine}'s model does not have, or holds in a form that cannot be"
-                f" read back ({len(unknown)} such tensors)"
+                f"{who}: received {unknown[0]}, which {engine}'s model lacks or cannot read back"
+                f" ({len(unknown)} such tensors)"
             )
         for name, shape in answer["shapes"].items():
             raise CorruptTensorError(f"{who}: {name} is {sent[name]} in the manifest, and {shape} in {engine}'s model")

@@ -28,7 +28,7 @@ from roll_modeling.collectives import summed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_modeling.attention import How
+    from roll_modeling.attention import AttentionOptions
 
 
 class ContextParallel(ABC):
@@ -49,7 +49,7 @@ class ContextParallel(ABC):
         return torch.arange(self.rank * length, (self.rank + 1) * length)
 
     @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
         """Attention of this rank's tokens: `[1, H, T / P, D]` queries to `[1, T / P, H, D]` outputs.
 
         Keys and values have as many tokens as the queries, and possibly fewer heads.
@@ -83,7 +83,7 @@ class Ulysses(ContextParallel):
                 " rank has"
             )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
         """Compute attention between two all-to-all exchanges."""
         found = attend_flat(self._heads(query), self._heads(key), self._heads(value), how)
         return self._exchange(found)

@@ -37,8 +37,8 @@ def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: 
     """Write the master weights, rounded to the model's dtype."""
     if not description.is_dir():
         raise CheckpointMismatchError(
-            f"{description.parent} does not say what model it is of: it is one that transformers does not make, so"
-            " there is no directory for transformers to load"
+            f"{description.parent} has no description of its model: transformers does not support it, so"
+            " the checkpoint cannot be converted to a directory for transformers"
         )
     spec = replace(spec, path=str(description), random_init=None, config_overrides={}, tokenizer="")
     model = empty_model(spec)
@@ -47,8 +47,8 @@ def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: 
     buffers = stored_buffers(model)
     if lacking := buffers.keys() - state.buffers.keys():
         raise CheckpointMismatchError(
-            f"{description.parent} lacks {min(lacking)}, which no optimizer steps and the model computes with: go on"
-            " with that run, and convert its next checkpoint"
+            f"{description.parent} lacks {min(lacking)}, a buffer that the model needs: resume that run,"
+            " and convert its next checkpoint"
         )
     whole = {name: state.read(name).master.to(each.dtype) for name, each in parameters.items()}
     model.load_state_dict(whole | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)
@@ -66,17 +66,17 @@ def _write_adapted(
         spec = replace(spec, path=base_model, random_init=None)
     model = load_model(spec)
     of_experts = ExpertAdapters(model, state, lora)
-    adapters = add_adapters(model, replace(spec, lora=of_experts.beside()))
+    adapters = add_adapters(model, replace(spec, lora=of_experts.linear_spec()))
     trained = adapters.trained()
     shapes = {name: tuple(each.shape) for name, each in trained.items()} | of_experts.shapes
     check_same(state, shapes, adapters=adapters, identity=adapters.identity())
     for name, each in trained.items():
         each.data.copy_(state.read(name).master)
     if adapters.lora.export == "adapter":
-        if of_experts.places:
+        if of_experts.layers:
             adapters.also_targets(of_experts.names)
-        adapters.export(out, trained | of_experts.apart())
-    elif of_experts.places:
+        adapters.export(out, trained | of_experts.factors())
+    elif of_experts.layers:
         of_experts.write_merged(adapters, spec, out)
     else:
         write_model(model, spec, adapters.state_dict(), out)

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernels.h"
 
@@ -91,6 +92,31 @@ void gate_backward(T* __restrict gates, T* __restrict ups, const T* __restrict d
       const float silu = x * share;
       gates[i] = rounded<T>(upstream * load(ups[i]) * (share + silu * (1.0f - share)));
       ups[i] = rounded<T>(upstream * silu);
+    }
+  }
+}
+
+// y[d] = x[d] * cos[d] + half(x)[d] * sin[d], with half(x) = (-second half of x, first half of x); the transpose of this map
+// if `backward`. Heads and tokens of x may lie anywhere; y is [tokens, heads, size].
+template <typename T>
+void rotary(const T* __restrict x, const T* __restrict cos, const T* __restrict sin, T* __restrict y, int64_t heads,
+            int64_t tokens, int64_t size, int64_t head_stride, int64_t token_stride, bool backward, int threads) {
+  const int64_t half = size / 2;
+  const float sign = backward ? -1.0f : 1.0f;
+#pragma omp parallel for num_threads(threads) if (tokens * heads * size >= PARALLEL_FROM)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const T *cos1 = cos + t * size, *cos2 = cos1 + half;
+    const T *sin1 = sin + t * size, *sin2 = sin1 + half;
+    if (backward) std::swap(sin1, sin2);
+    for (int64_t h = 0; h < heads; ++h) {
+      const T *x1 = x + t * token_stride + h * head_stride, *x2 = x1 + half;
+      T *y1 = y + (t * heads + h) * size, *y2 = y1 + half;
+      for (int64_t d = 0; d < half; ++d) {
+        const float first = load(rounded<T>(load(x1[d]) * load(cos1[d])));
+        const float second = load(rounded<T>(load(x2[d]) * load(cos2[d])));
+        y1[d] = rounded<T>(first - sign * load(rounded<T>(load(x2[d]) * load(sin1[d]))));
+        y2[d] = rounded<T>(second + sign * load(rounded<T>(load(x1[d]) * load(sin2[d]))));
+      }
     }
   }
 }
@@ -208,6 +234,17 @@ void roll_gate_backward(int low, void* gates, void* ups, const void* dy, int64_t
   typed(low, [&](auto zero) {
     using T = decltype(zero);
     gate_backward(static_cast<T*>(gates), static_cast<T*>(ups), static_cast<const T*>(dy), num, threads);
+  });
+}
+
+// Rotary embedding of x, `heads` × `tokens` vectors of `size` at the given strides, into y [tokens, heads, size], by cos and
+// sin [tokens, size]. If `backward`, x is the gradient of the result and y that of the input.
+void roll_rotary(int low, const void* x, const void* cos, const void* sin, void* y, int64_t heads, int64_t tokens,
+                 int64_t size, int64_t head_stride, int64_t token_stride, int backward, int threads) {
+  typed(low, [&](auto zero) {
+    using T = decltype(zero);
+    rotary(static_cast<const T*>(x), static_cast<const T*>(cos), static_cast<const T*>(sin), static_cast<T*>(y), heads,
+           tokens, size, head_stride, token_stride, backward != 0, threads);
   });
 }
 

@@ -1,4 +1,6 @@
-"""Compiled kernels for RMSNorm, gated activation and log-softmax, forward and backward (`elementwise.cpp`, by ctypes).
+"""Compiled kernels of element-wise training operations, forward and backward (`elementwise.cpp`, by ctypes).
+
+They are RMSNorm, gated activation, rotary embedding and log-softmax.
 
 Tensors are contiguous, on the host, and float32 or bfloat16. Those of the log-softmax are float32.
 
@@ -58,6 +60,7 @@ def library() -> ctypes.CDLL:
             "roll_norm_backward": [flag, *[pointer] * 6, integer, integer, integer, flag],
             "roll_gate": [flag, *[pointer] * 3, integer, flag],
             "roll_gate_backward": [flag, *[pointer] * 3, integer, flag],
+            "roll_rotary": [flag, *[pointer] * 4, *[integer] * 5, flag, flag],
             "roll_log_softmax": [*[pointer] * 2, integer, integer, number, flag],
             "roll_logits_gradient": [*[pointer] * 5, integer, integer, flag],
         },
@@ -141,6 +144,31 @@ def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
     )
     for each in (gate_ND, up_ND):
         torch.autograd.graph.increment_version(each)
+
+
+def rotary(x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, backward: bool = False) -> Tensor:
+    """Rotary embedding of queries or keys; with `backward`, the input's gradient from the result's.
+
+    `x_HTD` needs contiguous vectors only. The result is a view of a contiguous `[T, H, D]` tensor.
+    """
+    heads, tokens, size = x_HTD.shape
+    for table in (cos_TD, sin_TD):
+        _check(table, table, x_HTD.shape[1:])
+    if x_HTD.stride(2) != 1 or x_HTD.dtype != cos_TD.dtype or size % 2:
+        raise ValueError(f"expected contiguous vectors of even size in {cos_TD.dtype}, found {x_HTD.dtype}, {size}")
+    y_THD = x_HTD.new_empty(tokens, heads, size)
+    library().roll_rotary(
+        _low(x_HTD),
+        x_HTD.data_ptr(),
+        cos_TD.data_ptr(),
+        sin_TD.data_ptr(),
+        y_THD.data_ptr(),
+        *x_HTD.shape,
+        *x_HTD.stride()[:2],
+        backward,
+        torch.get_num_threads(),
+    )
+    return y_THD.transpose(0, 1)
 
 
 def log_softmax_(logits_ND: Tensor, temperature: float, *, entropy: bool) -> Tensor | None:

@@ -28,7 +28,7 @@ class EngineFiles:
     tokenizer: str
     """Directory or hub id; empty if the model has no tokenizer."""
     end_ids: tuple[int, ...]
-    """End-of-sequence ids."""
+    """End-of-sequence ids of the model."""
     config: Any
     """Config of transformers, with the overrides applied."""
     scratch: Path
@@ -64,8 +64,8 @@ def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
     """
     if spec.attn_implementation != "auto":
         raise ModelError(
-            f"model_args.attn_implementation is {spec.attn_implementation}, but {engine} has attention of its own:"
-            f" leave it out here; strategy_config.attention_backend chooses among {engine}'s"
+            f"model_args.attn_implementation is {spec.attn_implementation}, but {engine} has its own attention:"
+            f" remove the key; strategy_config.attention_backend selects one of {engine}'s kernels"
         )
     with tempfile.TemporaryDirectory(prefix="roll-engine-") as scratch:
         stored = spec

@@ -39,7 +39,7 @@ NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ExpertLayer:
     """Location of one expert's layer."""
 
     path: str
@@ -55,15 +55,15 @@ class ExpertAdapters:
     def __init__(self, model: PreTrainedModel, state: PortableState, lora: LoraSpec) -> None:
         """Raises `UnsupportedError` if transformers does not store the experts' tensors separately."""
         self._model, self._lora = model, lora
-        self.places: dict[str, Place] = {}
+        self.layers: dict[str, ExpertLayer] = {}
         """Locations by the name of the weight that transformers stores."""
         if any(len(shape) > 2 for name, shape in state.shapes.items() if f".lora_A.{ADAPTER}." in name):
             if not self._form.is_by_tensor:
                 raise UnsupportedError(
-                    f"the state has adapters of experts, and of a {model.config.model_type} transformers stores several"
-                    " tensors as one: they cannot be converted here; export/ of the run has them"
+                    f"the state has adapters of experts, which cannot be converted: transformers stores several"
+                    f" tensors of a {model.config.model_type} as one; use the run's export/ instead"
                 )
-            self.places = dict(self._find(model, state))
+            self.layers = dict(self._find(model, state))
         self.linear = {path for path, each in model.named_modules() if isinstance(each, nn.Linear)}
         # A state's factors are read whole. The cache serves gate and up projections, which alternate.
         self._factor = lru_cache(maxsize=4)(lambda name: state.read(name).master)
@@ -73,40 +73,43 @@ class ExpertAdapters:
         """Stored form of the model; first evaluated while the model has no adapters."""
         return StoredForm(self._model, {name: tuple(each.shape) for name, each in self._model.named_parameters()})
 
-    def _find(self, model: PreTrainedModel, state: PortableState) -> Iterator[tuple[str, Place]]:
+    def _find(self, model: PreTrainedModel, state: PortableState) -> Iterator[tuple[str, ExpertLayer]]:
         for name, parameter in model.named_parameters():
             for stored, each in self._form.of(name, torch.empty(parameter.shape, device="meta")).items():
                 for number in NUMBER.finditer(stored):
                     path = (stored[: number.start()] + stored[number.end() :]).removesuffix(".weight")
                     if _factor(path, "A") in state.shapes:
-                        yield stored, Place(path=path, expert=int(number[1]), shape=(each.shape[0], each.shape[1]))
+                        yield (
+                            stored,
+                            ExpertLayer(path=path, expert=int(number[1]), shape=(each.shape[0], each.shape[1])),
+                        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the experts' factors in the state, by name."""
-        numbers, rank = Counter(place.path for place in self.places.values()), self._lora.rank
+        numbers, rank = Counter(layer.path for layer in self.layers.values()), self._lora.rank
         found: dict[str, tuple[int, ...]] = {}
-        for place in self.places.values():
-            outputs, inputs = place.shape
-            found[_factor(place.path, "A")] = (numbers[place.path], rank, inputs)
-            found[_factor(place.path, "B")] = (numbers[place.path], outputs, rank)
+        for layer in self.layers.values():
+            outputs, inputs = layer.shape
+            found[_factor(layer.path, "A")] = (numbers[layer.path], rank, inputs)
+            found[_factor(layer.path, "B")] = (numbers[layer.path], outputs, rank)
         return found
 
-    def beside(self) -> LoraSpec:
+    def linear_spec(self) -> LoraSpec:
         """Configuration of the adapters on ordinary linear layers, without targets that are experts only.
 
         A target may name both, as `gate_proj` does if some layers have no experts.
         """
         if isinstance(self._lora.targets, str):
             return self._lora
-        experts = {place.path for place in self.places.values()}
+        experts = {layer.path for layer in self.layers.values()}
         targets = tuple(name for name in self._lora.targets if not _names(name, experts) or _names(name, self.linear))
         return replace(self._lora, targets=targets)
 
     def write_merged(self, adapters: Adapters, spec: ModelSpec, out: Path) -> None:
         """Write the model with all adapters merged, as transformers stores it.
 
-        `adapters` are those of `beside`, on the same model.
+        `adapters` are those of `linear_spec`, on the same model.
         """
         writer = PieceWriter(out)
         for name, buffer in stored_buffers(adapters.model).items():
@@ -116,29 +119,29 @@ class ExpertAdapters:
                 writer.add(stored, self._merged(stored, weight))
         writer.finish(spec)
 
-    def apart(self) -> dict[str, Tensor]:
+    def factors(self) -> dict[str, Tensor]:
         """A and B of each expert, under the names that peft uses for a model with separate expert layers."""
         return {
-            f"{stored.removesuffix('.weight')}.lora_{side}.{ADAPTER}.weight": self._of(place, side)
-            for stored, place in self.places.items()
+            f"{stored.removesuffix('.weight')}.lora_{side}.{ADAPTER}.weight": self._of(layer, side)
+            for stored, layer in self.layers.items()
             for side in "AB"
         }
 
     @property
     def names(self) -> list[str]:
         """Last components of the layers' paths, which peft's config lists as targets."""
-        return sorted({place.path.rpartition(".")[2] for place in self.places.values()})
+        return sorted({layer.path.rpartition(".")[2] for layer in self.layers.values()})
 
     def _merged(self, stored: str, weight: Tensor) -> Tensor:
-        place = self.places.get(stored)
-        if place is None:
+        layer = self.layers.get(stored)
+        if layer is None:
             return weight
-        delta_OI = self._of(place, "B") @ self._of(place, "A")
+        delta_OI = self._of(layer, "B") @ self._of(layer, "A")
         return delta_OI.mul_(self._lora.scale).add_(weight.float()).to(weight.dtype)
 
-    def _of(self, place: Place, side: str) -> Tensor:
-        stack: Tensor = self._factor(_factor(place.path, side))
-        return stack[place.expert]
+    def _of(self, layer: ExpertLayer, side: str) -> Tensor:
+        stack: Tensor = self._factor(_factor(layer.path, side))
+        return stack[layer.expert]
 
 
 def _factor(path: str, side: str) -> str:

@@ -1,4 +1,6 @@
-"""Norms, gated activations and linear layers with few passes over memory, as replacements of transformers' modules.
+"""Replacements of transformers' modules with few passes over memory.
+
+They are norms, gated activations, rotary embeddings and linear layers.
 
 On a CPU a layer's element-wise work costs up to a third of its GEMMs, because every operation goes through memory.
 Compiled kernels do it in one pass (`elementwise`). Without a C++ compiler, torch operations work on blocks of rows that
@@ -11,6 +13,7 @@ Shapes: N rows, D their size; T flat tokens, H heads, I intermediate size.
 from __future__ import annotations
 
 import logging
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +38,8 @@ BLOCK_ELEMENTS = 1 << 16
 
 TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2**-7, 2**-9)}
 """Relative tolerance, and absolute tolerance as a share of the largest value: a few roundings."""
+ROTARY = "apply_rotary_pos_emb"
+"""Name of the rotary embedding's function in transformers' model files."""
 LEAST_WEIGHTS = 1 << 12
 """Minimum number of weight elements of a replaced linear layer: it is faster for microbatches of a thousand tokens."""
 
@@ -49,7 +54,7 @@ def fuse(model: nn.Module) -> int:
     dtypes = elementwise.DTYPES if compiled else (torch.float32,)
     if parameter.device.type != "cpu" or parameter.dtype not in dtypes:
         return 0
-    return sum(_replace(module) for module in model.modules())
+    return sum(_replace(module) or (compiled and _replace_rotary(module)) for module in model.modules())
 
 
 @torch.no_grad()
@@ -66,6 +71,38 @@ def _replace(module: Any) -> bool:
     if not torch.allclose(found, expected, rtol=relative, atol=absolute * largest + 1e-12):
         return False
     module.forward = forward
+    return True
+
+
+@torch.no_grad()
+def _replace_rotary(module: Any) -> bool:
+    """Replace the function that an attention module's `forward` calls for its rotary embedding, in this module only."""
+    forward = type(module).forward
+    plain = getattr(forward, "__globals__", {}).get(ROTARY)
+    code = getattr(forward, "__code__", None)
+    if plain is None or code is None or ROTARY not in code.co_names or "forward" in vars(module):
+        return False
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        shape = (1, q.shape[-2], q.shape[-1])
+        same = q.dtype == k.dtype == cos.dtype == sin.dtype and cos.shape == sin.shape == shape
+        if more or named or not same or q.shape[0] != 1 or q.shape[-2:] != k.shape[-2:]:
+            return plain(q, k, cos, sin, *more, **named)  # type: ignore[no-any-return]
+        tables = cos[0].contiguous(), sin[0].contiguous()
+        return _Rotary.apply(q, *tables), _Rotary.apply(k, *tables)  # type: ignore[no-untyped-call]
+
+    dtype = next(module.parameters()).dtype
+    q, k, cos, sin = torch.linspace(-3.0, 3.0, 4 * 3 * 16).view(4, 1, 1, 3, 16).to(dtype)
+    try:
+        expected = plain(q, k, cos[0], sin[0])
+    except (TypeError, ValueError, RuntimeError):  # another signature
+        return False
+    for each, other in zip(rotary(q, k, cos[0], sin[0]), expected, strict=True):
+        if not torch.allclose(each, other, rtol=TOLERANCES[dtype][0], atol=9 * TOLERANCES[dtype][1]):
+            return False
+    own = FunctionType(code, {**forward.__globals__, ROTARY: rotary}, forward.__name__, forward.__defaults__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(own, module)
     return True
 
 
@@ -131,6 +168,23 @@ class _RMSNorm(torch.autograd.Function):
         backward = elementwise.norm_backward if elementwise.available() else blocked_norm_backward
         dx_ND, dw_D = backward(x_ND, weight_D, scales_N, grads[0].reshape(x_ND.shape).contiguous())
         return dx_ND.view(grads[0].shape), dw_D, None
+
+
+class _Rotary(torch.autograd.Function):
+    """`y = x * cos + (-second half of x, first half of x) * sin`, for queries or keys `[1, H, T, D]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return elementwise.rotary(_vectors(x), cos_TD, sin_TD)[None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return elementwise.rotary(_vectors(grads[0]), *ctx.saved_tensors, backward=True)[None], None, None
+
+
+def _vectors(x: Tensor) -> Tensor:
+    return x[0] if x.stride(-1) == 1 else x[0].contiguous()
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -7,6 +7,7 @@ engine sees every optimizer step at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,7 @@ def make_adjacent(model: nn.Module) -> int:
     shape, values and gradient flags. Groups that cannot be joined (different dtypes, tied or quantised weights, a bias
     on only some) are unchanged.
     """
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     joined = 0
     for module in model.modules():
         for names in SIBLINGS:

@@ -15,8 +15,9 @@ import difflib
 import math
 import re
 import warnings
+from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     `UnsupportedError` for a spec without adapters.
     """
     if spec.lora is None:
-        raise UnsupportedError("the model's spec has no adapters to add")
+        raise UnsupportedError("the model's spec has no adapters")
     from peft import LoraConfig, get_peft_model
 
     extra = _extra_modules(model, spec)
@@ -82,7 +83,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     layers = [each for each in model.modules() if isinstance(each, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     if not layers:
-        raise UnsupportedError(f"{type(model).__name__} has no adapters, so there is no base model beneath them")
+        raise UnsupportedError(f"{type(model).__name__} has no adapters that outputs of the base model could leave out")
     with _keeping_gradient_flags(model):
         for each in layers:
             each.enable_adapters(False)
@@ -109,20 +110,14 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, spec: ModelSpec, handle: Any) -> None:
         """`handle` is peft's wrapper around `model`."""
         self.model, self._spec, self._handle = model, spec, handle
+        self.lora = cast("LoraSpec", spec.lora)
         self._base_digest = ""
-
-    @property
-    def lora(self) -> LoraSpec:
-        """Adapter configuration."""
-        if self._spec.lora is None:
-            raise AssertionError("made by add_adapters, which refuses a spec without")
-        return self._spec.lora
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name: A and B of every target, and the copies of extra modules."""
         return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
 
-    def drawn(self) -> dict[str, Tensor]:
+    def initial_factors(self) -> dict[str, Tensor]:
         """Initial A `[R, I]` of every target by name, equal to those of `add_adapters`.
 
         For strategies that store the parameters elsewhere, while `model` is on the device `meta`.
@@ -171,8 +166,8 @@ class Adapters:
         """
         if self.lora.extra_modules:
             raise UnsupportedError(
-                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
-                " engine that is sent these alone would not have it"
+                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full: an engine with only the"
+                " adapters would lack it"
             )
         for name, parameter in self.trained().items():
             whole = full(parameter).detach()
@@ -191,26 +186,25 @@ class Adapters:
         delta_OI = (b_OR.float() @ a_RI.float()).mul_(self.lora.scale)
         return (delta_OI.T if transposed else delta_OI).add(weight.float()).to(weight.dtype)
 
-    def base_digest(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
-        """Digest of the base model's parameter names and bytes. Cached, since the base model never changes."""
-        if not self._base_digest:
-            beneath = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
-            self._base_digest = weights_digest((base_name(name), full(each)) for name, each in beneath.items())
-        return self._base_digest
-
     def identity(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Any]:
-        """Values that must match between saved adapters and this model: base model digest, rank and alpha."""
-        return {"base_model": self.base_digest(full), "rank": self.lora.rank, "alpha": self.lora.alpha}
+        """Values that must match between saved adapters and this model: base model digest, rank and alpha.
 
-    def refuse_other(self, saved: dict[str, Any] | None, here: dict[str, Any], place: object) -> None:
+        The digest of the base model's parameter names and bytes is cached, since the base model never changes.
+        """
+        if not self._base_digest:
+            base = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
+            self._base_digest = weights_digest((base_name(name), full(each)) for name, each in base.items())
+        return {"base_model": self._base_digest, "rank": self.lora.rank, "alpha": self.lora.alpha}
+
+    def check_identity(self, saved: Mapping[str, Any] | None, here: Mapping[str, Any], place: object) -> None:
         """Raise `CheckpointError` unless `saved`, the adapters' identity stored at `place`, equals `here`."""
+        if saved is None:
+            raise CheckpointError(f"{place}: has a whole model, but this role trains adapters (lora_target)")
         if saved == here:
             return
-        if saved is None:
-            raise CheckpointError(f"{place}: holds a whole model, but this role trains adapters (lora_target)")
         if saved.get("base_model") != here["base_model"]:
-            source = self._spec.path or "the one made from random_init"
-            raise CheckpointError(f"{place}: its adapters were trained on another base model than {source} is now")
+            source = self._spec.path or "the model of random_init"
+            raise CheckpointError(f"{place}: its adapters were trained on a base model other than {source}")
         raise CheckpointError(
             f"{place}: its adapters have rank {saved.get('rank')} and alpha {saved.get('alpha')}, but lora_rank is"
             f" {here['rank']} and lora_alpha {here['alpha']:g}"
@@ -228,7 +222,7 @@ class Adapters:
         `model` has as one tensor (`also_targets`). Raises `UnsupportedError` for a base model of `random_init`.
         """
         if not self._spec.path:
-            raise UnsupportedError("adapters alone need a base model that others can load, and random_init gives none")
+            raise UnsupportedError("adapters can be exported only for a base model with a path, not for random_init")
         with quiet():
             self._handle.save_pretrained(
                 path, selected_adapters=[ADAPTER], save_embedding_layers=False, state_dict=self._prefixed(state)
@@ -309,7 +303,7 @@ def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] =
         if not found:
             raise ModelError(
                 f"lora_target: the regular expression {lora.targets!r} matches the whole path of no linear layer of"
-                f" {type(model).__name__}; they are called like {next(iter(layers), 'none')}"
+                f" {type(model).__name__}; their paths are like {next(iter(layers), 'none')}"
             )
     else:
         found = list(
@@ -318,7 +312,7 @@ def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] =
     both = [path for path in found if _within(path, extra)]
     if both:
         raise ModelError(
-            f"lora_target and additional_target both take {both[0]}: a layer has an adapter or is trained in full"
+            f"lora_target and additional_target both select {both[0]}: a layer has an adapter or is trained in full"
         )
     return found
 
@@ -342,7 +336,7 @@ def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key
 
 def _known(modules: Iterable[str]) -> str:
     names = sorted({path.rpartition(".")[2] for path in modules})
-    return f"there are {', '.join(names[:12])}{' …' if len(names) > 12 else ''}"
+    return f"it has {', '.join(names[:12])}{' …' if len(names) > 12 else ''}"
 
 
 def _article(module: nn.Module) -> str:
@@ -356,9 +350,7 @@ def _within(path: str, others: Iterable[str]) -> bool:
 
 def _refuse_tied(model: PreTrainedModel, paths: Iterable[str]) -> None:
     """Raise `ModelError` for tied weights, which an adapter or a copy would untie."""
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     for path in paths:
         if any(owners[id(each)] > 1 for each in model.get_submodule(path).parameters()):
             raise ModelError(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from roll_core.spec.plan import DTYPE_BYTES, Use
+from roll_core.spec.plan import DTYPE_BYTES, MemoryItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from roll_core.spec.plan import LayerSize, MemoryQuestion
+    from roll_core.spec.plan import LayerSize, MemoryInput
 
 Moment = Literal["head", "first layer", "last layer", "embedding", "end"]
 """Points in time of a backward pass, in order.
@@ -74,60 +74,62 @@ def millions(count: int) -> str:
     return f"{count / 1e6:.1f} M"
 
 
-def model_code() -> Use:
+def model_code() -> MemoryItem:
     """Host memory of transformers' code, for a strategy that wraps its models."""
-    return Use(what="libraries", num_bytes=MODEL_CODE_BYTES, formula="transformers' code of the model", on="host")
+    return MemoryItem(
+        what="libraries", num_bytes=MODEL_CODE_BYTES, formula="transformers' code of the model", on="host"
+    )
 
 
-def start_uses(question: MemoryQuestion) -> tuple[Use, ...]:
+def start_uses(question: MemoryInput) -> tuple[MemoryItem, ...]:
     """Host memory of weights while they are initialised in float32, or read, before they are cast or moved."""
     size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
     if question.on_host and size == DTYPE_BYTES[question.dtype]:
         return ()
     count = question.model.parameters
-    formula = f"{size} × {millions(count)}, drawn or read before they are what they shall be"
-    return (Use(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host"),)
+    formula = f"{size} × {millions(count)}, sampled or read before they are cast or moved"
+    return (MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host"),)
 
 
 def engine_uses(
-    question: MemoryQuestion,
+    question: MemoryInput,
     *,
     slots: int,
     cache_bytes: int,
     cache_formula: str,
     sleeps: bool,
     bucket_mib: int,
-    eight_bits: bool = False,
-) -> tuple[Use, ...]:
+    fp8: bool = False,
+) -> tuple[MemoryItem, ...]:
     """Memory of an engine's slot with its own cache: its part of the weights, the cache, and the bucket for updates.
 
     An engine that `sleeps` frees the cache, and also the weights if they are not in host memory.
     """
-    num_bytes, formula = weight_bytes(question, eight_bits=eight_bits)
+    num_bytes, formula = weight_bytes(question, fp8=fp8)
     return (
-        Use(
+        MemoryItem(
             what="weights",
             num_bytes=num_bytes // slots,
             formula=f"{formula} / {slots} slots",
-            leaves=sleeps and not question.on_host,
+            offloads=sleeps and not question.on_host,
         ),
-        Use(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, leaves=sleeps),
-        Use(
+        MemoryItem(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, offloads=sleeps),
+        MemoryItem(
             what="buffers",
             num_bytes=bucket_mib << 20,
-            formula=f"bucket_mib {bucket_mib} of weights on their way in",
+            formula=f"bucket_mib {bucket_mib} of received weights",
             during=("receive",),
         ),
     )
 
 
-def weight_bytes(question: MemoryQuestion, *, eight_bits: bool) -> tuple[int, str]:
+def weight_bytes(question: MemoryInput, *, fp8: bool) -> tuple[int, str]:
     """Bytes of an engine's whole model, and their formula.
 
-    With `eight_bits` (fp8), the layers' matrices take one byte per element, plus four bytes per row for its scale.
+    With `fp8`, the layers' matrices take one byte per element, plus four bytes per row for its scale.
     """
     size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
-    if not eight_bits:
+    if not fp8:
         return size * parameters, f"{size} × {millions(parameters)}"
     linears = [each for layer in question.model.layers for each in layer.linears]
     elements = sum(each.outputs * each.inputs for each in linears)
@@ -138,13 +140,13 @@ def weight_bytes(question: MemoryQuestion, *, eight_bits: bool) -> tuple[int, st
 
 
 def computation(
-    question: MemoryQuestion,
+    question: MemoryInput,
     *,
     fused: bool,
     chunk_tokens: int | None,
     shards: int = 1,
-    beside: Callable[[Moment], Iterable[Use]] | None = None,
-) -> tuple[Use, ...]:
+    beside: Callable[[Moment], Iterable[MemoryItem]] | None = None,
+) -> tuple[MemoryItem, ...]:
     """Memory that exists only while a microbatch is computed, for training and for scoring.
 
     `shards` ranks share the tokens of a microbatch. For the backward pass, the result is the memory at its most
@@ -162,8 +164,8 @@ def computation(
 
 
 def _training(
-    question: MemoryQuestion, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
-) -> Iterator[Use]:
+    question: MemoryInput, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
+) -> Iterator[MemoryItem]:
     """Memory at one moment of the backward pass."""
     tokens, model, size = _rows(question, question.train_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     if moment in ("head", "first layer", "last layer"):
@@ -184,12 +186,12 @@ def _training(
         # A tied output layer's gradient waits for the embedding's, which has the same size.
         waiting = head if model.tied else 0
         num_bytes = size * (waiting + (model.embedding if moment == "embedding" else 0))
-        how = "the embedding's, and the output layer's that waits for it" if waiting else "the embedding's"
+        how = "the embedding's, and the output layer's" if waiting else "the embedding's"
     if num_bytes:
-        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, on the way")
+        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, in transit")
 
 
-def _activations(question: MemoryQuestion, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
+def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
     """Activations kept at this moment, and the gradients of the layer being computed; also as text."""
     model, layers = question.model, question.model.layers
     per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in layers]
@@ -207,22 +209,22 @@ def _activations(question: MemoryQuestion, moment: Moment, tokens: int, fused: b
     return sum(kept[:count]) + again + backward, f"{how}{more}, and one layer's gradients"
 
 
-def _during_backward(what: str, num_bytes: int, formula: str) -> Use:
-    return Use(what=what, num_bytes=num_bytes, formula=formula, during=("backward",))
+def _during_backward(what: str, num_bytes: int, formula: str) -> MemoryItem:
+    return MemoryItem(what=what, num_bytes=num_bytes, formula=formula, during=("backward",))
 
 
-def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) -> tuple[Use, ...]:
+def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> tuple[MemoryItem, ...]:
     tokens, model, size = _rows(question, question.score_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     width = max((layer.active_width for layer in model.layers), default=0)
     live = 3 * model.hidden_size + max(2 * model.query_width + 2 * model.key_width, 3 * width)
     return (
-        Use(
+        MemoryItem(
             what="activations",
             num_bytes=tokens * live * size,
-            formula=f"what one layer has at a time, of {tokens} tokens",
+            formula=f"of one layer at a time, {tokens} tokens",
             during=("score",),
         ),
-        Use(
+        MemoryItem(
             what="logits",
             num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False),
             formula=_head_formula(question, tokens, chunk_tokens),
@@ -231,13 +233,13 @@ def _scoring(question: MemoryQuestion, chunk_tokens: int | None, shards: int) ->
     )
 
 
-def _rows(question: MemoryQuestion, tokens: int, shards: int) -> int:
+def _rows(question: MemoryInput, tokens: int, shards: int) -> int:
     """Tokens of a microbatch that one rank computes, padded on the host in float32."""
     share = -(-tokens // shards)
     return padded_rows(share) if question.on_host and question.dtype == "fp32" else share
 
 
-def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fused: bool) -> int:
+def layer_bytes(question: MemoryInput, layer: LayerSize, tokens: int, *, fused: bool) -> int:
     """Bytes that a layer saves for its backward pass."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     hidden, query, key, width = model.hidden_size, model.query_width, model.key_width, layer.active_width
@@ -253,7 +255,7 @@ def layer_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int, *, fuse
     return tokens * per_token
 
 
-def _attention_bytes(question: MemoryQuestion) -> int:
+def _attention_bytes(question: MemoryInput) -> int:
     """Bytes per token that attention saves.
 
     Short sequences on the host: the attention weights. Otherwise: one number per head, and a copy of the output.
@@ -265,7 +267,7 @@ def _attention_bytes(question: MemoryQuestion) -> int:
     return 4 * model.num_heads + DTYPE_BYTES[question.dtype] * model.query_width
 
 
-def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> int:
+def _backward_bytes(question: MemoryInput, layer: LayerSize, tokens: int) -> int:
     """Bytes of the gradients of a layer's activations and of its largest matrix, while they are computed."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     widest = max((linear.outputs * linear.inputs for linear in layer.linears), default=0)
@@ -273,7 +275,7 @@ def _backward_bytes(question: MemoryQuestion, layer: LayerSize, tokens: int) -> 
     return gradients + (size * widest if question.trained_parameters else 0)
 
 
-def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
+def head_bytes(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
     """Bytes of the head's input, of the logits that exist at once, and of their gradients; without the weight's."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     states = tokens * model.hidden_size * size
@@ -289,7 +291,7 @@ def head_bytes(question: MemoryQuestion, tokens: int, chunk_tokens: int | None, 
     return states * (3 if backward else 1) + logits
 
 
-def _head_formula(question: MemoryQuestion, tokens: int, chunk_tokens: int | None) -> str:
+def _head_formula(question: MemoryInput, tokens: int, chunk_tokens: int | None) -> str:
     if question.task != "causal_lm":
         return f"hidden states of {tokens} tokens"
     vocab = question.model.vocab_size

@@ -13,7 +13,7 @@ import threading
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -42,13 +42,10 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
     equal weights for every dtype and device. The global random state is unchanged. Tasks `value` and `reward` get a
     head with one output (see `scalar_head`). Raises `ModelError`.
     """
-    tokenizer = load_tokenizer(spec) if spec.tokenizer else None
-    with quiet():
-        config = _random_config(spec, tokenizer) if spec.random_init is not None else load_config(spec)
-        _check_sizes(config, tokenizer, spec)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.seed)
-            model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
+    config, tokenizer = _config_of(spec)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
     if tokenizer is not None:
         _set_token_ids(model, tokenizer, overwrite=spec.random_init is not None)
     return model.to(device).eval()
@@ -62,17 +59,12 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
     """
     from transformers import GenerationConfig
 
-    tokenizer = load_tokenizer(spec) if spec.tokenizer else None
+    config, tokenizer = _config_of(spec)
+    auto, replace_head = _model_class(config, spec)
+    if replace_head:
+        place = spec.path or f"random_init of {config.model_type}"
+        raise UnsupportedError(f"{place}: its output layer must be replaced by a scalar head, after the model is built")
     with quiet():
-        config = _random_config(spec, tokenizer) if spec.random_init is not None else load_config(spec)
-        _check_sizes(config, tokenizer, spec)
-        auto, replace_head = _model_class(config, spec)
-        if replace_head:
-            place = spec.path or f"random_init of {config.model_type}"
-            raise UnsupportedError(f"{place}: its head has to be replaced before it can be read piece by piece")
-        if spec.task != "causal_lm":
-            config.num_labels = 1
-        _set_attention(config, spec)
         with _parameters_on_meta():
             model: PreTrainedModel = auto.from_config(
                 config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
@@ -95,7 +87,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
         with quiet():
             return AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load a tokenizer from {place!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load a tokenizer from {place!r}: {_line(error, 0)}") from error
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -110,8 +102,8 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
-        hint = "" if folder.exists() else "; no such directory here, and it could not be had from the hub"
-        raise ModelError(f"cannot load the model {spec.path!r}{hint}: {_first_line(error)}") from error
+        hint = "" if folder.exists() else "; the directory does not exist, and the hub has no such model"
+        raise ModelError(f"cannot load the model {spec.path!r}{hint}: {_line(error, 0)}") from error
     _override(config, spec.config_overrides, spec.path)
     return config
 
@@ -138,11 +130,10 @@ def scalar_head(model: PreTrainedModel) -> nn.Linear:
     the model has no such layer.
     """
     heads: list[Any] = [getattr(model, "score", None), model.get_output_embeddings()]
-    linear = [head for head in heads if isinstance(getattr(head, "original_module", head), nn.Linear)]
-    if not linear or linear[0].out_features != 1:
-        raise ModelError(f"{type(model).__name__} has no layer with one output; it cannot give values or scores")
-    head: nn.Linear = linear[0]
-    return head
+    for head in heads:
+        if isinstance(getattr(head, "original_module", head), nn.Linear) and head.out_features == 1:
+            return cast("nn.Linear", head)
+    raise ModelError(f"{type(model).__name__} has no layer with one output; it cannot compute values or scores")
 
 
 def not_a_reward_model(spec: ModelSpec) -> ModelError:
@@ -158,11 +149,24 @@ def new_value_head(spec: ModelSpec, width: int) -> Tensor:
     Weights are normal with standard deviation 1 / (width + 1), so initial values are near 0 for every width. The result
     depends only on `spec.seed`, so callers that read the model tensor by tensor get the same head.
     """
-    drawn = torch.empty(1, width, dtype=torch.float32)
-    return drawn.normal_(0.0, 1.0 / (width + 1), generator=torch.Generator().manual_seed(spec.seed))
+    weight = torch.empty(1, width, dtype=torch.float32)
+    return weight.normal_(0.0, 1.0 / (width + 1), generator=torch.Generator().manual_seed(spec.seed))
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------
+
+
+def _config_of(spec: ModelSpec) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None]:
+    """The checked config of a model, for its task and attention, and the tokenizer of `spec.tokenizer`."""
+    tokenizer = load_tokenizer(spec) if spec.tokenizer else None
+    with quiet():
+        config = _random_config(spec, tokenizer) if spec.random_init is not None else load_config(spec)
+    _check_sizes(config, tokenizer, spec)
+    if spec.task != "causal_lm":
+        config.num_labels = 1
+    if spec.attn_implementation != "auto":
+        config._attn_implementation = spec.attn_implementation
+    return config, tokenizer
 
 
 def _random_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
@@ -180,7 +184,7 @@ def _random_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -
     _refuse_unknown(keys, config_class, f"random_init for {model_type}")
     if "vocab_size" not in keys:
         if tokenizer is None:
-            raise ModelError("random_init: give vocab_size, or a tokenizer whose size it takes")
+            raise ModelError("random_init: set vocab_size, or a tokenizer that determines it")
         keys["vocab_size"] = len(tokenizer)
     if tokenizer is not None:
         for name in TOKEN_IDS:
@@ -188,7 +192,7 @@ def _random_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -
     try:
         return AutoConfig.for_model(model_type, **keys)
     except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"random_init for {model_type}: {_last_line(error)}") from error
+        raise ModelError(f"random_init for {model_type}: {_line(error, -1)}") from error
 
 
 def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str) -> None:
@@ -203,7 +207,7 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str
             try:
                 setattr(config, key, value)
             except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
-                raise ModelError(f"model_config_kwargs for {place}: {key}: {_last_line(error)}") from error
+                raise ModelError(f"model_config_kwargs for {place}: {key}: {_line(error, -1)}") from error
 
 
 LEGACY_KEYS = frozenset(
@@ -265,18 +269,15 @@ def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
         if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return AutoModelForSequenceClassification, False
         return AutoModelForCausalLM, True
-    raise ModelError(f"task {spec.task!r} is not one that Hugging Face models of this strategy have")
+    raise ModelError(f"task {spec.task!r} is unknown; use causal_lm, value or reward")
 
 
 def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
     auto, replace_head = _model_class(config, spec)
-    if spec.task != "causal_lm":
-        config.num_labels = 1
-    _set_attention(config, spec)
     try:
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
     except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, ImportError) as error:
-        raise ModelError(f"cannot make a {config.model_type} for task {spec.task}: {_last_line(error)}") from error
+        raise ModelError(f"cannot make a {config.model_type} for task {spec.task}: {_line(error, -1)}") from error
     if spec.task != "causal_lm":
         _new_head(model, replace_head, spec)
     _round(model, DTYPES[spec.dtype])
@@ -285,9 +286,6 @@ def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
 
 def _stored_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
     auto, replace_head = _model_class(config, spec)
-    if spec.task != "causal_lm":
-        config.num_labels = 1
-    _set_attention(config, spec)
     try:
         model, info = auto.from_pretrained(
             spec.path,
@@ -297,14 +295,14 @@ def _stored_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
             output_loading_info=True,
         )
     except (StrictDataclassError, OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot load the weights of {spec.path!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load the weights of {spec.path!r}: {_line(error, 0)}") from error
     missing = set(info["missing_keys"])
     head_is_new = spec.task != "causal_lm" and (replace_head or any(name.startswith("score.") for name in missing))
     missing -= {name for name in missing if spec.task != "causal_lm" and name.startswith("score.")}
     if missing:
         raise ModelError(
             f"{spec.path}: the checkpoint lacks {len(missing)} of the model's tensors, for example {min(missing)};"
-            f" is config.json that of another model?"
+            f" config.json may belong to another model"
         )
     if head_is_new:
         if spec.task == "reward":
@@ -319,7 +317,7 @@ def _new_head(model: PreTrainedModel, replace: bool, spec: ModelSpec) -> None:
     if replace:
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
-            raise ModelError(f"{type(model).__name__} has no output layer that a value head could stand in for")
+            raise ModelError(f"{type(model).__name__} has no linear output layer that a value head could replace")
         model.config.tie_word_embeddings = False
         weight = output.weight
         model.set_output_embeddings(
@@ -349,11 +347,6 @@ def _kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> I
     """Select the tensors that the architecture keeps in float32 for every model dtype."""
     keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return ((name, each) for name, each in named if keep.intersection(name.split(".")))
-
-
-def _set_attention(config: PreTrainedConfig, spec: ModelSpec) -> None:
-    if spec.attn_implementation != "auto":
-        config._attn_implementation = spec.attn_implementation
 
 
 def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, overwrite: bool) -> None:
@@ -422,14 +415,10 @@ def _not_about_accelerators(record: logging.LogRecord) -> bool:
 def _nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are for example {', '.join(names[:8])}"
+    return f"did you mean {close[0]!r}?" if close else f"known keys are for example {', '.join(names[:8])}"
 
 
-def _first_line(error: BaseException) -> str:
+def _line(error: BaseException, at: int) -> str:
+    """The first (0) or last (-1) line of a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return lines[at] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Writes a sharded model as a directory that transformers loads, with at most one file's tensors in memory.
+"""Model directories as transformers loads them, read and written with at most one file's tensors in memory.
 
 Files: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, model.safetensors.index.json, and the
 model's config and tokenizer.
@@ -11,8 +11,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 
-from roll_core.weights.pieces import PieceFiles
+from roll_core.weights.shards import ShardFiles
 from roll_modeling.export import check_exportable, write_description, write_model
 from roll_modeling.lora import base_name
 from roll_modeling.portable_state import stored_buffers
@@ -30,6 +31,25 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2 * 1024**3
 """Maximum size of a file, and of the tensors in memory. A single larger tensor gets its own file."""
 INDEX = "model.safetensors.index.json"
+
+
+class ModelFiles:
+    """Index of a model directory, built without reading a tensor.
+
+    `places` maps tensor names to files. It is empty if the directory has no safetensors files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / INDEX
+        if index.is_file():
+            named: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.places = {name: folder / file for name, file in named.items()}
+        else:
+            file = folder / "model.safetensors"
+            self.places = {}
+            if file.is_file():
+                with safe_open(file, framework="pt") as opened:
+                    self.places = dict.fromkeys(opened.keys(), file)
 
 
 def write_gathered(
@@ -121,7 +141,7 @@ class PieceWriter:
         path.mkdir(parents=True, exist_ok=True)
         for old in (*path.glob("model*.safetensors"), path / INDEX):
             old.unlink(missing_ok=True)
-        self.pieces = PieceFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})
+        self.pieces = ShardFiles(path, "model.{}.safetensors.part", PIECE_BYTES, {"format": "pt"})
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; it is copied or written before this returns."""

@@ -53,9 +53,9 @@ def check_adapters(
     `saved` is the adapters' identity in the state, `identity` the identity here.
     """
     if adapters is not None and identity is not None:
-        adapters.refuse_other(dict(saved) if saved is not None else None, identity, place)
+        adapters.check_identity(saved, identity, place)
     elif saved is not None:
-        raise CheckpointError(f"{place}: holds adapters, but this role trains the whole model (lora_target)")
+        raise CheckpointError(f"{place}: has adapters, but this role trains the whole model (lora_target)")
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from roll_core.errors import NonFiniteError, WorkerError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from roll_core.spec.model import MeshInfo
@@ -37,14 +39,8 @@ class ProcessGroup:
             options["device_id"] = torch.device(self.device.type, self.device.index or 0)
         if dist.is_initialized():
             if self.size > 1 or not _num_alone:
-                raise WorkerError(
-                    mesh.role,
-                    mesh.rank,
-                    mesh.master_addr,
-                    "build",
-                    "this process already has a default process group; a role of several ranks, or one whose engine"
-                    " needs a group, needs a process of its own",
-                )
+                reason = "this process already has a default process group; this role needs a process of its own"
+                raise WorkerError(mesh.role, mesh.rank, mesh.master_addr, "build", reason)
         elif self.size == 1:
             dist.init_process_group(mesh.backend, store=HashStore(), rank=0, world_size=1, **options)
         else:
@@ -64,6 +60,15 @@ class ProcessGroup:
         """Block until every rank has called this method (barrier)."""
         if self.size > 1:
             dist.barrier()
+
+    def most(self, numbers: Sequence[int], group: Any = None) -> list[int]:
+        """Elementwise maximum of `numbers` over a group of ranks, by default all. Collective over the group."""
+        if self.size == 1:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        largest: list[int] = found.tolist()
+        return largest
 
     def raise_together(self, error: NonFiniteError | None) -> None:
         """Raise on all ranks if any rank has an error. Collective.

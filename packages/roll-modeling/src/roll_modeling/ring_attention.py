@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_modeling.attention import How
+    from roll_modeling.attention import AttentionOptions
 
 MAX_SCORES = 1 << 24
 """Maximum number of scores that exist at once."""
@@ -51,7 +51,7 @@ class Ring(ContextParallel):
         return torch.cat([torch.arange(start, start + length) for start, _ in chunks(self.rank, self.size, length)])
 
     @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
         found: Tensor = _Ring.apply(query[0], key[0], value[0], how, self)  # type: ignore[no-untyped-call]
         return found[None]
 
@@ -142,7 +142,7 @@ class _Ring(torch.autograd.Function):
     """`[K * G, T, D]` queries and `[K, T, D]` keys and values to `[T, K * G, D]`."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: How, ring: Ring) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions, ring: Ring) -> Tensor:
         q_KGTD = query.view(len(key), -1, *query.shape[1:])
         out_KGTD = torch.zeros(q_KGTD.shape, dtype=torch.float32, device=query.device)
         lse_KGT = out_KGTD.new_full(q_KGTD.shape[:3], -torch.inf)
@@ -190,14 +190,14 @@ class _Ring(torch.autograd.Function):
         return dq, dkv[0].to(key.dtype), dkv[1].to(value.dtype), None, None
 
 
-def _pieces(ring: Ring, step: int, how: How, heads: int) -> Iterator[Block]:
+def _pieces(ring: Ring, step: int, how: AttentionOptions, heads: int) -> Iterator[Block]:
     """Blocks for the keys that this rank has after `step` transfers, limited to `MAX_SCORES`."""
     other = (ring.rank - step) % ring.size
     for block in blocks(ring.rank, other, ring.size, how.lengths, how.window):
         yield from block.cut(max(1, MAX_SCORES // (heads * (block.keys.stop - block.keys.start))))
 
 
-def _scores(q_KGTD: Tensor, k_KTD: Tensor, block: Block, how: How) -> tuple[Tensor, Tensor | None]:
+def _scores(q_KGTD: Tensor, k_KTD: Tensor, block: Block, how: AttentionOptions) -> tuple[Tensor, Tensor | None]:
     """Scores before the softmax, minus infinity for invisible keys; and the soft-cap's derivative, if there is one."""
     k_K1DE = k_KTD[:, None, block.keys].float().transpose(-1, -2)
     scores_KGQE = torch.matmul(q_KGTD[:, :, block.queries].float(), k_K1DE).mul_(how.scale)

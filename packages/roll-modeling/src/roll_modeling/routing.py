@@ -71,7 +71,7 @@ def _unknown(model_type: str) -> str:
     if model_type in ROUTERS:
         return ""
     known = ", ".join(sorted(ROUTERS))
-    return f"needs a mixture of experts whose routers are known here ({known}), and the model is of type {model_type}"
+    return f"supports only the routers of {known}, and the model has type {model_type}"
 
 
 class _Routers:
@@ -86,7 +86,7 @@ class _Routers:
             each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")
         ]
         if not self.modules:
-            raise UnsupportedError(f"router_replay needs experts, and no layer of this {config.model_type} has any")
+            raise UnsupportedError(f"router_replay needs experts; no layer of this {config.model_type} has any")
         self.top_k, self.num_experts = int(self.modules[0].top_k), int(self.modules[0].num_experts)
         self.dtype = np.min_scalar_type(self.num_experts - 1)
 
@@ -211,7 +211,7 @@ class RoutingReplay:
         tolerance = 1e-4 if logits_NE.dtype == torch.float32 else 5e-2
         if not torch.allclose(found_NK, weights_NK, rtol=tolerance, atol=1e-6):
             raise UnsupportedError(
-                f"router_replay cannot be honoured: {type(router).__name__} of this transformers weighs experts in"
-                " another way than its architecture is known for"
+                f"router_replay is not supported: {type(router).__name__} of the installed transformers computes"
+                " other weights of experts than this version of ROLL"
             )
         self._tried = True

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from roll_core.data.pack import pack
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import TokenOutputs
+from roll_core.types import TrainSequence
 from roll_modeling.backbone import Backbone, LanguageHead
 from roll_modeling.logprobs import HeadRequest
 from roll_modeling.model import scalar_head
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, Want
+    from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, WantedOutputs
     from roll_modeling.context_parallel import ContextParallel
 
 
@@ -48,7 +51,7 @@ class TaskModel:
         self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
 
-    def outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Compute the requested outputs, with gradients where parameters have them.
 
         Raises `UnsupportedError` for outputs that the task does not have.
@@ -60,7 +63,7 @@ class TaskModel:
         with adapters_off(self.model):
             return self._outputs(micro, want)
 
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         routed_TMK = micro.routed_experts_TMK
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
         values_T = self._values(hidden_TH, micro) if want.values else None
@@ -149,6 +152,19 @@ def plain_metrics(found: LossOutput) -> LossMetrics:
         name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         for name, value in found.metrics.items()
     }
+
+
+def idle_microbatch() -> MicroBatch:
+    """A microbatch of one dummy sequence with two tokens, for ranks that only participate in collectives."""
+    mask = np.array([False, True])
+    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
+
+
+def zero_loss(outputs: TokenOutputs) -> Tensor:
+    """A loss of 0 that depends on every output with a gradient, so that its backward pass has the same collectives."""
+    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
+    parts = [each[:0].sum() for each in every if each is not None and each.requires_grad]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
-from roll_core.spec.checks import CheckResult
-from roll_core.spec.torch_build import torch_build
+from roll_core.spec.diagnostics import CheckResult
+from roll_core.spec.platform import torch_build
 from roll_platform_cuda.nvml import NoDriverError, dotted, survey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Level, Situation
-    from roll_platform_cuda.nvml import Device
+    from roll_core.spec.diagnostics import CheckContext, Level
+    from roll_platform_cuda.nvml import NvidiaDevice
 
 CUDA = (12, 4)
 PASCAL, AMPERE = (6, 0), (8, 0)
@@ -31,13 +31,13 @@ FLOORS = {"cudnn": (9, 1)}
 """Minimum versions, which flash attention needs."""
 
 
-def driver(_: Situation) -> Iterator[CheckResult]:
+def driver(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the driver supports the CUDA version that torch was built with."""
     try:
         seen = survey()
     except NoDriverError as error:
         remedy = "install NVIDIA's driver; in a container: docker run --gpus all"
-        yield CheckResult(level="error", found=f"no driver answers ({error})", wanted="a driver", remedy=remedy)
+        yield CheckResult(level="error", found=f"no driver ({error})", wanted="a driver", remedy=remedy)
         return
     found = f"driver {seen.driver}, for CUDA up to {dotted(seen.cuda)}"
     build = torch_build()
@@ -50,44 +50,47 @@ def driver(_: Situation) -> Iterator[CheckResult]:
         return
     level = "ok" if seen.cuda >= built else compared(seen.cuda, built)
     remedy = f"install a newer driver, or a torch for CUDA {dotted(seen.cuda)}"
-    wanted = f"CUDA {dotted(built)}, for which torch was built"
+    wanted = f"CUDA {dotted(built)}, which torch was built for"
     yield CheckResult(level=level, found=found, wanted=wanted, remedy="" if level == "ok" else remedy)
     if built < CUDA:
-        remedy = f"install a torch for CUDA {dotted(CUDA)} or newer, and a newer driver where that one wants it"
-        found, wanted = f"torch was built for CUDA {dotted(built)}", f"{dotted(CUDA)} or newer, as engines are"
+        remedy = f"install a torch for CUDA {dotted(CUDA)} or newer, and a newer driver if that torch requires it"
+        found, wanted = (
+            f"torch was built for CUDA {dotted(built)}",
+            f"CUDA {dotted(CUDA)} or newer, like engines",
+        )
         yield CheckResult(level="warning", subject="torch", found=found, wanted=wanted, remedy=remedy)
 
 
-def toolkit(_: Situation) -> Iterator[CheckResult]:
+def toolkit(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the CUDA toolkit (`CUDA_HOME`, nvcc) matches torch; it is needed only to compile kernels."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
     build = torch_build()
     built = parse(build.cuda) if build is not None else None
-    wanted = f"CUDA {dotted(built)}, as torch" if built is not None else ""
+    wanted = f"CUDA {dotted(built)}, like torch" if built is not None else ""
     right = f"the toolkit of CUDA {dotted(built)}" if built is not None else "a CUDA toolkit"
     if nvcc is None and home:
-        remedy = f"let CUDA_HOME name the folder of {right}, or unset it"
+        remedy = f"set CUDA_HOME to the folder of {right}, or unset it"
         found = f"CUDA_HOME={home} has no bin/nvcc"
         yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
         return
     if nvcc is None:
         yield CheckResult(level="note", found="no nvcc; it is needed only to compile kernels", wanted=wanted)
         return
-    said = output_of([nvcc, "--version"])
-    match = re.search(r"release (\d{1,3})\.(\d{1,3})\b", said)
+    output = output_of([nvcc, "--version"])
+    match = re.search(r"release (\d{1,3})\.(\d{1,3})\b", output)
     if match is None:
-        found = f"{nvcc} does not say its version: {' '.join(said.split())[:80] or 'no answer'}"
-        remedy = f"install {right} anew, or let CUDA_HOME name another"
+        found = f"{nvcc} --version prints no version: {' '.join(output.split())[:80] or 'no output'}"
+        remedy = f"reinstall {right}, or set CUDA_HOME to another one"
         yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
         return
     version = (int(match[1]), int(match[2]))
     level: Level = compared(version, built) if built is not None else "ok"
-    remedy = "" if level == "ok" else f"install {right}, and let CUDA_HOME name its folder"
+    remedy = "" if level == "ok" else f"install {right}, and set CUDA_HOME to its folder"
     yield CheckResult(level=level, found=f"CUDA {dotted(version)} ({nvcc})", wanted=wanted, remedy=remedy)
 
 
-def libraries(_: Situation) -> Iterator[CheckResult]:
+def libraries(_: CheckContext) -> Iterator[CheckResult]:
     """Check cuDNN and NCCL against torch's metadata.
 
     A torch build whose metadata does not list them contains its own copies.
@@ -102,13 +105,13 @@ def libraries(_: Situation) -> Iterator[CheckResult]:
         active = [each for each in found if each.marker is None or each.marker.evaluate({"extra": ""})]
         if not active:
             yield CheckResult(
-                level="note", subject=library, found="torch does not say which it wants, and brings its own"
+                level="note", subject=library, found="torch does not require a version and contains its own copy"
             )
         for need in active:
             yield _library(library, need)
 
 
-def compute_capability(_: Situation) -> Iterator[CheckResult]:
+def compute_capability(_: CheckContext) -> Iterator[CheckResult]:
     """Check that every device is Pascal or newer; bf16 needs Ampere or newer."""
     for index, device in enumerate(_survey_devices()):
         subject, found = f"cuda:{index}", f"{device.name}, {dotted(device.capability)}"
@@ -117,13 +120,13 @@ def compute_capability(_: Situation) -> Iterator[CheckResult]:
             remedy = "use another device: CUDA_VISIBLE_DEVICES"
             yield CheckResult(level="error", subject=subject, found=found, wanted=wanted, remedy=remedy)
         elif device.capability < AMPERE:
-            remedy = "say model_args.dtype: fp16 (where the strategy has it) or fp32"
+            remedy = "set model_args.dtype: fp16 (if the strategy supports it) or fp32"
             yield CheckResult(level="warning", subject=subject, found=found, wanted=wanted, remedy=remedy)
         else:
             yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
 
 
-def arch_list(_: Situation) -> Iterator[CheckResult]:
+def arch_list(_: CheckContext) -> Iterator[CheckResult]:
     """Check that kernels compiled for `TORCH_CUDA_ARCH_LIST` run on this host's devices."""
     value = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not value:
@@ -179,12 +182,12 @@ def _library(library: str, need: Requirement) -> CheckResult:
     if not need.specifier.contains(version, prereleases=True):
         return CheckResult(level="warning", subject=library, found=found, wanted=wanted, remedy=remedy)
     if floor is not None and (parse(version) or floor) < floor:
-        remedy = "take a newer torch, or no flash attention"
-        return CheckResult(level="warning", subject=library, found=found, wanted=f"{dotted(floor)}", remedy=remedy)
+        remedy = "install a newer torch, or do not use flash attention"
+        return CheckResult(level="warning", subject=library, found=found, wanted=dotted(floor), remedy=remedy)
     return CheckResult(level="ok", subject=library, found=found, wanted=wanted)
 
 
-def _survey_devices() -> tuple[Device, ...]:
+def _survey_devices() -> tuple[NvidiaDevice, ...]:
     try:
         return survey().devices
     except NoDriverError:  # the check `driver` reports it

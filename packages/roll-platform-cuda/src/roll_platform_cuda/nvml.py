@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.spec.visible import visible_devices
+from roll_core.spec.platform import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ class NoDriverError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class NvidiaDevice:
     """One device that this process may use."""
 
     name: str
@@ -45,7 +45,7 @@ class Survey:
     cuda: tuple[int, int]
     """Newest CUDA version that the driver supports, as (major, minor)."""
     num_installed: int
-    devices: tuple[Device, ...]
+    devices: tuple[NvidiaDevice, ...]
     """Devices in `CUDA_VISIBLE_DEVICES`, in its order; if it is not set, all devices by PCI address."""
 
 
@@ -96,13 +96,13 @@ def _handles(nvml: Any, count: int) -> Iterator[Any]:
             yield matching[0]
 
 
-def _device(nvml: Any, handle: Any) -> Device:
+def _device(nvml: Any, handle: Any) -> NvidiaDevice:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         total, used = int(memory.total), int(memory.used)
     except nvml.NVMLError_NotSupported:
         total = used = 0
-    return Device(
+    return NvidiaDevice(
         name=str(nvml.nvmlDeviceGetName(handle)),
         capability=_capability(nvml, handle),
         total_bytes=total,

@@ -6,9 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.platform import EnvVar, Platform, Probe
-from roll_core.spec.torch_build import torch_build
-from roll_platform_cuda.nvml import VISIBLE, Device, NoDriverError, dotted, survey
+from roll_core.spec.platform import EnvVar, Platform, Probe, torch_build
+from roll_platform_cuda.nvml import VISIBLE, NoDriverError, NvidiaDevice, dotted, survey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,42 +16,42 @@ if TYPE_CHECKING:
 
 FLOORS = {"fp32": (6, 0), "fp16": (6, 0), "bf16": (8, 0)}
 """Minimum compute capability for each model dtype: 6.0 is Pascal, 8.0 is Ampere."""
-EIGHT_BITS = {"fp8": (8, 9)}
+FP8 = (8, 9)
 """Minimum compute capability for fp8 matrix products: 8.9 is Ada. fp8 is not a dtype of models."""
 
 DEVICE_ORDER = EnvVar(
     name="CUDA_DEVICE_ORDER",
     value="PCI_BUS_ID",
-    reason="CUDA counts the fastest device first, Ray and NVML go by the PCI address: on a host with different devices"
-    " a worker would get another one than was reserved for it",
+    reason="CUDA lists the fastest device first, but Ray and NVML sort devices by PCI address. If devices differ,"
+    " a worker would use another device than the one reserved for it",
     required=True,
 )
 CUMEM = EnvVar(
     name="NCCL_CUMEM_ENABLE",
     value="0",
-    reason="trainers and engines form one group to send weights, and hang where they disagree on it; engines differ in"
-    " what they set",
+    reason="trainers and engines form one group to send weights, which hangs if they use different values; engines set"
+    " different values",
 )
 NVLS = EnvVar(
     name="NCCL_NVLS_ENABLE",
     value="0",
-    reason="NVLink SHARP reserves buffers in each communicator, which stay when a role leaves the device to others",
+    reason="NVLink SHARP reserves buffers per communicator, which stay allocated while another role uses the device",
 )
 COMPILE_THREADS = EnvVar(
     name="TORCHINDUCTOR_COMPILE_THREADS",
     value="2",
-    reason="each worker would start a compiler process per core, and a node has a worker for each device and role",
+    reason="otherwise each worker starts a compiler process per core, and a node has a worker for each device and role",
 )
 EXPANDABLE = EnvVar(
     name="PYTORCH_CUDA_ALLOC_CONF",
     value="expandable_segments:True",
-    reason="microbatches differ in length, which fragments fixed segments until memory runs out that is free",
+    reason="micro-batches of different lengths fragment fixed segments until allocations fail despite free memory",
 )
 NOT_EXPANDABLE = EnvVar(
     name="PYTORCH_CUDA_ALLOC_CONF",
     value="expandable_segments:False",
-    reason="an engine that sleeps gives memory back through an allocator of its own, which refuses or breaks with"
-    " expandable segments, also where your shell has switched them on for everything",
+    reason="engines that sleep release memory through their own allocator, which lacks support for expandable segments;"
+    " this also overrides a value set in your shell",
     required=True,
 )
 
@@ -75,15 +74,11 @@ class CudaPlatform(Platform):
         """Number of devices visible through `CUDA_VISIBLE_DEVICES`; 0 if torch cannot use them."""
         return len(_usable()[0])
 
-    def device(self, local_index: int) -> str:
-        """Torch device string, `cuda:<local_index>`."""
-        return f"cuda:{local_index}"
-
     def supports(self, dtype: str) -> str:
         """Empty if every device's compute capability supports the dtype; otherwise the reason and alternatives."""
-        floor = (FLOORS | EIGHT_BITS).get(dtype)
+        floor = FP8 if dtype == "fp8" else FLOORS.get(dtype)
         if floor is None:
-            return f"{dtype} is not a dtype of models here: use {', '.join(FLOORS)}"
+            return f"{dtype} is not a supported model dtype: use {', '.join(FLOORS)}"
         for device in _usable()[0]:
             if device.capability < floor:
                 able = [each for each, least in FLOORS.items() if device.capability >= least]
@@ -108,34 +103,34 @@ class CudaPlatform(Platform):
         """
         devices, why = _usable()
         if local_index >= len(devices):
-            raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
+            raise UnsupportedError(f"cannot read the memory of {self.device(local_index)}; found: {why}")
         device = devices[local_index]
         if not device.total_bytes:
-            raise UnsupportedError(f"the driver does not count the memory of {device.name}: it shares the host's")
+            raise UnsupportedError(f"the driver does not report the memory of {device.name}: it shares the host's")
         return {"total": device.total_bytes, "used": device.used_bytes}
 
 
-def _usable() -> tuple[tuple[Device, ...], str]:
+def _usable() -> tuple[tuple[NvidiaDevice, ...], str]:
     """Devices that torch can use, and a description of what was found."""
     try:
         seen = survey()
     except NoDriverError as error:
-        return (), f"no driver of NVIDIA answers ({error})"
+        return (), f"NVIDIA's driver cannot be reached ({error})"
     if not seen.num_installed:
-        return (), f"driver {seen.driver} of NVIDIA is here, but no device"
+        return (), f"NVIDIA's driver {seen.driver} reports no device"
     if not seen.devices:
         hidden = os.environ.get(VISIBLE)
-        return (), f"{seen.num_installed} devices of NVIDIA are here, but {VISIBLE}={hidden} hides them all"
+        return (), f"{VISIBLE}={hidden} hides all {seen.num_installed} NVIDIA devices"
     here = f"{_counted(seen.devices)}, driver {seen.driver}"
     build = torch_build()
     if build is None:
-        return (), f"{here}; but torch is not installed"
+        return (), f"{here}; torch is not installed"
     if not build.cuda:
-        return (), f"{here}; but {build} cannot use it: install a torch for CUDA {dotted(seen.cuda)} or older"
+        return (), f"{here}; {build} does not support CUDA: install a torch for CUDA {dotted(seen.cuda)} or older"
     return seen.devices, f"{here}, {build}"
 
 
-def _counted(devices: Sequence[Device]) -> str:
+def _counted(devices: Sequence[NvidiaDevice]) -> str:
     """Describe devices, with equal ones grouped: `8 × NVIDIA H100 (…)`."""
     # Used memory differs between devices; it is not part of `str(device)`, so equal devices group.
     shown = [str(device) for device in devices]

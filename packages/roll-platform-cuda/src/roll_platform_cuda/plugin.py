@@ -19,7 +19,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
     yield PlatformProvider(
         name="cuda",
         target="roll_platform_cuda.platform:CudaPlatform",
-        summary="GPUs of NVIDIA",
+        summary="NVIDIA GPUs",
         needs=("nvidia-ml-py>=12.560",),
         priority=10,
     )
@@ -29,11 +29,11 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 def roll_checks() -> Iterator[CheckProvider]:
     """Checks of the driver, the CUDA toolkit, libraries and devices."""
     for name, function, summary in (
-        ("cuda_driver", "driver", "Whether the driver runs the CUDA of torch"),
-        ("cuda_toolkit", "toolkit", "CUDA_HOME and nvcc against torch's CUDA"),
-        ("cuda_libraries", "libraries", "cuDNN and NCCL against what torch wants"),
-        ("compute_capability", "compute_capability", "Pascal at least, Ampere for bf16"),
-        ("cuda_arch_list", "arch_list", "TORCH_CUDA_ARCH_LIST against the devices"),
+        ("cuda_driver", "driver", "The driver supports the CUDA version of torch"),
+        ("cuda_toolkit", "toolkit", "CUDA_HOME and nvcc match the CUDA version of torch"),
+        ("cuda_libraries", "libraries", "cuDNN and NCCL match the requirements of torch"),
+        ("compute_capability", "compute_capability", "Devices are Pascal or newer, Ampere or newer for bf16"),
+        ("cuda_arch_list", "arch_list", "TORCH_CUDA_ARCH_LIST covers the devices"),
     ):
         target = f"roll_platform_cuda.checks:{function}"
         yield CheckProvider(name=name, target=target, summary=summary, platform="cuda")

@@ -6,18 +6,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.spec.checks import CheckResult
+from roll_core.spec.diagnostics import CheckResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.diagnostics import CheckContext
 
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
-def cann(_: Situation) -> Iterator[CheckResult]:
+def cann(_: CheckContext) -> Iterator[CheckResult]:
     """Check that CANN's set_env.sh was sourced; without it torch-npu does not find its libraries."""
     homes = {name: os.environ[name] for name in HOMES if os.environ.get(name)}
     wanted = f"{HOMES[0]}, which CANN's set_env.sh sets"
@@ -27,5 +27,5 @@ def cann(_: Situation) -> Iterator[CheckResult]:
         if Path(home).is_dir():
             yield CheckResult(level="ok", found=f"{name}={home}", wanted=wanted)
         else:
-            found = f"{name}={home}, where there is nothing"
+            found = f"{name}={home}, which is not a directory"
             yield CheckResult(level="error", found=found, wanted=wanted, remedy=SET_ENV)

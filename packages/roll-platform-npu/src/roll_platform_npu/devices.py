@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from roll_core.spec.visible import visible_devices
+from roll_core.spec.platform import visible_devices
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DEV = Path("/dev")

@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.platform import EnvVar, Platform, Probe
-from roll_core.spec.torch_build import torch_build
+from roll_core.spec.platform import EnvVar, Platform, Probe, torch_build
 from roll_platform_npu import devices
 
 if TYPE_CHECKING:
@@ -21,28 +20,28 @@ WITHOUT_BF16 = ("Ascend 310", "Ascend 310P", "Ascend 910")
 CONNECT_TIMEOUT = EnvVar(
     name="HCCL_CONNECT_TIMEOUT",
     value="600",
-    reason="HCCL gives ranks two minutes to meet, in which others may still load their model",
+    reason="by default HCCL's ranks must connect within two minutes, while other ranks may still load their model",
 )
 HOST_PORTS = EnvVar(
     name="HCCL_HOST_SOCKET_PORT_RANGE",
     value="auto",
-    reason="roles that share an NPU are several processes on it, which would all take the same ports of the host",
+    reason="the roles that share an NPU are several processes, which would all use the same ports of the host",
 )
 NPU_PORTS = EnvVar(
     name="HCCL_NPU_SOCKET_PORT_RANGE",
     value="auto",
-    reason="roles that share an NPU are several processes on it, which would all take the same ports of its network",
+    reason="the roles that share an NPU are several processes, which would all use the same ports of its network",
 )
 EXPANDABLE = EnvVar(
     name="PYTORCH_NPU_ALLOC_CONF",
     value="expandable_segments:True",
-    reason="microbatches differ in length, which fragments fixed segments until memory runs out that is free",
+    reason="micro-batches of different lengths fragment fixed segments until allocations fail despite free memory",
 )
 NOT_EXPANDABLE = EnvVar(
     name="PYTORCH_NPU_ALLOC_CONF",
     value="expandable_segments:False",
-    reason="an engine that sleeps gives memory back through an allocator of its own, which refuses or breaks with"
-    " expandable segments, also where your shell has switched them on for everything",
+    reason="engines that sleep release memory through their own allocator, which lacks support for expandable segments;"
+    " this also overrides a value set in your shell",
     required=True,
 )
 
@@ -65,16 +64,12 @@ class NpuPlatform(Platform):
         """Number of devices visible through `ASCEND_RT_VISIBLE_DEVICES`; 0 if torch cannot use them."""
         return _usable()[0]
 
-    def device(self, local_index: int) -> str:
-        """Torch device string, `npu:<local_index>`."""
-        return f"npu:{local_index}"
-
     def supports(self, dtype: str) -> str:
         """Empty if this host's chips support the dtype; otherwise the reason and alternatives."""
         if dtype not in DTYPES:
-            return f"{dtype} is not a dtype of models here: use {', '.join(DTYPES)}"
+            return f"{dtype} is not a supported model dtype: use {', '.join(DTYPES)}"
         old = [chip for chip in devices.chips() if chip in WITHOUT_BF16] if dtype == "bf16" else []
-        return f"bf16 needs an Ascend 910B or newer, but here is {old[0]}: use fp16 or fp32" if old else ""
+        return f"bf16 needs an Ascend 910B or newer; found {old[0]}: use fp16 or fp32" if old else ""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
         """Variables for workers that compute on a device; reward workers get none."""
@@ -90,7 +85,7 @@ class NpuPlatform(Platform):
         """
         num, why = _usable()
         if local_index >= num:
-            raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
+            raise UnsupportedError(f"cannot read the memory of {self.device(local_index)}; found: {why}")
         import torch
 
         free, total = torch.get_device_module("npu").mem_get_info(local_index)
@@ -101,21 +96,21 @@ def _usable() -> tuple[int, str]:
     """Number of devices that torch can use, and a description of what was found."""
     installed = devices.num_installed()
     if not installed:
-        return 0, f"no {devices.DEV}/davinci0: no Ascend NPU, or its driver is not loaded"
+        return 0, f"no {devices.DEV}/davinci0: there is no Ascend NPU, or its driver is not loaded"
     num = devices.num_visible()
     chips = ", ".join(devices.chips()) or "Ascend NPU"
     if not num:
-        return 0, f"{installed} × {chips} are here, but {devices.VISIBLE}={os.environ.get(devices.VISIBLE)} hides them"
+        return 0, f"{devices.VISIBLE}={os.environ.get(devices.VISIBLE)} hides all devices ({installed} × {chips})"
     here = f"{num} × {chips}"
     build, version = torch_build(), devices.torch_npu_version()
     if build is None:
-        return 0, f"{here}; but torch is not installed"
+        return 0, f"{here}; torch is not installed"
     release = _release(build.version)
     wanted = f"pip install 'torch-npu=={release}.*'"
     if not version:
-        return 0, f"{here}; but torch-npu is not installed: {wanted}"
+        return 0, f"{here}; torch-npu is not installed: {wanted}"
     if _release(version) != release:
-        return 0, f"{here}; but torch-npu {version} does not belong to torch {build.version}: {wanted}"
+        return 0, f"{here}; torch-npu {version} does not match torch {build.version}: {wanted}"
     return num, f"{here}, torch {build.version}, torch-npu {version}"
 
 

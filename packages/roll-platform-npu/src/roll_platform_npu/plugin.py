@@ -29,5 +29,8 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 def roll_checks() -> Iterator[CheckProvider]:
     """Check of the CANN environment."""
     yield CheckProvider(
-        name="cann", target="roll_platform_npu.checks:cann", summary="Whether CANN's environment is set", platform="npu"
+        name="cann",
+        target="roll_platform_npu.checks:cann",
+        summary="CANN's environment is set",
+        platform="npu",
     )

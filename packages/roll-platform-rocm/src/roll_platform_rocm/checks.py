@@ -7,23 +7,23 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.spec.checks import CheckResult
-from roll_core.spec.torch_build import torch_build
+from roll_core.spec.diagnostics import CheckResult
+from roll_core.spec.platform import torch_build
 from roll_platform_rocm.kfd import CUDA_VISIBLE, HIP_VISIBLE, ROCR_VISIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.diagnostics import CheckContext
 
 ROCM = Path("/opt/rocm")
 
 
-def visible_devices(_: Situation) -> Iterator[CheckResult]:
+def visible_devices(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the three variables that restrict visible devices agree; Ray requires it."""
     hip, cuda, rocr = (os.environ.get(name) for name in (HIP_VISIBLE, CUDA_VISIBLE, ROCR_VISIBLE))
     if rocr is not None and hip is None:
-        remedy = f"unset {ROCR_VISIBLE}, and say {HIP_VISIBLE}={rocr} instead"
+        remedy = f"unset {ROCR_VISIBLE}, and set {HIP_VISIBLE}={rocr} instead"
         found = f"{ROCR_VISIBLE}={rocr}, with which Ray does not start"
         yield CheckResult(level="error", found=found, wanted=HIP_VISIBLE, remedy=remedy)
     elif hip is not None and cuda is not None and hip != cuda:
@@ -35,7 +35,7 @@ def visible_devices(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=shown)
 
 
-def toolkit(_: Situation) -> Iterator[CheckResult]:
+def toolkit(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the host's ROCm has the major version of torch's ROCm.
 
     It is needed only to compile kernels. A compiler of another major version produces incompatible code.
@@ -43,7 +43,7 @@ def toolkit(_: Situation) -> Iterator[CheckResult]:
     home = Path(os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH") or ROCM)
     build = torch_build()
     built = re.match(r"\d{1,3}", build.hip) if build is not None else None
-    wanted = f"ROCm {built[0]}, as torch" if built is not None else ""
+    wanted = f"ROCm {built[0]}, like torch" if built is not None else ""
     try:
         text = (home / ".info" / "version").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -51,8 +51,8 @@ def toolkit(_: Situation) -> Iterator[CheckResult]:
         return
     version = re.match(r"(\d{1,3})\.\d", text)
     if version is None:
-        remedy = "install ROCm anew, or let ROCM_HOME name another"
-        found = f"{home}/.info/version says {text[:40]!r}"
+        remedy = "reinstall ROCm, or set ROCM_HOME to another one"
+        found = f"{home}/.info/version contains {text[:40]!r}"
         yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
     elif built is not None and version[1] != built[0]:
         remedy = f"install ROCm {built[0]}, or a torch for ROCm {version[1]}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.spec.visible import visible_devices
+from roll_core.spec.platform import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,7 @@ GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class AmdDevice:
     """One GPU, as the kernel reports it."""
 
     gfx: tuple[int, int, int]
@@ -41,14 +41,14 @@ class Device:
         return f"{self.name}, {self.total_bytes / GIB:.0f} GiB" if self.total_bytes else self.name
 
 
-def installed_devices() -> tuple[Device, ...]:
+def installed_devices() -> tuple[AmdDevice, ...]:
     """GPUs that the kernel shows this process, in its order. A container cannot read those of others."""
     nodes = (SYSFS / "kfd" / "kfd" / "topology" / "nodes").glob("[0-9]*")
     properties = (_properties(node / "properties") for node in sorted(nodes, key=lambda node: int(node.name)))
     return tuple(_device(each) for each in properties if each.get("simd_count"))
 
 
-def visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+def visible(devices: tuple[AmdDevice, ...]) -> tuple[AmdDevice, ...]:
     """Filter devices by the visibility variables.
 
     `ROCR_VISIBLE_DEVICES` applies first. Of the rest, `HIP_VISIBLE_DEVICES` selects; if it is not set, HIP reads
@@ -65,7 +65,7 @@ def hiding_variables() -> str:
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
-def _chosen(value: str | None, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+def _chosen(value: str | None, devices: tuple[AmdDevice, ...]) -> tuple[AmdDevice, ...]:
     found = []
     for entry in visible_devices(value, len(devices)):
         if entry.isdigit():
@@ -75,10 +75,10 @@ def _chosen(value: str | None, devices: tuple[Device, ...]) -> tuple[Device, ...
     return tuple(found)
 
 
-def _device(properties: dict[str, int]) -> Device:
+def _device(properties: dict[str, int]) -> AmdDevice:
     version = properties.get("gfx_target_version", 0)
     memory = SYSFS / "drm" / f"renderD{properties.get('drm_render_minor', 0)}" / "device"
-    return Device(
+    return AmdDevice(
         gfx=(version // 10_000, version // 100 % 100, version % 100),
         unique_id=properties.get("unique_id", 0),
         total_bytes=_number(memory / "mem_info_vram_total"),

@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.platform import EnvVar, Platform, Probe
-from roll_core.spec.torch_build import torch_build
+from roll_core.spec.platform import EnvVar, Platform, Probe, torch_build
 from roll_platform_rocm import kfd
 
 if TYPE_CHECKING:
@@ -24,12 +23,12 @@ WITHOUT_BF16 = 10
 CUMEM = EnvVar(
     name="NCCL_CUMEM_ENABLE",
     value="0",
-    reason="RCCL reads NCCL's variables: trainers and engines form one group to send weights, and have to agree on it",
+    reason="RCCL reads NCCL's variables: trainers and engines form one group to send weights and must use one value",
 )
 COMPILE_THREADS = EnvVar(
     name="TORCHINDUCTOR_COMPILE_THREADS",
     value="2",
-    reason="each worker would start a compiler process per core, and a node has a worker for each device and role",
+    reason="otherwise each worker starts a compiler process per core, and a node has a worker for each device and role",
 )
 
 
@@ -55,18 +54,14 @@ class RocmPlatform(Platform):
         """
         return len(_usable()[0])
 
-    def device(self, local_index: int) -> str:
-        """Torch device string, `cuda:<local_index>`."""
-        return f"cuda:{local_index}"
-
     def supports(self, dtype: str) -> str:
         """Empty if every device's instruction set supports the dtype; otherwise the reason and alternatives."""
         if dtype not in DTYPES:
-            return f"{dtype} is not a dtype of models here: use {', '.join(DTYPES)}"
+            return f"{dtype} is not a supported model dtype: use {', '.join(DTYPES)}"
         if dtype == "bf16":
             for device in _usable()[0]:
                 if device.gfx < BF16_SINCE or device.gfx[0] == WITHOUT_BF16:
-                    return f"bf16 needs gfx908 (MI100) or newer, or gfx11, but here is {device.name}: use fp16 or fp32"
+                    return f"bf16 needs gfx908 (MI100) or newer, or gfx11; found {device.name}: use fp16 or fp32"
         return ""
 
     def environment(self, kind: RoleKind, local_indices: Sequence[int]) -> tuple[EnvVar, ...]:
@@ -80,30 +75,30 @@ class RocmPlatform(Platform):
         """
         devices, why = _usable()
         if local_index >= len(devices):
-            raise UnsupportedError(f"memory of {self.device(local_index)} is asked for, but there is: {why}")
+            raise UnsupportedError(f"cannot read the memory of {self.device(local_index)}; found: {why}")
         device = devices[local_index]
         if not device.total_bytes:
-            raise UnsupportedError(f"the kernel does not count the memory of {device.name} (mem_info_vram_total)")
+            raise UnsupportedError(f"the kernel does not report the memory of {device.name} (mem_info_vram_total)")
         return {"total": device.total_bytes, "used": device.used_bytes}
 
 
-def _usable() -> tuple[tuple[kfd.Device, ...], str]:
+def _usable() -> tuple[tuple[kfd.AmdDevice, ...], str]:
     """Devices that torch can use, and a description of what was found."""
     if not kfd.KFD.exists():
         return (), f"no {kfd.KFD}: the amdgpu driver is not loaded, or the container was started without --device"
     installed = kfd.installed_devices()
     if not installed:
-        return (), f"{kfd.KFD} is here, but the kernel shows no GPU of AMD"
+        return (), f"{kfd.KFD} exists, but the kernel reports no AMD GPU"
     devices = kfd.visible(installed)
     if not devices:
-        return (), f"{len(installed)} GPUs of AMD are here, but {kfd.hiding_variables()} hides them all"
+        return (), f"{kfd.hiding_variables()} hides all {len(installed)} AMD GPUs"
     shown = [str(device) for device in devices]
     here = ", ".join(f"{shown.count(each)} × {each}" for each in dict.fromkeys(shown))
     if not os.access(kfd.KFD, os.R_OK | os.W_OK):
-        return (), f"{here}; but this user may not open {kfd.KFD}: join the group render (or video)"
+        return (), f"{here}; this user has no permission to open {kfd.KFD}: join the group render (or video)"
     build = torch_build()
     if build is None:
-        return (), f"{here}; but torch is not installed"
+        return (), f"{here}; torch is not installed"
     if not build.hip:
-        return (), f"{here}; but {build} cannot use it: install a torch for ROCm"
+        return (), f"{here}; {build} does not support ROCm: install a torch for ROCm"
     return devices, f"{here}, {build}"

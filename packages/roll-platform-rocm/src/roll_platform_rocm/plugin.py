@@ -17,7 +17,7 @@ ROLL_HOOK_API = 1
 def roll_platforms() -> Iterator[PlatformProvider]:
     """The `rocm` platform: AMD GPUs."""
     yield PlatformProvider(
-        name="rocm", target="roll_platform_rocm.platform:RocmPlatform", summary="GPUs of AMD", priority=10
+        name="rocm", target="roll_platform_rocm.platform:RocmPlatform", summary="AMD GPUs", priority=10
     )
 
 
@@ -25,8 +25,8 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 def roll_checks() -> Iterator[CheckProvider]:
     """Checks of the visibility variables and the ROCm toolkit."""
     for name, function, summary in (
-        ("rocm_visible_devices", "visible_devices", "Whether the variables that hide devices agree"),
-        ("rocm_toolkit", "toolkit", "ROCm on the host against torch's"),
+        ("rocm_visible_devices", "visible_devices", "The variables that select devices are consistent"),
+        ("rocm_toolkit", "toolkit", "ROCm on the host matches that of torch"),
     ):
         target = f"roll_platform_rocm.checks:{function}"
         yield CheckProvider(name=name, target=target, summary=summary, platform="rocm")

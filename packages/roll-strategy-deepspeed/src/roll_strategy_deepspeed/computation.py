@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from roll_core.spec.train import TokenOutputs
 from roll_modeling.logprobs import HeadOutputs
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.spec.train import MicroBatch, Want
+    from roll_core.spec.train import MicroBatch, TokenOutputs, WantedOutputs
     from roll_modeling.backbone import LanguageHead
     from roll_modeling.logprobs import HeadRequest
     from roll_modeling.task_model import TaskModel
@@ -35,7 +34,7 @@ class Computation(nn.Module):
         self._task_model = [task_model]
         """In a list, so that it is not registered as a submodule."""
 
-    def forward(self, *, micro: MicroBatch, want: Want) -> dict[str, Tensor]:
+    def forward(self, *, micro: MicroBatch, want: WantedOutputs) -> dict[str, Tensor]:
         """The outputs that are not None, by their names in `TokenOutputs`."""
         return _present(self._task_model[0].outputs(micro, want))
 
@@ -54,11 +53,6 @@ class GatheredHead(nn.Module):
     def forward(self, hidden_NH: Tensor, *, targets_N: Tensor, request: HeadRequest) -> dict[str, Tensor]:
         """The outputs that are not None, by their names in `HeadOutputs`."""
         return _present(self._head.outputs(hidden_NH, targets_N, request))
-
-
-def token_outputs(found: dict[str, Tensor]) -> TokenOutputs:
-    """Convert the dictionary that `Computation` returns."""
-    return TokenOutputs(**found)
 
 
 def _present(outputs: TokenOutputs | HeadOutputs) -> dict[str, Tensor]:

@@ -141,7 +141,10 @@ class DeepSpeedConfig(StrategyConfig):
     Default: depends on the vocabulary size and the device.
     """
     fused: bool = True
-    """Use fused norms and gated activations, if they exist and give the same results. Applies to CPU devices only."""
+    """Use fused norms, gated activations and rotary embeddings, if they exist and give the same results.
+
+    Applies to CPU devices only.
+    """
 
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> None:

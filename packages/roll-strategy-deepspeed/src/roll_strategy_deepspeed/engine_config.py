@@ -57,7 +57,8 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
 def clips_itself(config: DeepSpeedConfig, model: ModelSpec) -> bool:
     """True if DeepSpeed clips gradients.
 
-    In float32 at stage 0 it neither returns the gradient norm nor checks for infinities; `whole_optimizer` does both.
+    In float32 at stage 0 it neither returns the gradient norm nor checks for infinities. There
+    `workarounds.add_norm_and_clipping` does both.
     """
     return config.zero_optimization.stage > 0 or model.dtype != "fp32"
 

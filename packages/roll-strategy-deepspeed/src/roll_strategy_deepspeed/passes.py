@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import NonFiniteError
-from roll_modeling.task_model import finite_loss, plain_metrics
-from roll_strategy_deepspeed.computation import token_outputs
-from roll_strategy_deepspeed.idle import idle_micro, nothing
+from roll_core.spec.train import TokenOutputs
+from roll_modeling.task_model import finite_loss, idle_microbatch, plain_metrics, zero_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, TokenOutputs, Want
+    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, WantedOutputs
     from roll_strategy_deepspeed.ranks import Ranks
 
 
@@ -37,31 +36,31 @@ class Passes:
         """Number of backward passes since the last optimizer step."""
 
     @torch.no_grad()
-    def score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients. Collective at stage 3."""
         return self._outputs(micro.to(self._ranks.device), want)
 
-    def score_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def score_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches; at stage 3, followed by idle passes if other ranks have more
         microbatches."""
-        num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage == 3 else 0
+        num_idle = self._ranks.most([len(micros)])[0] - len(micros) if self._stage == 3 else 0
         for micro in micros:
             yield self.score(micro, want)
         for _ in range(num_idle):
-            self.score(idle_micro(), want)
+            self.score(idle_microbatch(), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Accumulate the gradients of all microbatches.
 
         Raises `NonFiniteError` on every rank after all passes are complete.
         """
-        num_idle = self._ranks.most(len(micros)) - len(micros) if self._stage >= 2 else 0
+        num_idle = self._ranks.most([len(micros)])[0] - len(micros) if self._stage >= 2 else 0
         metrics: list[LossMetrics] = []
         error: NonFiniteError | None = None
         for micro in micros:
             on_device = micro.to(self._ranks.device)
             outputs = self._outputs(on_device, loss.want)
-            total = nothing(outputs)
+            total = zero_loss(outputs)
             if error is None:
                 try:
                     found = finite_loss(loss, outputs, on_device)
@@ -76,17 +75,17 @@ class Passes:
         self._ranks.raise_together(error)
         return metrics
 
-    def idle_backward(self, want: Want) -> None:
+    def idle_backward(self, want: WantedOutputs) -> None:
         """Backward pass that adds 0 to the gradients.
 
         It runs if other ranks have more microbatches, or if DeepSpeed needs a backward pass before a step.
         """
-        self._backward(nothing(self._outputs(idle_micro().to(self._ranks.device), want)))
+        self._backward(zero_loss(self._outputs(idle_microbatch().to(self._ranks.device), want)))
 
     def _backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks; the objective is a sum.
         self._engine.backward(loss * self._ranks.size)
         self.num_backwards += 1
 
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
-        return token_outputs(self._compute(micro=micro, want=want))
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
+        return TokenOutputs(**self._compute(micro=micro, want=want))

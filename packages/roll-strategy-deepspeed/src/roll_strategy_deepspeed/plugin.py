@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
@@ -26,8 +27,22 @@ CAPABILITIES = TrainCapabilities(
     any_world_size=True,
     weight_transports=("cuda_ipc", "shm", "collective", "disk"),
 )
-
-
+DEEPSPEED_TRAIN = TrainProvider(
+    name="deepspeed_train",
+    target="roll_strategy_deepspeed.strategy:DeepSpeedStrategy",
+    config="roll_strategy_deepspeed.config:DeepSpeedConfig",
+    needs=("deepspeed>=0.19,<0.20",),
+    summary="Trains Hugging Face models with DeepSpeed: ZeRO 0 to 3, CPU offload",
+    capabilities=CAPABILITIES,
+    memory="roll_strategy_deepspeed.memory:memory",
+    platforms=("cpu", "cuda", "rocm", "npu"),
+)
+DEEPSPEED_INFER = replace(
+    DEEPSPEED_TRAIN,
+    name="deepspeed_infer",
+    summary="deepspeed_train without optimizer, for roles that only score",
+    forward_only=True,
+)
 FRAGMENTS = {
     "deepspeed_zero": "ZeRO 1: optimizer state is spread over the ranks",
     "deepspeed_zero2": "ZeRO 2: gradients as well",
@@ -39,27 +54,7 @@ FRAGMENTS = {
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
     """Provide `deepspeed_train` and its forward-only variant `deepspeed_infer`."""
-    yield TrainProvider(
-        name="deepspeed_train",
-        target="roll_strategy_deepspeed.strategy:DeepSpeedStrategy",
-        config="roll_strategy_deepspeed.config:DeepSpeedConfig",
-        needs=("deepspeed>=0.19,<0.20",),
-        summary="Trains Hugging Face models with DeepSpeed: ZeRO 0 to 3, CPU offload",
-        capabilities=CAPABILITIES,
-        memory="roll_strategy_deepspeed.memory:memory",
-        platforms=("cpu", "cuda", "rocm", "npu"),
-    )
-    yield TrainProvider(
-        name="deepspeed_infer",
-        target="roll_strategy_deepspeed.strategy:DeepSpeedStrategy",
-        config="roll_strategy_deepspeed.config:DeepSpeedConfig",
-        needs=("deepspeed>=0.19,<0.20",),
-        summary="deepspeed_train without optimizer, for roles that only score",
-        capabilities=CAPABILITIES,
-        memory="roll_strategy_deepspeed.memory:memory",
-        platforms=("cpu", "cuda", "rocm", "npu"),
-        forward_only=True,
-    )
+    yield from (DEEPSPEED_TRAIN, DEEPSPEED_INFER)
 
 
 @hookimpl

@@ -9,84 +9,67 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from typing_extensions import override
 
 from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.spec.train import (
-    LossFn,
-    LossMetrics,
-    MicroBatch,
-    PortableState,
-    StepStats,
-    TokenOutputs,
-    TrainStrategy,
-    Want,
-)
+from roll_core.spec.train import StepStats, WantedOutputs
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.fused import fuse
 from roll_modeling.model import load_model
-from roll_modeling.moving import Mover, num_bytes
+from roll_modeling.offload import keep_freed_memory, num_bytes
 from roll_modeling.optimizer import adamw, schedule
-from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
+from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
+from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
-from roll_strategy_deepspeed import whole_optimizer
+from roll_strategy_deepspeed import workarounds
+from roll_strategy_deepspeed.checkpoint import load_state, save_state
 from roll_strategy_deepspeed.computation import Computation, GatheredHead
-from roll_strategy_deepspeed.config import DeepSpeedConfig
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
-from roll_strategy_deepspeed.held_state import HeldState
-from roll_strategy_deepspeed.loss_scale import LossScale
+from roll_strategy_deepspeed.optimizer_state import LossScale, OptimizerState
 from roll_strategy_deepspeed.passes import Passes
 from roll_strategy_deepspeed.plugin import CAPABILITIES
-from roll_strategy_deepspeed.portable_state import gather, shapes, take_over
 from roll_strategy_deepspeed.ranks import Ranks
-from roll_strategy_deepspeed.state import load_state, save_state
 from roll_strategy_deepspeed.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.spec.train import Part, TrainingSpec
+    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, PortableState, StateKind, TokenOutputs
     from roll_modeling.backbone import LanguageHead
-    from roll_modeling.lora import Adapters
+    from roll_strategy_deepspeed.config import DeepSpeedConfig
 
 log = logging.getLogger(__name__)
 
 
-class DeepSpeedStrategy(TrainStrategy):
+class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
     """DeepSpeed strategy. Without `training` it is forward-only.
 
     Dropout is off: logprobs computed before an update and during it must come from the same function.
     """
 
     capabilities = CAPABILITIES
+    config: DeepSpeedConfig
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load the full model on every rank and start the DeepSpeed engine, which shards it. Collective."""
-        if mesh.num_threads:
-            torch.set_num_threads(mesh.num_threads)
-        self._mesh, self.spec = mesh, model
-        self.stage: int = self._config.zero_optimization.stage
-        settings = engine_config(self._config, model, self.training)
+        self._begin_build(model, mesh)
+        self.stage: int = self.config.zero_optimization.stage
+        settings = engine_config(self.config, model, self.training)
         self.ranks = Ranks(mesh)
         # ZeRO-3 shards the model, so the full model need not fit on the device.
-        self.model: PreTrainedModel = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
-        self.adapters: Adapters | None = None
-        if model.lora is not None:
-            from roll_modeling.lora import add_adapters
-
-            self.adapters = add_adapters(self.model, model)
-        if self._config.fused and self.ranks.device.type == "cpu":
+        self.model = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
+        self.adapters = self._add_adapters()
+        if self.config.fused and self.ranks.device.type == "cpu":
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
-        if self.adapters is None or self.training is None:
-            self.model.requires_grad_(self.training is not None)
-        self.weights = Weights(self.model, model, self.adapters, self.ranks)
-        self.mover = Mover(mesh.role, self.ranks.device)
-        self.task_model = TaskModel(self.model, model, chunk_tokens=self._config.logprob_chunk_tokens)
+            if mesh.device == "cpu":
+                keep_freed_memory()
+        self.weights = Weights(self.model, self.adapters)
+        self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
         if self.training is not None and model.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.computation = Computation(self.model, self.task_model)
@@ -96,10 +79,10 @@ class DeepSpeedStrategy(TrainStrategy):
         if self.training is not None:
             trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
             self._start_engine(settings, adamw(trained.values(), self.training))
-            self.held = HeldState(self.engine, trained, stage=self.stage)
+            self.optimizer = OptimizerState(self.engine, trained, stage=self.stage)
             self.loss_scale = LossScale(self.engine)
             self.step_count = 0
-            self.schedule = schedule(self.training)
+            self.schedule, self.peak_learning_rate = schedule(self.training), self.training.learning_rate
         elif self.stage == 3:
             self._start_engine(settings, None)
         compute = self.engine if self.engine is not None else self.computation
@@ -107,21 +90,21 @@ class DeepSpeedStrategy(TrainStrategy):
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
 
         Collective at stage 3: every rank must call it the same number of times. `forward_all` ensures this by idle
         passes.
         """
-        self.mover.need("weights")
+        self.offloader.need("weights")
         return self.passes.score(micro, want)
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
 
         At stage 3, a rank with fewer microbatches than others runs idle passes at the end.
         """
-        self.mover.need("weights")
+        self.offloader.need("weights")
         return self.passes.score_all(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
@@ -131,11 +114,11 @@ class DeepSpeedStrategy(TrainStrategy):
         with a non-finite loss completes its passes, because they are collective; the error is raised on all ranks
         afterwards.
         """
-        self._check_trains("weights", "grads")
+        optimizer = self._require_training()
         try:
             return self.passes.forward_backward(micros, loss)
         except NonFiniteError:
-            self.held.forget_gradients()
+            optimizer.forget_gradients()
             self.passes.num_backwards = 0
             raise
 
@@ -144,13 +127,13 @@ class DeepSpeedStrategy(TrainStrategy):
 
         If the gradient is not finite, the step is skipped.
         """
-        training = self._check_trains("weights", "grads", "optimizer")
-        learning_rate = training.learning_rate * self.schedule(self.step_count)
+        self._require_training()
+        learning_rate = self.peak_learning_rate * self.schedule(self.step_count)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         if self.stage and not self.passes.num_backwards:
             self.passes.idle_backward(
-                Want(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm")
+                WantedOutputs(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm")
             )
         self.passes.num_backwards = 0
         overflow = self.loss_scale.can_fall
@@ -185,51 +168,29 @@ class DeepSpeedStrategy(TrainStrategy):
             )
         self.engine = deepspeed.initialize(model=self.computation, optimizer=optimizer, config=settings)[0]
         self.engine.eval()
-        if optimizer is not None and self.training is not None and not clips_itself(self._config, self.spec):
-            whole_optimizer.guard(self.engine, optimizer, self.training.max_grad_norm)
+        if optimizer is not None and self.training is not None and not clips_itself(self.config, self.spec):
+            workarounds.add_norm_and_clipping(self.engine, optimizer, self.training.max_grad_norm)
         if self.stage == 3 and self.task_model.head is not None:
             layer = cast("nn.Linear", self.model.get_output_embeddings())
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None:
                     deepspeed.zero.register_external_parameter(self.computation.head, parameter)
 
-    def _check_trains(self, *parts: Part) -> TrainingSpec:
-        """The training settings.
-
-        Raises `UnsupportedError` if the strategy is forward-only; also checks that `parts` are onloaded.
-        """
-        if self.training is None:
-            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
-        self.mover.need(*parts)
-        return self.training
-
-    @property
-    def _config(self) -> DeepSpeedConfig:
-        if not isinstance(self.config, DeepSpeedConfig):
-            raise UnsupportedError(f"deepspeed_train takes a DeepSpeedConfig, not a {type(self.config).__name__}")
-        return self.config
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the weights; see `Weights.export`. Collective at stage 3."""
-        self.mover.need("weights")
+        self.offloader.need("weights")
         return self.weights.export()
 
-    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """LoRA factors A and B; B includes the LoRA scale. At stage 3 they are gathered one at a time. Collective.
-
-        Raises `UnsupportedError` without adapters.
-        """
-        self.mover.need("weights")
-        if self.adapters is None:
-            raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
-        return self.adapters.exported(self.weights.whole)
+    def _whole(self, parameter: Tensor) -> Tensor:
+        return self.weights.whole(parameter)
 
     def export_model(self, path: Path) -> None:
-        """Write a Hugging Face model directory; see `Weights.write`. Collective."""
-        self.mover.need("weights")
-        self.weights.write(path)
+        """Write a Hugging Face model directory, or only the adapters. Collective."""
+        self.offloader.need("weights")
+        self._write_gathered(path, self.spec, lambda each: tuple(getattr(each, "ds_shape", each.shape)))
+        self.ranks.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
@@ -238,67 +199,56 @@ class DeepSpeedStrategy(TrainStrategy):
 
         For a model with adapters, only the trained parameters are written, with an identity of the base model.
         """
-        self._check_trains("weights", "optimizer")
+        optimizer = self._require_training()
         numbers = {"step_count": self.step_count, "loss_scale": self.loss_scale.state()}
-        save_state(self.held, self.ranks, path, numbers | {"adapters": self.weights.identity()})
+        save_state(optimizer, self.ranks, path, numbers | {"adapters": self._identity()})
 
     def load(self, path: Path) -> None:
         """Load a checkpoint. The number of ranks and the ZeRO stage may differ from those of the save. Collective."""
-        self._check_trains("weights", "grads", "optimizer")
-        here = self.weights.identity()
+        optimizer, here = self._require_training(), self._identity()
         state = load_state(
-            self.held, self.ranks, path, lambda state: check_adapters(state.get("adapters"), self.adapters, here, path)
+            optimizer, self.ranks, path, lambda state: check_adapters(state.get("adapters"), self.adapters, here, path)
         )
         self.step_count, self.passes.num_backwards = int(state["step_count"]), 0
         self.loss_scale.restore(state["loss_scale"])
 
     def export_state(self) -> PortableState:
         """Strategy-independent state. `read` gathers one full parameter at a time on every rank. Collective."""
-        self._check_trains("weights", "optimizer")
-        return PortableState(
-            step_count=self.step_count,
-            shapes=shapes(self.held),
-            read=lambda name: gather(self.held, name),
-            adapters=self.weights.identity(),
-            buffers=stored_buffers(self.model) if self.adapters is None else {},
-        )
+        optimizer = self._require_training()
+        return self._portable_state(self.step_count, optimizer.shapes, optimizer.read_whole)
 
     def import_state(self, state: PortableState) -> None:
         """Load strategy-independent state. Collective.
 
         Each rank reads one full parameter at a time and keeps its shard. The loss scale is reset to its initial state.
         """
-        self._check_trains("weights", "grads", "optimizer")
-        check_same(state, shapes(self.held), adapters=self.adapters, identity=self.weights.identity())
-        take_over(self.held, state)
+        optimizer = self._require_training()
+        self._check_state(state, optimizer.shapes)
+        optimizer.load(state.step_count, state.read)
         take_buffers(state, stored_buffers(self.model))
         self.loss_scale.begin_anew()
         self.step_count, self.passes.num_backwards = state.step_count, 0
 
     # -- between phases ------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` to host memory. Tensors that are already in host memory stay there."""
-        for part in parts:
-            scratch = self.held.scratch() if part == "grads" and self.training is not None else ()
-            self.mover.away(part, self._held().get(part, ()), scratch)
+        if self.optimizer is not None and "grads" in parts:
+            self.offloader.offload("grads", self.optimizer.gradients(), self.optimizer.scratch())
+        super().offload(parts)
 
-    def onload(self, parts: Sequence[Part]) -> None:
-        """Move `parts` back into the same tensors."""
-        for part in parts:
-            self.mover.back(part)
-
-    def _held(self) -> dict[Part, list[Tensor]]:
-        found: dict[Part, list[Tensor]] = {"weights": self.weights.held()}
-        if self.training is not None:
-            found |= {"grads": self.held.gradients(), "optimizer": self.held.optimizer_state()}
-        return found
+    @override
+    def part_tensors(self) -> dict[StateKind, list[Tensor]]:
+        weights = self.weights.held()
+        if self.optimizer is None:
+            return {"weights": weights}
+        return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.optimizer_state()}
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, int]:
         """Bytes of this rank's tensors by part, on the device or on the host; 0 for parts that are offloaded."""
-        return {part: num_bytes(tensors) for part, tensors in self._held().items()}
+        return {part: num_bytes(tensors) for part, tensors in self.part_tensors().items()}
 
     def close(self) -> None:
         """Destroy the engine and leave the process group."""

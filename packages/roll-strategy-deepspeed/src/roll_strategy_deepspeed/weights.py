@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
-from roll_modeling.pieces import write_gathered
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.spec.model import ModelSpec
     from roll_modeling.lora import Adapters
-    from roll_strategy_deepspeed.ranks import Ranks
 
 
 class Weights:
     """Exporter of one model, which ZeRO-3 may have sharded. All methods except `held` are then collective."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, adapters: Adapters | None, ranks: Ranks) -> None:
-        self._model, self._spec, self._adapters, self._ranks = model, spec, adapters, ranks
+    def __init__(self, model: PreTrainedModel, adapters: Adapters | None) -> None:
+        self._model, self._adapters = model, adapters
 
     def held(self) -> list[Tensor]:
         """This rank's tensors of the weights: parameters, and their shards at stage 3."""
@@ -42,25 +37,6 @@ class Weights:
         for name, parameter in self._model.named_parameters():
             with _gathered(parameter):
                 yield name, parameter.detach()
-
-    def write(self, path: Path) -> None:
-        """Rank 0 writes a directory that transformers loads: the model, or only the adapters with `lora_export:
-        adapter`."""
-        write_gathered(
-            self._model,
-            self._spec,
-            path,
-            adapters=self._adapters,
-            exported=self.export(),
-            whole=self.whole,
-            shape_of=lambda each: tuple(getattr(each, "ds_shape", each.shape)),
-            writes=self._ranks.rank == 0,
-        )
-        self._ranks.wait()
-
-    def identity(self) -> dict[str, Any] | None:
-        """Identity of the base model and adapters, which must match when training resumes; None without adapters."""
-        return self._adapters.identity(self.whole) if self._adapters is not None else None
 
     def whole(self, parameter: Tensor) -> Tensor:
         """The parameter itself, or a gathered copy if it is sharded."""

@@ -11,34 +11,43 @@ writes which shard collectively during `save_state`. The writing itself needs no
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from roll_core.errors import CheckpointError
-from roll_modeling.moving import host_copies
+from roll_modeling.checkpoints import (
+    STATE,
+    check_names,
+    check_tensor,
+    load_random,
+    read_json,
+    read_state,
+    reading,
+    save_random,
+    shared_folder,
+    write_json,
+)
+from roll_modeling.offload import host_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
 FORMAT = 2
 """Version of the checkpoint format."""
-STATE, TENSORS, RANDOM = "state.json", "tensors", "random.safetensors"
-WRITTEN = "written-{}.json"
+TENSORS, WRITTEN = "tensors", "written-{}.json"
 
 
 def save_state(
@@ -50,20 +59,18 @@ def save_state(
 
     Raises `CheckpointError` if some rank does not see rank 0's directory.
     """
-    from safetensors.torch import save_file
-
-    shared, rank = _of_rank_0(path), dist.get_rank()
+    shared, rank = shared_folder(path), dist.get_rank()
     _all_see(shared)
     writer = _LaterWriter(shared / TENSORS, copies=later)
     save(dict(tensors), storage_writer=writer)
-    save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
+    save_random(path)
     if rank == 0:
-        _write_json(shared / STATE, {"format": FORMAT, "world_size": dist.get_world_size(), **said})
+        write_json(shared / STATE, {"format": FORMAT, "world_size": dist.get_world_size(), **said})
 
     def write() -> None:
         names = writer.write()
         sizes = {name: (shared / TENSORS / name).stat().st_size for name in names}
-        _write_json(shared / WRITTEN.format(rank), {"files": sizes})
+        write_json(shared / WRITTEN.format(rank), {"files": sizes})
 
     if later:
         return write
@@ -117,64 +124,37 @@ def load_state(
 
     Raises `CheckpointError`.
     """
-    from safetensors.torch import load_file
-
-    shared = _of_rank_0(path)
-    state = _read(shared)
-    check(state)
-    reader = HuggingFaceStorageReader(str(shared / TENSORS))
-    _check_same(shared, reader, tensors)
-    try:
-        load(dict(tensors), storage_reader=reader)
-    except (CheckpointException, OSError, ValueError) as error:
-        raise CheckpointError(f"{shared}: cannot be read: {error}") from error
-    if (path / RANDOM).is_file():
-        torch.set_rng_state(load_file(path / RANDOM)["torch_cpu"])
+    shared = shared_folder(path)
+    with reading(shared):
+        state = _read(shared)
+        check(state)
+        reader = HuggingFaceStorageReader(str(shared / TENSORS))
+        _check_same(shared, reader, tensors)
+        try:
+            load(dict(tensors), storage_reader=reader)
+        except CheckpointException as error:
+            raise CheckpointError(f"{shared}: cannot be read: {error}") from error
+    load_random(path)
     return state
 
 
-def _write_json(file: Path, what: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
-
-
 def _read(shared: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = json.loads((shared / STATE).read_text(encoding="utf-8"))
-        if state["format"] != FORMAT:
-            raise CheckpointError(f"{shared}: format {state['format']}; this version reads {FORMAT}")
-        files: dict[str, int] = {}
-        for rank in range(state["world_size"]):
-            files |= json.loads((shared / WRITTEN.format(rank)).read_text(encoding="utf-8"))["files"]
-        found = {each.name: each.stat().st_size for each in (shared / TENSORS).iterdir()}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{shared}: cannot be read: {error}") from error
-    for name, size in files.items():
-        if found.get(name) != size:
-            raise CheckpointError(f"{shared}: {name} has {found.get(name, 0)} bytes, {size} were written")
+    state = read_state(shared, FORMAT)
+    found = {each.name: each.stat().st_size for each in (shared / TENSORS).iterdir()}
+    for rank in range(state["world_size"]):
+        for name, size in read_json(shared / WRITTEN.format(rank))["files"].items():
+            if found.get(name) != size:
+                raise CheckpointError(f"{shared}: {name} has {found.get(name, 0)} bytes, {size} were written")
     return state
 
 
 def _check_same(shared: Path, reader: HuggingFaceStorageReader, tensors: Mapping[str, Tensor]) -> None:
     """Require the same tensors in checkpoint and model: torch ignores tensors that are only in the checkpoint."""
-    stored = reader.read_metadata().state_dict_metadata
-    if stored.keys() != tensors.keys():
-        odd = min(stored.keys() ^ tensors.keys())
-        raise CheckpointError(f"{shared}: tensor {odd} is in only one of the checkpoint and the model")
+    stored = cast("Mapping[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
+    check_names(stored, tensors, shared)
     for name, tensor in tensors.items():
         kept = stored[name]
-        if not isinstance(kept, TensorStorageMetadata):
-            raise CheckpointError(f"{shared}: {name} is no tensor")
-        if kept.size != tensor.shape or kept.properties.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{shared}: {name} is {kept.properties.dtype} {tuple(kept.size)}, the model has {tensor.dtype}"
-                f" {tuple(tensor.shape)}"
-            )
-
-
-def _of_rank_0(path: Path) -> Path:
-    box = [str(path)]
-    dist.broadcast_object_list(box, src=0)
-    return Path(box[0])
+        check_tensor(name, (kept.properties.dtype, kept.size), (tensor.dtype, tensor.shape), shared)
 
 
 def _all_see(shared: Path) -> None:
@@ -182,6 +162,6 @@ def _all_see(shared: Path) -> None:
     dist.all_gather_object(seen, shared.is_dir())
     if not all(seen):
         raise CheckpointError(
-            f"{shared}: rank {seen.index(False)} does not see this directory of rank 0; put output_dir on a file system"
-            " that all hosts share"
+            f"{shared}: rank {seen.index(False)} cannot access this directory of rank 0; set output_dir to a directory"
+            " on a file system that all hosts share"
         )

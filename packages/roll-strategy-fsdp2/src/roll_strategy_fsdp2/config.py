@@ -100,11 +100,11 @@ class FSDP2Config(StrategyConfig):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.ulysses_size > 1 and self.ring_size > 1:
-            raise ValueError("ulysses_size and ring_size are two ways to share tokens: set one of them")
+            raise ValueError("ulysses_size and ring_size exclude each other: set one of them")
         if self.ep_size > 1 and self.tensor_model_parallel_size > 1:
             raise ValueError(
-                "tensor_model_parallel_size spreads the experts over its own ranks: leave ep_size out, or spread"
-                " nothing but experts"
+                "tensor_model_parallel_size above 1 distributes the experts, too: remove ep_size, or"
+                " tensor_model_parallel_size"
             )
         return self
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from roll_core.errors import PlacementError, UnsupportedError
 from roll_modeling.collectives import copied, summed
-from roll_strategy_fsdp2.cut import Use, distribute, generic, local_parameters
+from roll_strategy_fsdp2.sharded_parameters import ShardedParameter, distribute, generic, local_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
     Tokens of remote experts are mapped to that index.
     """
     total = int(getattr(module, "num_experts", 0))
-    uses = _cut_experts(path, module, mesh, "tensor_model_parallel_size")
+    parameters = _cut_experts(path, module, mesh, "tensor_model_parallel_size")
     group, here = mesh.get_group(), total // mesh.size()
     first = here * mesh.get_local_rank()
     own: Callable[..., Tensor] = module.forward
@@ -50,7 +50,7 @@ def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
         elsewhere_TK = (chosen_TK < first) | (chosen_TK >= first + here)
         mine_TK = torch.where(elsewhere_TK, here, chosen_TK - first)
         weights_TK = copied(weights_TK, group).masked_fill(elsewhere_TK, 0.0)
-        with local_parameters(uses):
+        with local_parameters(parameters):
             found = own(copied(hidden_TH, group), mine_TK, weights_TK)
         return summed(found, group)
 
@@ -72,9 +72,7 @@ def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh)
     modules = model.base_model.named_modules()
     found = {name: each for name, each in modules if plan.get(generic(name)) == EXCHANGED}
     if not found:
-        raise UnsupportedError(
-            f"transformers brings no plan for expert parallelism with {type(model).__name__}; leave ep_size out"
-        )
+        raise UnsupportedError(f"transformers has no expert-parallel plan for {type(model).__name__}; remove ep_size")
     for name, module in found.items():
         _exchange(name, module, mesh, alone)
     return list(found.values())
@@ -89,32 +87,31 @@ def _plan(model: PreTrainedModel) -> Mapping[str, str]:
 def _exchange(path: str, module: Any, mesh: DeviceMesh, alone: DeviceMesh) -> None:
     from transformers.distributed.expert_parallel import AllToAllEP
 
-    uses = _cut_experts(path, module, mesh, "ep_size")
+    parameters = _cut_experts(path, module, mesh, "ep_size")
     exchanged: Callable[..., Tensor] = AllToAllEP(module, mesh, alone)
 
     def forward(hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        with local_parameters(uses):
+        with local_parameters(parameters):
             return exchanged(hidden_TH, chosen_TK, weights_TK).to(hidden_TH.dtype)
 
     module.forward = forward
 
 
-def _cut_experts(path: str, module: Any, mesh: DeviceMesh, key: str) -> list[Use]:
+def _cut_experts(path: str, module: Any, mesh: DeviceMesh, key: str) -> list[ShardedParameter]:
     """Assign an equal number of experts to each rank. `key` is the configuration key named in errors."""
     if not hasattr(module, "_is_expert_parallel"):
         raise UnsupportedError(
-            f"{path}: experts of class {type(module).__name__} cannot be spread over ranks in this version of"
-            f" transformers; leave {key} out"
+            f"{path}: experts of class {type(module).__name__} cannot be distributed over ranks in this version of"
+            f" transformers; remove {key}"
         )
     total, size = int(module.num_experts), mesh.size()
-    uses = []
+    parameters = []
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.shape[0] != total or total % size:
             raise PlacementError(
-                f"{key} {size} does not divide the {total} experts of {path}, of which each rank holds some; {name} is"
-                f" {tuple(parameter.shape)}"
+                f"{key} {size} does not divide the {total} experts of {path}; {name} has shape {tuple(parameter.shape)}"
             )
         distribute(module, name, mesh, Shard(0))
-        uses.append(Use(module, name, Shard(0)))
+        parameters.append(ShardedParameter(module, name, Shard(0)))
     module.num_experts, module._is_expert_parallel = total // size, True
-    return uses
+    return parameters

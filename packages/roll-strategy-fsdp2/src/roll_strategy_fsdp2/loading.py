@@ -6,7 +6,6 @@ meta-device model -> shard -> allocate the local shards -> read each tensor's lo
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from roll_core.errors import ModelError, UnsupportedError
-from roll_modeling.files import ModelFiles
 from roll_modeling.model import DTYPES, empty_model
-from roll_strategy_fsdp2.optimizer import local
+from roll_modeling.pieces import ModelFiles
+from roll_strategy_fsdp2.optimizer import local, shard_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,23 +91,4 @@ def _read(stored: Any, tensor: Tensor, dtype: torch.dtype) -> None:
     share = local(tensor)
     if not share.numel():
         return
-    share.copy_(stored[held_of(tensor)].to(dtype))
-
-
-def held_of(tensor: DTensor) -> tuple[slice, ...]:
-    """The index range of this rank's shard in each dimension of the full tensor.
-
-    Tensor or expert parallelism splits first, into equal parts. FSDP then splits the remaining range; its last shards
-    may be shorter or empty.
-    """
-    mesh = tensor.device_mesh
-    placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
-    spans = [range(length) for length in tensor.shape]
-    for name in ("tensor", "expert", "shard"):
-        placement = placements.get(name)
-        if placement is not None and not placement.is_replicate():
-            dim, size = placement.dim, mesh[name].size()  # type: ignore[attr-defined]
-            piece = math.ceil(len(spans[dim]) / size)
-            start = piece * mesh[name].get_local_rank()
-            spans[dim] = spans[dim][start : start + piece]
-    return tuple(slice(span.start, span.stop) for span in spans)
+    share.copy_(stored[shard_of(tensor)].to(dtype))

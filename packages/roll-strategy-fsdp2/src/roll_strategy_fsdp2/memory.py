@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code
-from roll_strategy_fsdp2.config import FSDP2Config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import LayerSize, Memory, MemoryQuestion, ModelSize
+    from roll_core.spec.plan import LayerSize, Memory, MemoryInput, ModelSize
     from roll_modeling.memory import Moment
+    from roll_strategy_fsdp2.config import FSDP2Config
 
 
-def memory(question: MemoryQuestion) -> MemoryAnswer:
+def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory use of the rank that needs most; all ranks need about the same."""
-    config = question.config
-    if not isinstance(config, FSDP2Config):
-        raise TypeError(f"the FSDP2 strategies take an FSDP2Config, not a {type(config).__name__}")
+    config = cast("FSDP2Config", question.config)
     parallel = config.tensor_model_parallel_size
     shards = parallel * (config.fsdp_size or max(1, question.world_size // parallel))
     uses = [model_code(), *_held(question, config, shards), *_gathered(question, config)]
@@ -35,40 +33,42 @@ def memory(question: MemoryQuestion) -> MemoryAnswer:
         shards=config.context_size,
         beside=partial(_in_backward, question, config, shards),
     )
-    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryEstimate(uses=tuple(uses), levers=tuple(_levers(question, config)))
 
 
-def _held(question: MemoryQuestion, config: FSDP2Config, shards: int) -> Iterator[Use]:
+def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[MemoryItem]:
     """Sharded parameters, which are float32 if trained, sharded Adam moments, and sharded gradients."""
     count = question.model.parameters + question.added_parameters
     size = 4 if question.trains else _computed(question, config)
     on: Memory = "host" if config.offload_policy else "device"
     share = size * count // shards
-    yield Use(what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, leaves=True)
+    yield MemoryItem(
+        what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, offloads=True
+    )
     if question.random_weights or question.added_parameters:
         whole = (4 if question.random_weights else DTYPE_BYTES[question.dtype]) * count
-        yield Use(
+        yield MemoryItem(
             what="weights",
             num_bytes=max(0, whole - (share if question.on_host else 0)),
-            formula=f"the whole model of {millions(count)}, before it is cut",
+            formula=f"the whole model of {millions(count)}, before it is sharded",
             during=("start",),
             on="host",
         )
     if question.trains:
         trained = question.trained_parameters
-        yield Use(
+        yield MemoryItem(
             what="optimizer",
             num_bytes=MOMENT_BYTES * trained // shards,
             formula=f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}",
             during=LATER,
             on=on,
-            leaves=True,
+            offloads=True,
         )
         formula = f"4 × {millions(trained)} / {shards}"
-        yield Use(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)
+        yield MemoryItem(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)
 
 
-def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
+def _gathered(question: MemoryInput, config: FSDP2Config) -> Iterator[MemoryItem]:
     """Gathered parameters of a forward pass and of an export.
 
     In a forward pass, these are the parameters outside the layers, the current layer, and the prefetched next layer.
@@ -76,19 +76,19 @@ def _gathered(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Use]:
     """
     size, sizes = _computed(question, config), _sizes(question, config)
     whole = sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer
-    yield Use(
+    yield MemoryItem(
         what="buffers",
         num_bytes=size * (sizes.rest + whole),
         formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(whole)} of layers)",
         during=("score",),
     )
     largest = question.model.largest_matrix
-    yield Use(
+    yield MemoryItem(
         what="buffers", num_bytes=size * largest, formula=f"{size} × {millions(largest)}, gathered", during=("publish",)
     )
 
 
-def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, moment: Moment) -> Iterator[Use]:
+def _in_backward(question: MemoryInput, config: FSDP2Config, shards: int, moment: Moment) -> Iterator[MemoryItem]:
     """Memory at one moment of the backward pass: gathered parameters, unreduced gradients, buffers of reductions in
     flight, and sharded gradients."""
     sizes, size, reduced = _sizes(question, config), _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
@@ -97,16 +97,16 @@ def _in_backward(question: MemoryQuestion, config: FSDP2Config, shards: int, mom
     before = question.num_micro_batches > 1 and not _adds_up(question, config)
     came = question.trained_parameters if before or moment == "end" else _arrived_by(moment, question, sizes)
     on: Memory = "host" if config.offload_policy else "device"
-    yield _now("gradients", moment, 4 * came // shards, f"shares: 4 × {millions(came)} / {shards}", on=on)
+    yield _now("gradients", moment, 4 * came // shards, f"shards: 4 × {millions(came)} / {shards}", on=on)
     if question.added_parameters:
         return  # gradients of adapters are negligible
     yield from _whole_gradients(question, config, sizes, moment)
     way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
     copies = 2 if moment == "end" and question.on_host else 1  # gloo reduces in a copy
-    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} on their way")
+    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} in transit")
 
 
-def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[Use]:
+def _whole_gradients(question: MemoryInput, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[MemoryItem]:
     """Unsharded gradients that were not reduced yet.
 
     `roll_modeling.memory.computation` counts the gradients of the embedding and of a tied head.
@@ -125,7 +125,7 @@ def _whole_gradients(question: MemoryQuestion, config: FSDP2Config, sizes: _Size
         yield _now("gradients", moment, size * sizes.layer, f"one layer's: {size} × {millions(sizes.layer)}")
 
 
-def _adds_up(question: MemoryQuestion, config: FSDP2Config) -> bool:
+def _adds_up(question: MemoryInput, config: FSDP2Config) -> bool:
     """True if unsharded gradients are accumulated over the microbatches of a step."""
     several = question.num_micro_batches > 1 and not question.added_parameters
     return several and not config.reduce_scatter_during_grad_accumulation
@@ -139,13 +139,13 @@ def _gathered_by(moment: Moment, sizes: _Sizes, *, stays: bool) -> int:
     return sizes.rest + (sizes.all_layers if stays and moment in ("head", "first layer") else layers)
 
 
-def _arrived_by(moment: Moment, question: MemoryQuestion, sizes: _Sizes) -> int:
+def _arrived_by(moment: Moment, question: MemoryInput, sizes: _Sizes) -> int:
     """Number of parameters whose gradients are reduced so far, if no earlier microbatch left sharded gradients."""
     return 0 if moment in ("head", "first layer") else max(0, question.trained_parameters - _rest(question.model))
 
 
-def _now(what: str, moment: Moment, num_bytes: int, formula: str, on: Memory = "device") -> Use:
-    return Use(what=what, num_bytes=num_bytes, formula=f"{moment}: {formula}", during=("backward",), on=on)
+def _now(what: str, moment: Moment, num_bytes: int, formula: str, on: Memory = "device") -> MemoryItem:
+    return MemoryItem(what=what, num_bytes=num_bytes, formula=f"{moment}: {formula}", during=("backward",), on=on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class _Sizes:
     all_layers: int
 
 
-def _sizes(question: MemoryQuestion, config: FSDP2Config) -> _Sizes:
+def _sizes(question: MemoryInput, config: FSDP2Config) -> _Sizes:
     layers = [_on_one(layer, config) for layer in question.model.layers]
     return _Sizes(rest=_rest(question.model), layer=max(layers, default=0), all_layers=sum(layers))
 
@@ -185,17 +185,19 @@ def _cut(model: ModelSize, parallel: int) -> ModelSize:
     )
 
 
-def _computed(question: MemoryQuestion, config: FSDP2Config) -> int:
+def _computed(question: MemoryInput, config: FSDP2Config) -> int:
     return DTYPE_BYTES[config.param_dtype or question.dtype]
 
 
-def _levers(question: MemoryQuestion, config: FSDP2Config) -> Iterator[Lever]:
+def _levers(question: MemoryInput, config: FSDP2Config) -> Iterator[MemorySaving]:
     if question.trains and question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation:
         keys = {"reduce_scatter_during_grad_accumulation": True}
-        yield Lever(keys=keys, costs="gradients are added up over ranks after each microbatch")
+        yield MemorySaving(keys=keys, costs="gradients are reduced over ranks after each microbatch")
     if config.reshard_after_forward is False:
-        yield Lever(keys={"reshard_after_forward": True}, costs="layers are gathered again for the backward pass")
+        yield MemorySaving(
+            keys={"reshard_after_forward": True}, costs="layers are gathered again for the backward pass"
+        )
     if not config.offload_policy and not question.on_host:
-        yield Lever(
-            keys={"offload_policy": True}, costs="weights travel from the host for every pass, and steps are slow"
+        yield MemorySaving(
+            keys={"offload_policy": True}, costs="weights are copied from the host for every pass, and steps are slow"
         )

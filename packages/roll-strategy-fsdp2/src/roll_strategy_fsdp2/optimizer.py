@@ -6,13 +6,13 @@ The update is elementwise, so only the gradient norm requires communication.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from roll_core.spec.train import StepStats
+from roll_core.spec.train import ParameterState, StepStats
 from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from roll_core.spec.train import TrainingSpec
+    from roll_core.spec.train import PortableState, TrainingSpec
 
 
 class ShardedAdamW:
@@ -80,6 +80,36 @@ class ShardedAdamW:
             self.torch_optimizer.state[share]["step"].fill_(float(step_count))
         self.clear()
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the trained parameters, by name."""
+        return {name: tuple(each.shape) for name, each in self.parameters.items()}
+
+    @torch.no_grad()
+    def read(self, name: str) -> ParameterState:
+        """Master weight and Adam moments of one parameter, as whole tensors on every rank.
+
+        The master weight is the parameter itself, float32 for every compute dtype. Collective, on `device` even if the
+        shards are in host memory.
+        """
+        parameter = self.parameters[name]
+        master, first, second = (like(parameter, each.to(self.device)).full_tensor() for each in self._shards(name))
+        return ParameterState(master=master, exp_avg=first, exp_avg_sq=second)
+
+    @torch.no_grad()
+    def load(self, state: PortableState) -> None:
+        """Overwrite this rank's shards by those of a portable state, read one whole parameter at a time."""
+        for name, parameter in self.parameters.items():
+            found, own = state.read(name), shard_of(as_dtensor(parameter))
+            for shard, whole in zip(self._shards(name), (found.master, found.exp_avg, found.exp_avg_sq), strict=True):
+                shard.copy_(whole[own])
+        self.restored(state.step_count)
+
+    def _shards(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's shards of master weight, first and second moment."""
+        share = self.shares[name]
+        return share.detach(), *moments(self.torch_optimizer, share)
+
     def gradients(self) -> list[Tensor]:
         """This rank's shards of the existing gradients."""
         return [local(each.grad) for each in self.parameters.values() if each.grad is not None]
@@ -105,30 +135,45 @@ class ShardedAdamW:
         return math.sqrt(float(total))
 
 
+def as_dtensor(tensor: Tensor) -> DTensor:
+    """The tensor of a sharded model, typed as the DTensor that it is."""
+    return cast("DTensor", tensor)
+
+
 def num_holders(tensor: Tensor) -> int:
     """Number of ranks of the role that hold the same shard of a DTensor."""
-    if not isinstance(tensor, DTensor):
-        raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(tensor).__name__}")
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    found = as_dtensor(tensor)
+    sizes = zip(found.placements, found.device_mesh.shape, strict=True)
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, detached, on the same memory."""
-    if not isinstance(tensor, DTensor):
-        raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(tensor).__name__}")
-    return tensor._local_tensor.detach()
+    return as_dtensor(tensor)._local_tensor.detach()
 
 
 def like(parameter: Tensor, share: Tensor) -> DTensor:
     """A DTensor whose local shard is `share`, with the mesh and placements of `parameter`."""
-    if not isinstance(parameter, DTensor):
-        raise TypeError(f"a sharded model's tensor is a DTensor, not a {type(parameter).__name__}")
+    whole = as_dtensor(parameter)
     return DTensor.from_local(
-        share,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        share, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def shard_of(tensor: DTensor) -> tuple[slice, ...]:
+    """The index range of this rank's shard in each dimension of the full tensor.
+
+    Tensor or expert parallelism splits first, into equal parts. FSDP then splits the remaining range; its last shards
+    may be shorter or empty.
+    """
+    mesh = tensor.device_mesh
+    placements = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    spans = [range(length) for length in tensor.shape]
+    for name in ("tensor", "expert", "shard"):
+        placement = placements.get(name)
+        if placement is not None and not placement.is_replicate():
+            dim, size = placement.dim, mesh[name].size()  # type: ignore[attr-defined]
+            piece = math.ceil(len(spans[dim]) / size)
+            start = piece * mesh[name].get_local_rank()
+            spans[dim] = spans[dim][start : start + piece]
+    return tuple(slice(span.start, span.stop) for span in spans)

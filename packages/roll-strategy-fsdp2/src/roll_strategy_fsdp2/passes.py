@@ -16,12 +16,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from roll_core.errors import NonFiniteError
 from roll_core.spec.train import MicroBatch, TokenOutputs
-from roll_core.types import Totals
-from roll_modeling.task_model import finite_loss, plain_metrics
+from roll_modeling.task_model import finite_loss, idle_microbatch, plain_metrics, zero_loss
 from roll_strategy_fsdp2.sharding import as_fsdp, sharded_modules
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.train import LossFn, LossMetrics, Want
+    from roll_core.spec.train import LossFn, LossMetrics, WantedOutputs
     from roll_modeling.process_group import ProcessGroup
     from roll_modeling.task_model import TaskModel
     from roll_strategy_fsdp2.sharding import Root
@@ -53,7 +51,7 @@ class Passes:
             self.task_model: TaskModel = root(make)
         self._free()
 
-    def score(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes without gradients.
 
         If the ranks have different numbers of microbatches, all of them must call `make_up_for` before.
@@ -64,7 +62,7 @@ class Passes:
         finally:
             self._free()
 
-    def make_up_for(self, num_micros: int, want: Want) -> None:
+    def make_up_for(self, num_micros: int, want: WantedOutputs) -> None:
         """Run idle passes until this rank has as many passes as the rank with the most microbatches. Collective."""
         for idle in self._idle(num_micros):
             self._score(idle, want)
@@ -85,7 +83,7 @@ class Passes:
                 sharded.set_requires_gradient_sync(last or self.reduces_each)
                 on_device = micro.to(self.device)
                 outputs = self._outputs(on_device, loss.want)
-                total = _anchor(outputs)
+                total = zero_loss(outputs)
                 if at >= len(idle) and error is None:
                     try:
                         each = finite_loss(loss, outputs, on_device)
@@ -100,17 +98,18 @@ class Passes:
         self.process_group.raise_together(error)
         return found
 
-    def _outputs(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run the forward pass inside the root. FSDP only hooks tensors that are elements of a tuple, and no views."""
 
         def compute() -> tuple[Tensor | None, ...]:
-            found = _tensors(self.task_model.outputs(micro, want))
+            outputs = self.task_model.outputs(micro, want)
+            found = [getattr(outputs, name) for name in OUTPUTS]
             return tuple(each.clone() if each is not None and each._is_view() else each for each in found)
 
         return TokenOutputs(**dict(zip(OUTPUTS, self.root(compute), strict=True)))
 
     @torch.no_grad()
-    def _score(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def _score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         return self._outputs(micro.to(self.device), want)
 
     def _free(self) -> None:
@@ -120,35 +119,4 @@ class Passes:
 
     def _idle(self, num_micros: int) -> list[MicroBatch]:
         """Idle microbatches that this rank lacks compared with the rank with the most microbatches. Collective."""
-        most = torch.tensor([num_micros], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return [_idle_micro(self.device)] * (int(most) - num_micros)
-
-
-def _tensors(outputs: TokenOutputs) -> tuple[Tensor | None, ...]:
-    return tuple(getattr(outputs, name) for name in OUTPUTS)
-
-
-def _anchor(outputs: TokenOutputs) -> Tensor:
-    """A zero that depends on every output that requires gradients.
-
-    Its backward pass runs through the whole model but adds no value. So a rank whose loss reads no output takes part in
-    the collectives of the backward pass.
-    """
-    tensors = [each for each in _tensors(outputs) if each is not None and each.requires_grad]
-    return torch.stack([each[:0].sum() for each in tensors]).sum()
-
-
-def _idle_micro(device: str) -> MicroBatch:
-    ids_T = torch.zeros(2, dtype=torch.int64, device=device)
-    return MicroBatch(
-        ids=("idle",),
-        tokens_T=ids_T,
-        positions_T=torch.arange(2, device=device),
-        segments_T=ids_T,
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
-        lengths=(2,),
-        loss_mask_T=torch.tensor([False, True], device=device),
-        groups_S=ids_T[:1],
-        totals=Totals(tokens=1, sequences=1, groups=1, max_length=1),
-    )
+        return [idle_microbatch()] * (self.process_group.most([num_micros])[0] - num_micros)

@@ -5,6 +5,7 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
@@ -32,9 +33,21 @@ CAPABILITIES = TrainCapabilities(
     any_world_size=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
 )
-TARGET = "roll_strategy_fsdp2.strategy:FSDP2Strategy"
-CONFIG = "roll_strategy_fsdp2.config:FSDP2Config"
-NEEDS = ("torch>=2.13",)
+FSDP2_TRAIN = TrainProvider(
+    name="fsdp2_train",
+    target="roll_strategy_fsdp2.strategy:FSDP2Strategy",
+    config="roll_strategy_fsdp2.config:FSDP2Config",
+    summary="Trains Hugging Face models sharded over ranks by torch's FSDP2",
+    needs=("torch>=2.13",),
+    capabilities=CAPABILITIES,
+    memory="roll_strategy_fsdp2.memory:memory",
+)
+FSDP2_INFER = replace(
+    FSDP2_TRAIN,
+    name="fsdp2_infer",
+    summary="fsdp2_train without optimizer, for roles that only score",
+    forward_only=True,
+)
 
 
 @hookimpl
@@ -43,22 +56,4 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
 
     Each rank is one process on one slot. The ranks of a role shard the model.
     """
-    yield TrainProvider(
-        name="fsdp2_train",
-        target=TARGET,
-        config=CONFIG,
-        summary="Trains Hugging Face models sharded over ranks by torch's FSDP2",
-        needs=NEEDS,
-        capabilities=CAPABILITIES,
-        memory="roll_strategy_fsdp2.memory:memory",
-    )
-    yield TrainProvider(
-        name="fsdp2_infer",
-        target=TARGET,
-        config=CONFIG,
-        summary="fsdp2_train without optimizer, for roles that only score",
-        needs=NEEDS,
-        capabilities=CAPABILITIES,
-        memory="roll_strategy_fsdp2.memory:memory",
-        forward_only=True,
-    )
+    yield from (FSDP2_TRAIN, FSDP2_INFER)

@@ -107,13 +107,13 @@ def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
     if data % size:
         of = f"{mesh.world_size} ranks" if tensor == 1 else f"{data} groups of {tensor} tensor-parallel ranks"
         raise PlacementError(
-            f"role {mesh.role}: fsdp_size {size} does not divide its {of}; choose a divisor of {data}, or leave it out"
-            " to share one copy of the model among all"
+            f"role {mesh.role}: fsdp_size {size} does not divide its {of}; use a divisor of {data}, or remove it to"
+            " shard one copy of the model over all ranks"
         )
     experts = config.ep_size
     if size % experts:
         raise PlacementError(
-            f"role {mesh.role}: ep_size {experts} does not divide the {size} ranks that share a copy of the model"
+            f"role {mesh.role}: ep_size {experts} does not divide the {size} ranks that shard a copy of the model"
         )
     rest = _mesh(mesh, ("replicate", data // size), ("shard", size * tensor))
     shared = None
@@ -205,8 +205,8 @@ def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.M
         asked = f"no module of class {', '.join(sorted(wanted))}" if wanted else "no list of layers of its own"
         known = sorted({type(each).__name__ for each in model.modules()})
         raise ModelError(
-            f"{type(model).__name__} has {asked}; name its layers in wrap_policy.transformer_layer_cls_to_wrap: it has"
-            f" {', '.join(known)}"
+            f"{type(model).__name__} has {asked}; set wrap_policy.transformer_layer_cls_to_wrap to its layers:"
+            f" it has {', '.join(known)}"
         )
     return found
 

@@ -8,68 +8,65 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.spec.train import (
-    LossFn,
-    LossMetrics,
-    MicroBatch,
-    Part,
-    PortableState,
-    StepStats,
-    TokenOutputs,
-    TrainStrategy,
-    Want,
-)
+from roll_core.errors import NonFiniteError
 from roll_core.types import DataRank
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.context_parallel import ContextParallel, Ulysses
 from roll_modeling.model import DTYPES, load_model
-from roll_modeling.moving import Mover
-from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
+from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.process_group import ProcessGroup
 from roll_modeling.ring_attention import Ring
+from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
-from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.experts import exchange_tokens
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, local
 from roll_strategy_fsdp2.passes import Passes
 from roll_strategy_fsdp2.plugin import CAPABILITIES
-from roll_strategy_fsdp2.portable_state import gather, shapes, take_over
 from roll_strategy_fsdp2.sharding import Root, make_meshes, shard
 from roll_strategy_fsdp2.tensor_parallel import parallelize
 from roll_strategy_fsdp2.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_modeling.lora import Adapters
+    from roll_core.spec.train import (
+        LossFn,
+        LossMetrics,
+        MicroBatch,
+        PortableState,
+        StateKind,
+        StepStats,
+        TokenOutputs,
+        WantedOutputs,
+    )
+    from roll_strategy_fsdp2.config import FSDP2Config
 
 
-class FSDP2Strategy(TrainStrategy):
+class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
     """FSDP2 strategy. Without `training` it is forward-only. Dropout is off."""
 
     capabilities = CAPABILITIES
+    config: FSDP2Config
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load the model, shard it, and set up passes, weights and optimizer. Collective."""
-        if mesh.num_threads:
-            torch.set_num_threads(mesh.num_threads)
-        self._mesh, self.spec = mesh, model
+        self._begin_build(model, mesh)
+        config = self.config
         self.process_group = ProcessGroup(mesh)
-        self.mover, self.moves = Mover(mesh.role, self.process_group.device), self.process_group.device.type != "cpu"
-        self.meshes = make_meshes(mesh, self._config)
-        self.compute_dtype = DTYPES[self._config.param_dtype or model.dtype]
+        self.moves = self.process_group.device.type != "cpu"
+        self.meshes = make_meshes(mesh, config)
+        self.compute_dtype = DTYPES[config.param_dtype or model.dtype]
         opened = open_empty(model)
-        self.model: PreTrainedModel = opened[0] if opened else load_model(model)
-        self.adapters = self._add_adapters(model)
+        self.model = opened[0] if opened else load_model(model)
+        self.adapters = self._add_adapters()
         # Master weights are float32, initialized from weights rounded to the model's dtype. Buffers keep their dtype.
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
@@ -81,18 +78,17 @@ class FSDP2Strategy(TrainStrategy):
         experts: list[nn.Module] = []
         if self.meshes.expert is not None and self.meshes.alone is not None:
             experts = exchange_tokens(self.model, self.meshes.expert, self.meshes.alone)
-        self.root: Root = shard(self.model, self.meshes, self._config, self.compute_dtype, experts)
+        self.root: Root = shard(self.model, self.meshes, config, self.compute_dtype, experts)
         if opened:
-            fill(self.root, opened[1], model, device="cpu" if self._config.offload_policy else mesh.device)
+            fill(self.root, opened[1], model, device="cpu" if config.offload_policy else mesh.device)
         self.weights = Weights(self.model, model, self.adapters, self.compute_dtype, mesh.device)
-        chunk, context = self._config.logprob_chunk_tokens, self._context()
+        context = self._context()
         self.passes = Passes(
             self.root,
-            lambda: TaskModel(self.model, model, chunk_tokens=chunk, context=context),
+            lambda: TaskModel(self.model, model, chunk_tokens=config.logprob_chunk_tokens, context=context),
             self.process_group,
-            reduces_each=self._config.reduce_scatter_during_grad_accumulation,
+            reduces_each=config.reduce_scatter_during_grad_accumulation,
         )
-        self.optimizer: ShardedAdamW | None = None
         if self.training is not None:
             self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, mesh.device)
 
@@ -107,7 +103,7 @@ class FSDP2Strategy(TrainStrategy):
         if self.meshes.context is None:
             return None
         group = self.meshes.context.get_group()
-        if self._config.ring_size > 1:
+        if self.config.ring_size > 1:
             return Ring(group)
         found = Ulysses(group)
         config: Any = self.model.config.get_text_config()
@@ -117,20 +113,9 @@ class FSDP2Strategy(TrainStrategy):
         found.check_heads(heads // among, key_heads // among, "ulysses_size")
         return found
 
-    def _add_adapters(self, model: ModelSpec) -> Adapters | None:
-        """Add LoRA adapters if the spec has them, and set `requires_grad` of the parameters."""
-        found: Adapters | None = None
-        if model.lora is not None:
-            from roll_modeling.lora import add_adapters
-
-            found = add_adapters(self.model, model)
-        if found is None or self.training is None:
-            self.model.requires_grad_(self.training is not None)
-        return found
-
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
 
         Collective: every rank must call it the same number of times.
@@ -138,7 +123,7 @@ class FSDP2Strategy(TrainStrategy):
         (found,) = self.passes.score([micro], want)
         return found
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
 
         Idle passes run immediately; the others run as the iterator is consumed.
@@ -164,36 +149,19 @@ class FSDP2Strategy(TrainStrategy):
         """Clip gradients and run the optimizer step. Collective."""
         return self._require_training().step()
 
-    def _require_training(self) -> ShardedAdamW:
-        if self.optimizer is None:
-            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
-        self.mover.need("weights", "grads", "optimizer")
-        return self.optimizer
-
-    @property
-    def _config(self) -> FSDP2Config:
-        if not isinstance(self.config, FSDP2Config):
-            raise UnsupportedError(f"the FSDP2 strategies take an FSDP2Config, not a {type(self.config).__name__}")
-        return self.config
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the weights; see `Weights.export`. Collective."""
         return self.weights.export()
 
-    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """LoRA factors A and B as full float32 tensors on every rank; B includes the LoRA scale. Collective.
-
-        Raises `UnsupportedError` without adapters.
-        """
-        if self.adapters is None:
-            raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
-        return self.adapters.exported(self.weights.whole)
+    def _whole(self, parameter: Tensor) -> Tensor:
+        return self.weights.whole(parameter)
 
     def export_model(self, path: Path) -> None:
-        """Write a Hugging Face model directory; see `Weights.write`. Collective."""
-        self.weights.write(path)
+        """Write a Hugging Face model directory, or only the adapters. Collective."""
+        self._write_gathered(path, self.weights.spec)
+        self.process_group.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
@@ -205,13 +173,13 @@ class FSDP2Strategy(TrainStrategy):
         """
         said: dict[str, Any] = {"step_count": self.optimizer.step_count if self.optimizer is not None else 0}
         if self.adapters is not None:
-            said["adapters"] = self.weights.identity()
-        return save_state(path, self._state(), said, later=self._config.async_save_ckpt)
+            said["adapters"] = self._identity()
+        return save_state(path, self._state(), said, later=self.config.async_save_ckpt)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Load from rank 0's directory. The number of ranks may differ from that of the save. Collective."""
-        here = self.weights.identity()
+        here = self._identity()
         said = load_state(
             path, self._state(), lambda said: check_adapters(said.get("adapters"), self.adapters, here, path)
         )
@@ -221,13 +189,7 @@ class FSDP2Strategy(TrainStrategy):
     def export_state(self) -> PortableState:
         """Strategy-independent state. `read` gathers one full parameter at a time on every rank. Collective."""
         optimizer = self._require_training()
-        return PortableState(
-            step_count=optimizer.step_count,
-            shapes=shapes(optimizer),
-            read=lambda name: gather(optimizer, name, self._mesh.device),
-            adapters=self.weights.identity(),
-            buffers=stored_buffers(self.model) if self.adapters is None else {},
-        )
+        return self._portable_state(optimizer.step_count, optimizer.shapes, optimizer.read)
 
     def import_state(self, state: PortableState) -> None:
         """Load strategy-independent state.
@@ -235,38 +197,27 @@ class FSDP2Strategy(TrainStrategy):
         Each rank reads one full parameter at a time and keeps its shard. Collective.
         """
         optimizer = self._require_training()
-        check_same(state, shapes(optimizer), adapters=self.adapters, identity=self.weights.identity())
-        take_over(optimizer, state)
+        self._check_state(state, optimizer.shapes)
+        optimizer.load(state)
         take_buffers(state, stored_buffers(self.model))
 
     def _state(self) -> dict[str, Tensor]:
-        self.mover.need("weights", "grads", "optimizer")
+        self.offloader.need("weights", "grads", "optimizer")
         weights = {f"weight.{name}": each for name, each in self.weights.held().items()}
         return weights | self.optimizer.tensors() if self.optimizer is not None else weights
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move this rank's shards of `parts` to host memory.
 
         No-op on CPU devices; with `offload_policy` they are on the host.
         """
-        if not self.moves:
-            return
-        for part in parts:
-            self.mover.away(part, self._held()[part])
+        if self.moves:
+            super().offload(parts)
 
-    def onload(self, parts: Sequence[Part]) -> None:
-        """Move `parts` back into the same tensors."""
-        for part in parts:
-            self.mover.back(part)
-
-    def memory(self) -> Mapping[str, int]:
-        """Bytes of this rank's shards by part; 0 for parts that are offloaded."""
-        held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
-        return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
-
-    def _held(self) -> dict[Part, list[Tensor]]:
+    @override
+    def part_tensors(self) -> dict[StateKind, list[Tensor]]:
         weights = [local(each) for each in self.model.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}

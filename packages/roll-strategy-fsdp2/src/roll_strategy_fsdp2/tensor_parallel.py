@@ -19,8 +19,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from roll_core.errors import PlacementError, UnsupportedError
 from roll_modeling.collectives import copied, gathered, own_piece, summed
-from roll_strategy_fsdp2.cut import Use, distribute, generic, local_of, local_parameters, without
 from roll_strategy_fsdp2.experts import spread_experts
+from roll_strategy_fsdp2.sharded_parameters import (
+    ShardedParameter,
+    distribute,
+    generic,
+    local_of,
+    local_parameters,
+    without_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,7 +65,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if style == EXPERTS:
             spread_experts(name, modules[name], mesh)
         else:
-            _Piece(modules[name], mesh, style, name)
+            _ShardedModule(modules[name], mesh, style, name)
 
 
 def _plan(model: PreTrainedModel) -> Mapping[str, str]:
@@ -79,14 +86,13 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
         del plan[name]
     if not plan:
         raise UnsupportedError(
-            f"transformers brings no plan for tensor parallelism with {type(model).__name__}; leave"
-            " tensor_model_parallel_size out"
+            f"transformers has no tensor-parallel plan for {type(model).__name__}; remove tensor_model_parallel_size"
         )
     for name, style in plan.items():
         if style not in STYLES:
             raise UnsupportedError(
-                f"{type(model).__name__}: the plan for tensor parallelism makes {name} {style!r}, which is not known"
-                f" here ({', '.join(STYLES)} are); leave tensor_model_parallel_size out"
+                f"{type(model).__name__}: the tensor-parallel plan has style {style!r} for {name}, supported are"
+                f" {', '.join(STYLES)}; remove tensor_model_parallel_size"
             )
         if style != "colwise":
             continue
@@ -98,9 +104,9 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
         forgotten += [f"{name.rpartition('.')[0]}.{own}" for own, _ in parent.named_parameters(recurse=False)]
         if forgotten:
             raise UnsupportedError(
-                f"{type(model).__name__}: the plan for tensor parallelism cuts {name} and says nothing of"
-                f" {forgotten[0]}, whose gradient may then be wrong; a newer transformers may know, or leave"
-                " tensor_model_parallel_size out"
+                f"{type(model).__name__}: the tensor-parallel plan shards {name} but does not contain"
+                f" {forgotten[0]}, whose gradient may then be wrong; sharded another version of transformers, or remove"
+                " tensor_model_parallel_size"
             )
 
 
@@ -112,7 +118,7 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
         heads = getattr(config, what, None)
         if isinstance(heads, int) and heads % size:
             raise PlacementError(
-                f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; choose a"
+                f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; sharded a"
                 f" divisor of {heads}"
             )
 
@@ -120,14 +126,14 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
 # -- one module --------------------------------------------------------------------------------------------------------
 
 
-class _Piece:
+class _ShardedModule:
     """Replacement of a module's `forward`: runs the original code on this rank's local parameters."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: str, path: str) -> None:
         self.style, self.group = style, mesh.get_group()
         self.forward: Callable[..., Any] = module.forward
-        self.uses: list[Use] = []
-        self.biases: list[Use] = []
+        self.parameters: list[ShardedParameter] = []
+        self.biases: list[ShardedParameter] = []
         for at, owner in module.named_modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 placement, grad = self._place(f"{at}.{name}")
@@ -138,7 +144,7 @@ class _Piece:
                     )
                 distribute(owner, name, mesh, placement)
                 late = style.startswith("rowwise") and name == "bias"
-                (self.biases if late else self.uses).append(Use(owner, name, grad))
+                (self.biases if late else self.parameters).append(ShardedParameter(owner, name, grad))
         module.forward = self
 
     def _place(self, path: str) -> tuple[Placement, Placement]:
@@ -163,7 +169,7 @@ class _Piece:
             tensor = copied(tensor, self.group)
         elif self.style == "rowwise_split_input":
             tensor = own_piece(tensor, self.group)
-        with local_parameters(self.uses), without(self.biases):
+        with local_parameters(self.parameters), without_parameters(self.biases):
             found: Tensor = self.forward(tensor, *args, **kwargs)
         if self.style == "colwise_gather_output":
             found = gathered(found, self.group)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from roll_modeling.pieces import write_gathered
 from roll_strategy_fsdp2.optimizer import like, local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -31,7 +28,8 @@ class Weights:
         """`dtype` is the compute dtype, `device` the device of the collectives."""
         self._model, self._adapters = model, adapters
         self._dtype, self._device = dtype, device
-        self._spec = replace(spec, dtype="bf16" if dtype == torch.bfloat16 else "fp32")
+        self.spec = replace(spec, dtype="bf16" if dtype == torch.bfloat16 else "fp32")
+        """The spec of the exported model."""
 
     def held(self) -> dict[str, Tensor]:
         """The sharded tensors of a checkpoint: all parameters, or only the trained ones if there are adapters."""
@@ -49,25 +47,6 @@ class Weights:
             return
         for name, tensor in self._adapters.merged(self.whole):
             yield name, tensor.to(self._dtype)
-
-    def write(self, path: Path) -> None:
-        """Rank 0 writes a directory that transformers loads: the model, or only the adapters with `lora_export:
-        adapter`."""
-        write_gathered(
-            self._model,
-            self._spec,
-            path,
-            adapters=self._adapters,
-            exported=self.export(),
-            whole=self.whole,
-            shape_of=lambda each: tuple(each.shape),
-            writes=dist.get_rank() == 0,
-        )
-        dist.barrier()
-
-    def identity(self) -> dict[str, Any] | None:
-        """Identity of the base model and adapters, which must match when training resumes; None without adapters."""
-        return self._adapters.identity(self.whole) if self._adapters is not None else None
 
     def whole(self, parameter: Tensor) -> Tensor:
         """The full tensor: trained adapters in float32, base-model parameters in the compute dtype."""

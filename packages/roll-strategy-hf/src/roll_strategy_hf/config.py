@@ -20,7 +20,7 @@ class HFTrainConfig(StrategyConfig):
     """Number of tokens whose logits are materialized at once to compute logprobs and entropy. Default: chosen by
     vocabulary size and device."""
     fused: bool = True
-    """Replace norms and gated activations by faster fused equivalents where these exist and give the same numbers."""
+    """Replace norms, gated activations and rotary embeddings by fused ones, if they exist and give the same numbers."""
     async_save_ckpt: bool = False
     """Write checkpoints in the background: copy weights and optimizer state to host memory, then write them during the
     next steps. The copy occupies host memory until it is written."""

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code, start_uses
-from roll_strategy_hf.config import HFTrainConfig
 
 if TYPE_CHECKING:
-    from roll_core.spec.plan import MemoryQuestion
+    from roll_core.spec.plan import MemoryInput
+    from roll_strategy_hf.config import HFTrainConfig
 
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients per all-reduce; the same as `replicas.BUCKET_BYTES`."""
 
 
-def training(question: MemoryQuestion) -> MemoryAnswer:
+def training(question: MemoryInput) -> MemoryEstimate:
     """Memory per rank of `hf_train` and forward-only `hf_infer`: each rank holds the whole model."""
-    if not isinstance(question.config, HFTrainConfig):
-        raise TypeError(f"hf_train takes an HFTrainConfig, not a {type(question.config).__name__}")
+    config = cast("HFTrainConfig", question.config)
     size, model = DTYPE_BYTES[question.dtype], question.model
     parameters = model.parameters + question.added_parameters
     uses = [
         model_code(),
-        Use(what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", leaves=True),
+        MemoryItem(
+            what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", offloads=True
+        ),
         *start_uses(question),
     ]
     if question.trains:
@@ -31,25 +32,27 @@ def training(question: MemoryQuestion) -> MemoryAnswer:
         masters = 0 if size == 4 else MASTER_BYTES
         more = f" and a float32 copy of {MASTER_BYTES}" if masters else ""
         uses += [
-            Use(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", leaves=True),
-            Use(
+            MemoryItem(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", offloads=True),
+            MemoryItem(
                 what="optimizer",
                 num_bytes=(MOMENT_BYTES + masters) * trained,
                 formula=f"moments of {MOMENT_BYTES}{more} × {millions(trained)}",
                 during=LATER,
-                leaves=True,
+                offloads=True,
             ),
         ]
         if question.world_size > 1:
             bucket = min(BUCKET_BYTES, 4 * trained)
             uses.append(
-                Use(what="buffers", num_bytes=bucket, formula="a bucket of gradients on its way", during=("step",))
+                MemoryItem(
+                    what="buffers", num_bytes=bucket, formula="a bucket of gradients in transit", during=("step",)
+                )
             )
         if question.dtype != "fp32":
             largest = size * question.model.largest_matrix
             uses.append(
-                Use(what="gradients", num_bytes=largest, formula="the largest on its way", during=("backward",))
+                MemoryItem(what="gradients", num_bytes=largest, formula="the largest in transit", during=("backward",))
             )
-    fused = question.config.fused and question.on_host and question.dtype == "fp32"
-    uses += computation(question, fused=fused, chunk_tokens=question.config.logprob_chunk_tokens)
-    return MemoryAnswer(uses=tuple(uses))
+    fused = config.fused and question.on_host and question.dtype == "fp32"
+    uses += computation(question, fused=fused, chunk_tokens=config.logprob_chunk_tokens)
+    return MemoryEstimate(uses=tuple(uses))

@@ -5,36 +5,35 @@ MicroBatch -> TaskModel -> TokenOutputs -> loss -> backward -> flat float32 grad
 
 from __future__ import annotations
 
-import json
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-from roll_core.errors import CheckpointError, NonFiniteError, RollError, UnsupportedError
-from roll_core.spec.providers import TrainCapabilities
-from roll_core.spec.train import (
-    LossFn,
-    LossMetrics,
-    MicroBatch,
-    Part,
-    PortableState,
-    StepStats,
-    TokenOutputs,
-    TrainStrategy,
-    Want,
-)
+from roll_core.errors import NonFiniteError
 from roll_modeling.backbone import checkpoint_layers
+from roll_modeling.checkpoints import (
+    STATE,
+    check_names,
+    check_tensor,
+    load_random,
+    read_state,
+    reading,
+    save_random,
+    write_json,
+)
 from roll_modeling.export import write_model
 from roll_modeling.fused import fuse
 from roll_modeling.layout import make_adjacent
 from roll_modeling.model import load_model
-from roll_modeling.moving import Mover, host_copies, num_bytes
-from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
+from roll_modeling.offload import host_copies, keep_freed_memory
+from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
+from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
-from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.optimizer import AdamW
+from roll_strategy_hf.plugin import HF_TRAIN
 from roll_strategy_hf.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -42,10 +41,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_modeling.lora import Adapters
+    from roll_core.spec.train import (
+        LossFn,
+        LossMetrics,
+        MicroBatch,
+        PortableState,
+        StateKind,
+        StepStats,
+        TokenOutputs,
+        WantedOutputs,
+    )
+    from roll_strategy_hf.config import HFTrainConfig
 
 log = logging.getLogger(__name__)
 
@@ -53,47 +61,28 @@ FORMAT = 1
 """Format version of the saved training state."""
 
 
-class HFTrainStrategy(TrainStrategy):
+class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
     """Trains a Hugging Face model or, without `training`, only runs forward passes.
 
     Dropout is off: logprobs before an update and during it must come from the same function.
     """
 
-    capabilities = TrainCapabilities(
-        tasks=("causal_lm", "value", "reward"),
-        gradient_checkpointing=True,
-        data_parallel=True,
-        offload=True,
-        lora=True,
-        adapter_export=True,
-        topk=True,
-        portable_state=True,
-        any_world_size=True,
-        router_replay=True,
-        weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
-    )
+    capabilities = HF_TRAIN.capabilities
+    config: HFTrainConfig
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load the model, add adapters, fuse modules, broadcast rank 0's parameters and create the optimizer."""
-        if mesh.num_threads:
-            torch.set_num_threads(mesh.num_threads)
-        self._mesh, self.spec = mesh, model
-        self.mover = Mover(mesh.role, torch.device(mesh.device))
+        self._begin_build(model, mesh)
         self.replicas = Replicas(mesh)
-        self.model: PreTrainedModel = load_model(model, device=mesh.device)
+        self.model = load_model(model, device=mesh.device)
         make_adjacent(self.model)
-        self.adapters: Adapters | None = None
-        if model.lora is not None:
-            from roll_modeling.lora import add_adapters
-
-            self.adapters = add_adapters(self.model, model)
-        if self._config.fused:
+        self.adapters = self._add_adapters()
+        if self.config.fused:
             log.info("%s: %d modules fused", mesh.role, fuse(self.model))
-        if self.adapters is None or self.training is None:
-            self.model.requires_grad_(self.training is not None)
+            if mesh.device == "cpu":
+                keep_freed_memory()
         self.replicas.broadcast(self.model.parameters())
-        self.task_model = TaskModel(self.model, model, chunk_tokens=self._config.logprob_chunk_tokens)
-        self.optimizer: AdamW | None = None
+        self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
         if self.training is not None:
             if model.gradient_checkpointing:
                 checkpoint_layers(self.model)
@@ -102,9 +91,9 @@ class HFTrainStrategy(TrainStrategy):
     # -- computing -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run a forward pass without gradients; outputs are on the mesh's device."""
-        self.mover.need("weights")
+        self.offloader.need("weights")
         return self.task_model.outputs(micro.to(self._mesh.device), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
@@ -114,7 +103,6 @@ class HFTrainStrategy(TrainStrategy):
         gradients.
         """
         self._require_training()
-        self.mover.need("weights", "grads")
         found: list[LossMetrics] = []
         error: NonFiniteError | None = None
         try:
@@ -126,14 +114,7 @@ class HFTrainStrategy(TrainStrategy):
 
     def optimizer_step(self) -> StepStats:
         """Reduce gradients over ranks, clip, and update the parameters. Collective over the ranks."""
-        optimizer = self._require_training()
-        self.mover.need("weights", "grads", "optimizer")
-        return optimizer.step()
-
-    def _require_training(self) -> AdamW:
-        if self.optimizer is None:
-            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
-        return self.optimizer
+        return self._require_training().step()
 
     def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
         outputs = self.task_model.outputs(micro, loss.want)
@@ -142,29 +123,14 @@ class HFTrainStrategy(TrainStrategy):
             found.loss.backward()  # type: ignore[no-untyped-call]
         return plain_metrics(found)
 
-    @property
-    def _config(self) -> HFTrainConfig:
-        if not isinstance(self.config, HFTrainConfig):
-            raise UnsupportedError(f"hf_train takes an HFTrainConfig, not a {type(self.config).__name__}")
-        return self.config
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Live parameters, or merged weights with adapters. Tied parameters occur once, under their first name."""
-        self.mover.need("weights")
+        self.offloader.need("weights")
         if self.adapters is not None:
-            yield from self.adapters.merged()
-            return
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
-
-    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """LoRA matrices A and B only; the LoRA scale is included in B."""
-        self.mover.need("weights")
-        if self.adapters is None:
-            raise UnsupportedError(f"role {self._mesh.role} trains its whole model: there are no adapters to export")
-        yield from self.adapters.exported()
+            return self.adapters.merged()
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def export_model(self, path: Path) -> None:
         """Write a Hugging Face model from rank 0: the whole model, or only the adapter with `lora_export: adapter`."""
@@ -192,15 +158,15 @@ class HFTrainStrategy(TrainStrategy):
         state: dict[str, Any] = {"format": FORMAT, "world_size": self.replicas.size}
         files: dict[str, dict[str, Tensor]] = {}
         if self.replicas.rank == 0:
-            files["weights.safetensors"] = self._kept()
+            files["weights.safetensors"] = self._saved_weights()
             if self.adapters is not None:
-                state["adapters"] = self.adapters.identity()
+                state["adapters"] = self._identity()
             if self.optimizer is not None:
                 files["optimizer.safetensors"] = self.optimizer.tensors()
                 state["step_count"] = self.optimizer.step_count
-        _write({"random.safetensors": {"torch_cpu": torch.get_rng_state()}}, path)
-        (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        if self._config.async_save_ckpt:
+        save_random(path)
+        write_json(path / STATE, state)
+        if self.config.async_save_ckpt:
             return partial(_write, {name: host_copies(tensors) for name, tensors in files.items()}, path)
         _write(files, path)
         self.replicas.wait()
@@ -212,55 +178,31 @@ class HFTrainStrategy(TrainStrategy):
 
         Raises `CheckpointError` if files are missing or invalid, or belong to another model or format.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         step_count = torch.zeros(1, dtype=torch.int64)
         if self.replicas.rank == 0:
-            try:
-                state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-                if state.get("format") != FORMAT:
-                    raise CheckpointError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
-                identity = self.adapters.identity() if self.adapters is not None else None
-                check_adapters(state.get("adapters"), self.adapters, identity, path)
-                _restore(self._kept(), path / "weights.safetensors")
+            with reading(path):
+                state = read_state(path, FORMAT)
+                check_adapters(state.get("adapters"), self.adapters, self._identity(), path)
+                _restore(self._saved_weights(), path / "weights.safetensors")
                 if self.optimizer is not None:
                     _restore(self.optimizer.tensors(), path / "optimizer.safetensors")
                     step_count[0] = state["step_count"]
-            except (OSError, KeyError, ValueError) as error:
-                if isinstance(error, RollError):
-                    raise
-                raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        self.replicas.broadcast([step_count, *self._kept().values()])
+        self.replicas.broadcast([step_count, *self._saved_weights().values()])
         if self.optimizer is not None:
             self.replicas.broadcast(self.optimizer.tensors().values())
             self.optimizer.restored(int(step_count))
-        random = path / "random.safetensors"
-        if random.is_file():
-            try:
-                torch.set_rng_state(load_file(random)["torch_cpu"])
-            except (SafetensorError, KeyError, RuntimeError) as error:
-                raise CheckpointError(f"{random}: cannot be read: {error}") from error
+        load_random(path)
 
     def export_state(self) -> PortableState:
         """Portable training state that reads the live tensors; available on every rank."""
         optimizer = self._require_training()
-        self.mover.need("weights", "optimizer")
-        return PortableState(
-            step_count=optimizer.step_count,
-            shapes=_shapes(optimizer.parameters),
-            read=optimizer.held,
-            adapters=self.adapters.identity() if self.adapters is not None else None,
-            buffers=stored_buffers(self.model) if self.adapters is None else {},
-        )
+        return self._portable_state(optimizer.step_count, _shapes(optimizer.parameters), optimizer.held)
 
     @torch.no_grad()
     def import_state(self, state: PortableState) -> None:
         """Load a portable training state; each rank reads all of it."""
         optimizer = self._require_training()
-        self.mover.need("weights", "grads", "optimizer")
-        identity = self.adapters.identity() if self.adapters is not None else None
-        check_same(state, _shapes(optimizer.parameters), adapters=self.adapters, identity=identity)
+        self._check_state(state, _shapes(optimizer.parameters))
         for name in optimizer.parameters:
             found, held = state.read(name), optimizer.held(name)
             held.master.copy_(found.master)
@@ -269,7 +211,7 @@ class HFTrainStrategy(TrainStrategy):
         take_buffers(state, stored_buffers(self.model))
         optimizer.restored(state.step_count)
 
-    def _kept(self) -> dict[str, Tensor]:
+    def _saved_weights(self) -> dict[str, Tensor]:
         """Live weights that a saved state contains: trained adapter weights, or all weights."""
         if self.adapters is not None:
             return {name: each.detach() for name, each in self.adapters.trained().items()}
@@ -277,28 +219,12 @@ class HFTrainStrategy(TrainStrategy):
 
     # -- between phases ------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
-        """Move the parts to host memory. Parameters keep their identity; their device memory is empty meanwhile."""
-        for part in parts:
-            self.mover.away(part, self._held()[part])
-
-    def onload(self, parts: Sequence[Part]) -> None:
-        """Move the parts back to the device, into the same tensors."""
-        for part in parts:
-            self.mover.back(part)
-
-    def _held(self) -> dict[Part, list[Tensor]]:
-        held: dict[Part, list[Tensor]] = {"weights": [each.data for each in self.model.parameters()]}
-        optimizer = self.optimizer
-        held["grads"] = [optimizer.flat_grad] if optimizer is not None else []
-        held["optimizer"] = optimizer.state() if optimizer is not None else []
-        return held
-
-    # -- the rest ------------------------------------------------------------------------------------------------------
-
-    def memory(self) -> Mapping[str, int]:
-        """Bytes of device memory by part, measured on the tensors' storages; 0 for offloaded parts."""
-        return {part: num_bytes(tensors) for part, tensors in self._held().items() if tensors}
+    @override
+    def part_tensors(self) -> dict[StateKind, list[Tensor]]:
+        weights = [each.data for each in self.model.parameters()]
+        if self.optimizer is None:
+            return {"weights": weights}
+        return {"weights": weights, "grads": [self.optimizer.flat_grad], "optimizer": self.optimizer.state()}
 
     def close(self) -> None:
         """Leave the process group and release the optimizer."""
@@ -320,21 +246,11 @@ def _write(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
 
 def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Overwrite `tensors` in place from the file. Raises `CheckpointError` unless names, shapes and dtypes match."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(file, framework="pt") as stored:
-            names = set(stored.keys())
-            if names != set(tensors):
-                odd = min(names ^ set(tensors))
-                raise CheckpointError(f"{file}: tensor {odd} is in only one of the checkpoint and the model")
-            for name, tensor in tensors.items():
-                found = stored.get_tensor(name)
-                if found.shape != tensor.shape or found.dtype != tensor.dtype:
-                    raise CheckpointError(
-                        f"{file}: {name} is {found.dtype} {tuple(found.shape)}, the model has {tensor.dtype}"
-                        f" {tuple(tensor.shape)}"
-                    )
-                tensor.copy_(found)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+    with reading(file), safe_open(file, framework="pt") as stored:
+        check_names(stored.keys(), tensors, file)
+        for name, tensor in tensors.items():
+            found = stored.get_tensor(name)
+            check_tensor(name, (found.dtype, found.shape), (tensor.dtype, tensor.shape), file)
+            tensor.copy_(found)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_strategy_megatron.bridge.bridge import Held
+    from roll_strategy_megatron.bridge.bridge import Shard
     from roll_strategy_megatron.bridge.transforms import Sizes, Transform
 
 Cut = Literal["outputs", "inputs", "nothing"]
@@ -48,17 +48,17 @@ def cut_of(transform: Transform) -> Cut:
     return "inputs" if type(transform) is Copy and transform.tp_dim == 1 else "outputs"
 
 
-def stand_on(linear: nn.Module, adapter: Adapter) -> None:
+def attach(linear: nn.Module, adapter: Adapter) -> None:
     """Attach an adapter to a layer by a forward hook, which adds the adapter's output to that of the layer.
 
     A layer that computes several experts (grouped GEMM) gets one adapter per expert.
     """
     beside = getattr(linear, "adapter", None)
-    if isinstance(beside, OfExperts):
+    if isinstance(beside, GroupedAdapters):
         beside.append(adapter)
         return
     together = hasattr(linear, "num_gemms")
-    standing = OfExperts([adapter]) if together else adapter
+    standing = GroupedAdapters([adapter]) if together else adapter
     linear.add_module("adapter", standing)
     linear.register_forward_hook(standing.added)
 
@@ -69,7 +69,7 @@ class Adapter(nn.Module):
     enabled = True
 
     def __init__(
-        self, linear: nn.Module, held: Held, num_parts: int, sizes: Sizes, group: Any, *, scale: float
+        self, linear: nn.Module, held: Shard, num_parts: int, sizes: Sizes, group: Any, *, scale: float
     ) -> None:
         """`sizes` are those of this rank's shard; `group` are the ranks that shard the layer.
 
@@ -156,7 +156,7 @@ class Adapter(nn.Module):
         return delta.mul_(self.scale).add_(weight.float()).to(weight.dtype)
 
 
-class OfExperts(nn.ModuleList):
+class GroupedAdapters(nn.ModuleList):
     """Adapters of a layer that computes a rank's experts together, from the number of tokens per expert."""
 
     def added(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from roll_core.spec.checks import CheckResult
+from roll_core.spec.diagnostics import CheckResult
 from roll_strategy_megatron.engine import ENGINE, INSTALL, OLDEST
 from roll_strategy_megatron.plugin import roll_train_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Level, Situation
+    from roll_core.spec.diagnostics import CheckContext, Level
 
 
-def layers(situation: Situation) -> Iterator[CheckResult]:
+def layers(context: CheckContext) -> Iterator[CheckResult]:
     """Check the installed versions of Transformer Engine and flash-attn, without importing them."""
-    asked = _asked(situation)
-    if situation.config is not None and not asked:
+    asked = _asked(context)
+    if context.config is not None and not asked:
         return
     asking = [role for role, wanted in asked.items() if wanted == ENGINE]
     version = _version("transformer-engine")
@@ -43,11 +43,11 @@ def layers(situation: Situation) -> Iterator[CheckResult]:
     )
 
 
-def _asked(situation: Situation) -> dict[str, str]:
+def _asked(context: CheckContext) -> dict[str, str]:
     """`transformer_impl` by role, for the roles that run on Megatron in this environment."""
     names = {each.name for each in roll_train_strategies()}
     found: dict[str, str] = {}
-    for name, role in situation.config.roles().items() if situation.config is not None else ():
+    for name, role in context.config.roles().items() if context.config is not None else ():
         strategy = role.strategy_args
         if role.environment is None and strategy is not None and strategy.strategy_name.rpartition("/")[2] in names:
             found[name] = str(strategy.strategy_config.get("transformer_impl", "auto"))

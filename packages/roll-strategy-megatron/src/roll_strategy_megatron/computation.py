@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -19,11 +18,10 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TokenOutputs
-from roll_core.types import TrainSequence
 from roll_modeling.logprobs import HeadRequest
+from roll_modeling.task_model import idle_microbatch
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
 from roll_strategy_megatron.packing import Passage, num_padded, on_device, pack_for
 from roll_strategy_megatron.pipeline import Pipeline
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import MicroBatch, Want
+    from roll_core.spec.train import MicroBatch, WantedOutputs
     from roll_strategy_megatron.balancing import Balancing
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
@@ -68,7 +66,7 @@ class Computation:
     def run(
         self,
         micros: Sequence[MicroBatch],
-        want: Want,
+        want: WantedOutputs,
         at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
         *,
         backward: bool,
@@ -98,7 +96,7 @@ class Computation:
 
     def _step(
         self,
-        want: Want,
+        want: WantedOutputs,
         at_end: Callable[[Passage, TokenOutputs], tuple[Tensor, Any]],
         passages: Iterator[Passage],
         model: Any,
@@ -113,7 +111,9 @@ class Computation:
 
         return model(passage.packing), finish
 
-    def _passages(self, micros: Sequence[MicroBatch], want: Want, fewest: int, *, balanced: bool) -> list[Passage]:
+    def _passages(
+        self, micros: Sequence[MicroBatch], want: WantedOutputs, fewest: int, *, balanced: bool
+    ) -> list[Passage]:
         """Pack the microbatches and append idle ones at the end.
 
         Replicas that share experts need equal numbers of microbatches; interleaved schedules need a multiple of the
@@ -125,7 +125,7 @@ class Computation:
         if self.parallel.replicas_share_experts:
             (number,) = self.parallel.most([number], self.parallel.dp)
         number += -number % self.pipeline.multiple
-        idle = [idle_micro()] * (number - len(micros))
+        idle = [idle_microbatch()] * (number - len(micros))
         every = [(each, False) for each in micros] + [(each, True) for each in idle]
         moved = [(on_device(each, self.parallel.device), idles) for each, idles in every]
         cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
@@ -168,14 +168,14 @@ class Computation:
 
     # -- the last stage ------------------------------------------------------------------------------------------------
 
-    def _outputs(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
+    def _outputs(self, hidden: Tensor, passage: Passage, want: WantedOutputs) -> TokenOutputs:
         """Outputs of a microbatch, complete on each rank of the last stage."""
         if self.task == "causal_lm":
             return self._of_tokens(hidden, passage, want)
         scores_L: Tensor = self.runs[-1].output_layer(hidden)
         return TokenOutputs(values_T=self._spread(scores_L.index_select(0, passage.packing.rows_N), passage))
 
-    def _of_tokens(self, hidden: Tensor, passage: Passage, want: Want) -> TokenOutputs:
+    def _of_tokens(self, hidden: Tensor, passage: Passage, want: WantedOutputs) -> TokenOutputs:
         packing = passage.packing
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -228,7 +228,7 @@ class Computation:
     # -- to the other stages -------------------------------------------------------------------------------------------
 
     def on_all_stages(
-        self, outputs: TokenOutputs | None, micro: MicroBatch, want: Want, disagreement_T: Tensor | None
+        self, outputs: TokenOutputs | None, micro: MicroBatch, want: WantedOutputs, disagreement_T: Tensor | None
     ) -> TokenOutputs:
         """Broadcast the last stage's outputs to all stages and add `disagreement_T`. Collective over the stages."""
         last = self.parallel.pp.size() - 1
@@ -249,16 +249,3 @@ class Computation:
             topk_ids_TK=of(here.topk_ids_TK, k > 0, k, dtype=torch.int64),
             routing_disagreement_T=disagreement_T,
         )
-
-
-def idle_micro() -> MicroBatch:
-    """A microbatch of one dummy sequence with two tokens, for ranks that only participate in collectives."""
-    mask = np.array([False, True])
-    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
-
-
-def nothing(outputs: TokenOutputs) -> Tensor:
-    """A loss of 0 that depends on every output that a real loss may depend on."""
-    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
-    parts = [each for each in every if each is not None and each.requires_grad]
-    return torch.stack([each.sum() * 0.0 for each in parts]).sum() if parts else torch.zeros(())

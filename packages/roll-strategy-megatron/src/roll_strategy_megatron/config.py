@@ -301,7 +301,7 @@ class MegatronConfig(StrategyConfig):
         asked = [key for key in RECOMPUTATION if getattr(self, key)]
         if asked and given.get("disable_gradient_checkpointing") is True:
             raise ValueError(
-                f"model_args.disable_gradient_checkpointing is true, so that nothing is computed again: leave it out,"
+                f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it"
                 f" or {', '.join(asked)}"
             )
         if self.optimizer_cpu_offload and (given.get("dtype") == "fp32" or given.get("lora_target")):
@@ -354,28 +354,28 @@ class MegatronConfig(StrategyConfig):
         experts = self.expert_model_parallel_size > 1
         if experts and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             raise ValueError(
-                "expert_model_parallel_size beside a tensor_model_parallel_size above 1 needs sequence_parallel: true"
+                "expert_model_parallel_size with a tensor_model_parallel_size above 1 needs sequence_parallel: true"
             )
         if self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size > 1:
             raise ValueError(
-                "moe_token_dispatcher_type: allgather and pipeline_model_parallel_size above 1 do not go together:"
-                " between stages Megatron has it for microbatches of one length only. Take alltoall"
+                "moe_token_dispatcher_type: allgather and pipeline_model_parallel_size above 1 exclude each other:"
+                " between stages, Megatron supports it only for microbatches of equal length. Use alltoall"
             )
         if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
-            raise ValueError("moe_aux_loss_coeff has nothing to weigh with moe_router_load_balancing_type: none")
+            raise ValueError("moe_aux_loss_coeff has no effect with moe_router_load_balancing_type: none")
         if self.ddp_bucket_size and not self.overlap_grad_reduce:
-            raise ValueError("ddp_bucket_size belongs to overlap_grad_reduce: true")
+            raise ValueError("ddp_bucket_size requires overlap_grad_reduce: true")
         offload = {"optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"} & self.model_fields_set
         if offload and not self.optimizer_cpu_offload:
-            raise ValueError(f"{min(offload)} belongs to optimizer_cpu_offload: true")
+            raise ValueError(f"{min(offload)} requires optimizer_cpu_offload: true")
         if self.transformer_impl == "local" and (self.moe_grouped_gemm or self.attention_backend != "auto"):
             key = "moe_grouped_gemm: true" if self.moe_grouped_gemm else f"attention_backend: {self.attention_backend}"
-            raise ValueError(f"{key} belongs to Transformer Engine's layers, and transformer_impl is local")
+            raise ValueError(f"{key} requires Transformer Engine's layers, but transformer_impl is local")
         self._check_runs()
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
-            raise ValueError("recompute_method and recompute_num_layers belong to recompute_granularity: full")
+            raise ValueError("recompute_method and recompute_num_layers require recompute_granularity: full")
         if self.recompute_granularity != "selective" and self.recompute_modules is not None:
-            raise ValueError("recompute_modules belongs to recompute_granularity: selective")
+            raise ValueError("recompute_modules requires recompute_granularity: selective")
         return self
 
     def _check_runs(self) -> None:
@@ -389,8 +389,8 @@ class MegatronConfig(StrategyConfig):
             return
         if self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split:
             raise ValueError(
-                "pipeline_model_parallel_layout says where the embedding and the output layer are: leave"
-                " account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split out"
+                "pipeline_model_parallel_layout places the embedding and the output layer: remove"
+                " account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split"
             )
         number = len(runs(layout))
         if number % stages:
@@ -420,8 +420,8 @@ def _check_architecture(model_type: object) -> None:
     known = sorted({*ARCHITECTURES, *(each.name for each in entry_points(group=ENTRY_POINTS))})
     if model_type not in known:
         raise ValueError(
-            f"Megatron's bridge has no architecture {model_type}; it has {', '.join(known)}. fsdp2_train takes any, and"
-            f" a package can bring one by the entry point {ENTRY_POINTS}"
+            f"Megatron's bridge has no architecture {model_type}; it has {', '.join(known)}. fsdp2_train supports any,"
+            f" and a package can add one by the entry point {ENTRY_POINTS}"
         )
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Make:
+class LayerSpec:
     """Implementation of a model's layers."""
 
     engine: bool
@@ -44,7 +44,7 @@ class Make:
     """
 
 
-def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, settings: Mapping[str, Any]) -> Make:
+def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, settings: Mapping[str, Any]) -> LayerSpec:
     """Choose the layer implementation. `settings` are the arguments of Megatron's `TransformerConfig`.
 
     Raises `UnsupportedError` if the config requires Transformer Engine and it cannot be used, and `ModelError` if
@@ -53,9 +53,7 @@ def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, setti
     asked = config.transformer_impl == ENGINE
     reason = _why_not(config, settings)
     if asked and reason:
-        raise UnsupportedError(
-            f"transformer_impl: {ENGINE}: {reason}. Leave it out, and Megatron's own layers are taken"
-        )
+        raise UnsupportedError(f"transformer_impl: {ENGINE}: {reason}. Remove the key to use Megatron's own layers")
     if not asked:
         reason = reason or _unsuited(model, device)
     for key, wanted in (
@@ -64,12 +62,12 @@ def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, setti
     ):
         if wanted and reason:
             raise UnsupportedError(
-                f"{key} is of Transformer Engine's layers, and these are Megatron's own: {reason}. Leave it out"
+                f"{key} requires Transformer Engine's layers, but Megatron's own are used: {reason}. Remove the key"
             )
     _check_environment(config)
     if reason:
-        return Make(engine=False)
-    return Make(engine=True, grouped=config.moe_grouped_gemm is not False, fused_norms=model.lora is None)
+        return LayerSpec(engine=False)
+    return LayerSpec(engine=True, grouped=config.moe_grouped_gemm is not False, fused_norms=model.lora is None)
 
 
 def lacking_engine() -> str:
@@ -79,11 +77,11 @@ def lacking_engine() -> str:
     try:
         importlib.import_module(f"{ENGINE}.pytorch")
     except Exception as error:  # a library built for a different torch or CUDA may raise anything
-        return f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). Compiled anew: {INSTALL}"
+        return f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). Reinstall it: {INSTALL}"
     from megatron.core.utils import get_te_version, is_te_min_version
 
     if not is_te_min_version(OLDEST):
-        return f"Transformer Engine {get_te_version()} is older than Megatron wants: {INSTALL}"
+        return f"Transformer Engine {get_te_version()} is older than Megatron requires: {INSTALL}"
     return ""
 
 
@@ -118,7 +116,7 @@ def _check_environment(config: MegatronConfig) -> None:
         found = os.environ.get(name, expected)
         if found != expected:
             raise ModelError(
-                f"{name} is {found} in the environment, and attention_backend: {config.attention_backend} makes it"
-                f" {expected}. Leave the variable out, and name flash or fused as attention_backend; roles that share"
-                " a process name the same"
+                f"{name} is {found} in the environment, and attention_backend: {config.attention_backend} requires"
+                f" {expected}. Unset the variable, and set attention_backend to flash or fused; roles that share a"
+                " process need the same value"
             )

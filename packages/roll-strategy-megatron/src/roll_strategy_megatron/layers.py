@@ -12,10 +12,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -23,12 +27,12 @@ from torch import nn
 
 from roll_strategy_megatron.attention import PackedAttention
 from roll_strategy_megatron.balancing import BalancedRouter, Balancing
-from roll_strategy_megatron.latent_attention import LatentAttention
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
 
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
 
 
 class Norm(nn.RMSNorm):
@@ -43,6 +47,58 @@ class Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class ScalarHead(nn.Module):
+    """Linear layer with one output, replicated on each tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel: bool = config.sequence_parallel
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        # With sequence parallelism, each rank has the gradient of its own tokens. Megatron sums it for weights with
+        # this attribute.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_L1H: Tensor) -> Tensor:
+        """Scores `[L]` in float32; with sequence parallelism, gathered over the tensor-parallel ranks."""
+        scores_L: Tensor = F.linear(hidden_L1H[:, 0], self.weight)[:, 0].float()
+        if self.sequence_parallel:  # all ranks compute the same loss, so no gradients are summed
+            scores_L = gather_from_sequence_parallel_region(scores_L, tensor_parallel_output_grad=False)
+        return scores_L
+
+
+class Down(nn.Module):
+    """Linear layer that is replicated on all tensor-parallel ranks and applied to each rank's own tokens."""
+
+    def __init__(self, config: Any, inputs: int, outputs: int, group: Any) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, group
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        # With this attribute, Megatron sums the gradient over ranks, each of which has that of its own tokens. The
+        # gather of the outputs passes complete gradients back to each rank's tokens.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Return the output and None for the bias, like Megatron's linear layers."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) with complete gradients.
+
+    Without Transformer Engine, Megatron splits the two down-projections over tensor-parallel ranks and gathers their
+    outputs. In the backward pass, each rank then has the gradient of the shared key from its own heads only, which
+    Megatron does not sum. Here each rank has the full down-projections (`Down`), as Megatron with Transformer Engine.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        group, inputs = self.pg_collection.tp, config.hidden_size
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = Down(config, inputs, config.q_lora_rank, group)
+        outputs = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = Down(config, inputs, outputs, group)
+
+
 def mixtures(config: TransformerConfig) -> list[int]:
     """One entry per layer: 1 for MoE layers, 0 for dense ones."""
     if config.num_moe_experts is None:
@@ -51,7 +107,11 @@ def mixtures(config: TransformerConfig) -> list[int]:
 
 
 def block_spec(
-    config: TransformerConfig, make: Make, run: int | None, balancing: Balancing | None, scale: float | None
+    config: TransformerConfig,
+    make: LayerSpec,
+    run: int | None,
+    balancing: Balancing | None,
+    scale: float | None,
 ) -> TransformerBlockSubmodules:
     """Layer specs of one model chunk (`run`) of this rank.
 
@@ -68,7 +128,7 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_engine().layer_norm() if make.engine else Norm)
 
 
-def _local_spec(config: TransformerConfig, make: Make, scale: float | None, *, mixture: bool) -> ModuleSpec:
+def _local_spec(config: TransformerConfig, make: LayerSpec, scale: float | None, *, mixture: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         qk_layernorm=config.qk_layernorm,
@@ -87,7 +147,7 @@ def _local_spec(config: TransformerConfig, make: Make, scale: float | None, *, m
     return spec
 
 
-def _engine_spec(config: TransformerConfig, make: Make, scale: float | None, *, mixture: bool) -> ModuleSpec:
+def _engine_spec(config: TransformerConfig, make: LayerSpec, scale: float | None, *, mixture: bool) -> ModuleSpec:
     from roll_strategy_megatron.engine_attention import EngineAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(

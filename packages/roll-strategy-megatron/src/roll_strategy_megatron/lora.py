@@ -17,8 +17,8 @@ import torch
 from roll_core.errors import ModelError, UnsupportedError
 from roll_modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
 from roll_modeling.model import empty_model
-from roll_strategy_megatron.adapters import Adapter, cut_of, partial_factors, stand_on
-from roll_strategy_megatron.bridge.bridge import Bridge, Held, mark
+from roll_strategy_megatron.adapters import Adapter, attach, cut_of, partial_factors
+from roll_strategy_megatron.bridge.bridge import Bridge, Shard, mark
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 
@@ -54,10 +54,10 @@ class Target:
         return f"{self.path.replace(f'{EXPERT}.', '')}.lora_{side}.{ADAPTER}.weight"
 
 
-class Carrier(Bridge):
+class AdapterBridge(Bridge):
     """Bridge for the trained parameters: the LoRA factors of every target, and modules trained in full."""
 
-    def __init__(self, base: Bridge, held: list[Held], groups: dict[str, tuple[Rule, int]], shapes: dict[str, Any]):
+    def __init__(self, base: Bridge, held: list[Shard], groups: dict[str, tuple[Rule, int]], shapes: dict[str, Any]):
         """Build the bridge from its parts. Collective over the stages."""
         self.sizes, self.parallel, self.num_experts = base.sizes, base.parallel, base.num_experts
         self.tied, self.held, self.groups, self.shapes = False, held, groups, shapes
@@ -74,7 +74,7 @@ class Lora:
         Megatron's layers.
         """
         if spec.lora is None:
-            raise AssertionError("asked only of models with adapters")
+            raise AssertionError("the spec has no adapters")
         self.spec, self.lora, self.base = spec, spec.lora, base
         inside, self.expert_targets = _expert_targets(base, spec)
         # A model on the meta device, only for module names, parameter names and export.
@@ -93,7 +93,7 @@ class Lora:
             shapes[name] = tuple(names[name].shape)
         order = [*names, *(each for each in shapes if each not in names)]
         known = groups | more_groups
-        self.carrier = Carrier(
+        self.adapter_bridge = AdapterBridge(
             base, [*held, *more], {name: known[name] for name in order}, {name: shapes[name] for name in order}
         )
         self._draw()
@@ -107,11 +107,11 @@ class Lora:
 
     def _factors(
         self, owners: dict[int, nn.Module]
-    ) -> tuple[list[Held], dict[str, tuple[Rule, int]], dict[str, tuple[int, ...]]]:
-        places: dict[tuple[str, int], list[Held]] = {}
+    ) -> tuple[list[Shard], dict[str, tuple[Rule, int]], dict[str, tuple[int, ...]]]:
+        places: dict[tuple[str, int], list[Shard]] = {}
         for each in self.base.held:
             places.setdefault((each.rule.mcore, each.layer), []).append(each)
-        held: list[Held] = []
+        held: list[Shard] = []
         groups: dict[str, tuple[Rule, int]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         rank, experts = self.lora.rank, self.base.num_experts
@@ -126,10 +126,10 @@ class Lora:
                 factors = self._adapter(owners[id(place.parameter)], place, target).add(target.part, rank)
                 for (_, rule), factor in zip(rules.items(), factors, strict=True):
                     mark(factor, rule, self.base.parallel)
-                    held.append(Held(parameter=factor, rule=rule, layer=-1, expert=place.expert))
+                    held.append(Shard(parameter=factor, rule=rule, layer=-1, expert=place.expert))
         return held, groups, shapes
 
-    def _adapter(self, linear: nn.Module, place: Held, target: Target) -> Adapter:
+    def _adapter(self, linear: nn.Module, place: Shard, target: Target) -> Adapter:
         if place.parameter not in self.adapters:
             group = self.base.parallel.etp if place.rule.is_expert else self.base.parallel.tp
             ranks = group.size()
@@ -139,13 +139,13 @@ class Lora:
                 num_groups=self.base.sizes.num_groups // ranks,
             )
             adapter = Adapter(linear, place, target.num_parts, sizes, group, scale=self.lora.scale)
-            stand_on(linear, adapter)
+            attach(linear, adapter)
             self.adapters[place.parameter] = adapter
         return self.adapters[place.parameter]
 
-    def _whole_modules(self, names: list[str]) -> tuple[list[Held], dict[str, tuple[Rule, int]]]:
+    def _whole_modules(self, names: list[str]) -> tuple[list[Shard], dict[str, tuple[Rule, int]]]:
         """Modules trained in full: their parameters, beside a copy of the original values."""
-        held: list[Held] = []
+        held: list[Shard] = []
         groups: dict[str, tuple[Rule, int]] = {}
         by_base = {plain: name for name, plain in self.extras.items()}
         for plain in by_base:
@@ -154,8 +154,8 @@ class Lora:
             lacking = [each for each in together if each not in by_base]
             if lacking:
                 raise UnsupportedError(
-                    f"additional_target takes {plain} but not {', '.join(lacking)}: Megatron has them in one"
-                    " tensor, which is trained in full or not"
+                    f"additional_target selects {plain} but not {', '.join(lacking)}: Megatron has them in one"
+                    " tensor, so select all or none"
                 )
             trained = tuple(by_base[each] for each in together)
             own = Rule(mcore=trained[0], hf=trained, transform=rule.transform)
@@ -165,7 +165,7 @@ class Lora:
                 if first and place.rule is rule and place.layer == layer:
                     place.parameter.requires_grad_(True)
                     self.originals[place.parameter] = place.parameter.detach().clone()
-                    held.append(Held(parameter=place.parameter, rule=own, layer=-1, expert=-1))
+                    held.append(Shard(parameter=place.parameter, rule=own, layer=-1, expert=-1))
         return held, groups
 
     @torch.no_grad()
@@ -174,14 +174,14 @@ class Lora:
 
         Experts' A are sampled from one generator with the model's seed.
         """
-        drawn = self.described.drawn()
+        initial = self.described.initial_factors()
         generator = torch.Generator().manual_seed(self.spec.seed)
         for target in self.expert_targets:
-            whole = torch.empty(self.carrier.shapes[target.name("A")])
-            drawn[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
-        for held in self.carrier.by_rule().values():
-            if held[0].rule.hf[0] in drawn:
-                for parameter, share in self.carrier.shares_of(held, drawn.__getitem__):
+            whole = torch.empty(self.adapter_bridge.shapes[target.name("A")])
+            initial[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
+        for held in self.adapter_bridge.by_rule().values():
+            if held[0].rule.hf[0] in initial:
+                for parameter, share in self.adapter_bridge.shares_of(held, initial.__getitem__):
                     parameter.copy_(share)
 
     # -- as others read them -------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ class Lora:
         """
         if self.lora.extra_modules:
             raise UnsupportedError(
-                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full beside the adapters: an"
-                " engine that is sent these alone would not have it"
+                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full: an engine with only the"
+                " adapters would lack it"
             )
         for name, whole in self._factors_of_layers():
             yield name.replace(f".{ADAPTER}.", "."), whole * self.lora.scale if _side(name) == "B" else whole
@@ -214,7 +214,7 @@ class Lora:
     def _factors_of_layers(self) -> Iterator[tuple[str, Tensor]]:
         """All trained tensors, with one tensor per expert."""
         paths = {target.name(side): target for target in self.expert_targets for side in "AB"}
-        for name, whole in self.carrier.export(lambda parameter: parameter.detach(), torch.float32):
+        for name, whole in self.adapter_bridge.export(lambda parameter: parameter.detach(), torch.float32):
             if name not in paths:
                 yield name, whole
                 continue
@@ -273,7 +273,7 @@ def _target(base: Bridge, name: str) -> Target:
     weight = f"{path}.weight"
     rule, layer = base.groups[weight]
     if layer < 0:
-        raise UnsupportedError(f"lora_target: {path} stands outside of the layers, and Megatron has no adapter for it")
+        raise UnsupportedError(f"lora_target: {path} is outside the layers, where adapters are not supported")
     names = base._hf_names(rule, layer)
     outputs, inputs = base.shapes[weight]
     return Target(
@@ -316,8 +316,8 @@ def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:
     inside = tuple(each for each in lora.targets if each not in of_experts or _names_a_layer(base, each))
     if not inside:
         raise ModelError(
-            f"lora_target: {', '.join(sorted(of_experts))} are layers of experts alone; name a layer that all tokens go"
-            " through as well, for example o_proj"
+            f"lora_target: {', '.join(sorted(of_experts))} are layers of experts only; add a layer that all tokens"
+            " pass through, for example o_proj"
         )
     return replace(lora, targets=inside), found
 

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, Lever, MemoryAnswer, Use
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
-from roll_strategy_megatron.config import MegatronConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import MemoryQuestion, ModelSize
+    from roll_core.spec.plan import MemoryInput, ModelSize
+    from roll_strategy_megatron.config import MegatronConfig
 
 HOST_BYTES = 16
 """Host memory per offloaded parameter: master copy, gradient, two moments."""
 
 
-def memory(question: MemoryQuestion) -> MemoryAnswer:
+def memory(question: MemoryInput) -> MemoryEstimate:
     """Memory use of a rank of the first or last pipeline stage, whichever needs more."""
-    config = question.config
-    if not isinstance(config, MegatronConfig):
-        raise TypeError(f"the Megatron strategies take a MegatronConfig, not a {type(config).__name__}")
+    config = cast("MegatronConfig", question.config)
     size = DTYPE_BYTES[question.dtype]
     dense, experts = _parameters(question.model, config)
     held = dense + experts
     uses = [
-        Use(what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", leaves=True),
+        MemoryItem(
+            what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", offloads=True
+        ),
         *_start(question),
     ]
     if question.trains:
         uses += _trained(question, config, dense, experts)
     uses += computation(_stage(question, config), fused=False, chunk_tokens=config.logprob_chunk_tokens)
-    return MemoryAnswer(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryEstimate(uses=tuple(uses), levers=tuple(_levers(question, config)))
 
 
 def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
@@ -51,18 +51,18 @@ def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
     return layers // (tensor * stages) + max(ends, model.head) // tensor, experts // (expert_ranks * stages)
 
 
-def _start(question: MemoryQuestion) -> Iterator[Use]:
+def _start(question: MemoryInput) -> Iterator[MemoryItem]:
     """Host memory at start.
 
     Random initialization builds the full model on every rank; a checkpoint is read tensor by tensor.
     """
     if question.random_weights:
         count = question.model.parameters
-        formula = f"4 × {millions(count)}, drawn before it is cut"
-        yield Use(what="weights", num_bytes=4 * count, formula=formula, during=("start",), on="host")
+        formula = f"4 × {millions(count)}, sampled before it is sharded"
+        yield MemoryItem(what="weights", num_bytes=4 * count, formula=formula, during=("start",), on="host")
 
 
-def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, experts: int) -> Iterator[Use]:
+def _trained(question: MemoryInput, config: MegatronConfig, dense: int, experts: int) -> Iterator[MemoryItem]:
     """Float32 gradients of a rank's trained parameters, and AdamW state of its shard.
 
     One of an adapter's two factors is sharded by tensor parallelism; both are counted as replicated.
@@ -74,24 +74,24 @@ def _trained(question: MemoryQuestion, config: MegatronConfig, dense: int, exper
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     expert_replicas = max(1, question.world_size // (expert_ranks * stages))
     formula = f"4 × {millions(dense + experts)} on a rank"
-    yield Use(what="gradients", num_bytes=4 * (dense + experts), formula=formula, leaves=True)
+    yield MemoryItem(what="gradients", num_bytes=4 * (dense + experts), formula=formula, offloads=True)
     apart = question.dtype != "fp32" and not question.added_parameters
     state = MOMENT_BYTES + (MASTER_BYTES if apart else 0)
     share = dense // replicas + experts // expert_replicas
     if not config.optimizer_cpu_offload:
-        formula = f"{state} × {millions(share)}, a rank's share"
-        yield Use(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, leaves=True)
+        formula = f"{state} × {millions(share)}, a rank's shard"
+        yield MemoryItem(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, offloads=True)
         return
     away = math.ceil(share * config.optimizer_offload_fraction)
     here = state * share - MOMENT_BYTES * away
-    formula = f"{state} × {millions(share)}, a rank's share, less {MOMENT_BYTES} × {millions(away)} on the host"
-    yield Use(what="optimizer", num_bytes=here, formula=formula, during=LATER, leaves=True)
+    formula = f"{state} × {millions(share)}, a rank's shard, less {MOMENT_BYTES} × {millions(away)} on the host"
+    yield MemoryItem(what="optimizer", num_bytes=here, formula=formula, during=LATER, offloads=True)
     formula = f"{HOST_BYTES} × {millions(away)}: masters, gradients, moments"
-    yield Use(what="optimizer", num_bytes=HOST_BYTES * away, formula=formula, during=LATER, on="host")
+    yield MemoryItem(what="optimizer", num_bytes=HOST_BYTES * away, formula=formula, during=LATER, on="host")
 
 
-def _stage(question: MemoryQuestion, config: MegatronConfig) -> MemoryQuestion:
-    """The `MemoryQuestion` of a first-stage rank: its layers, for the microbatches in flight before the first backward
+def _stage(question: MemoryInput, config: MegatronConfig) -> MemoryInput:
+    """The `MemoryInput` of a first-stage rank: its layers, for the microbatches in flight before the first backward
     pass."""
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     model = question.model
@@ -125,13 +125,13 @@ def _on_their_way(config: MegatronConfig) -> float:
     return stages if runs == 1 else (2 * (stages - 1) + (runs - 1) * stages + 1) / runs
 
 
-def _levers(question: MemoryQuestion, config: MegatronConfig) -> Iterator[Lever]:
+def _levers(question: MemoryInput, config: MegatronConfig) -> Iterator[MemorySaving]:
     # Megatron can only offload the optimizer of tensors with separate master weights: see `check_model_args`.
     has_masters = question.dtype != "fp32" and not question.added_parameters
     if question.trains and has_masters and not config.optimizer_cpu_offload:
-        yield Lever(keys={"optimizer_cpu_offload": True}, costs="optimizer steps are taken by the host's processors")
+        yield MemorySaving(keys={"optimizer_cpu_offload": True}, costs="optimizer steps run on the host")
     if question.trains and question.gradient_checkpointing and config.recomputation == "selective":
-        yield Lever(
+        yield MemorySaving(
             keys={"recompute_granularity": "full", "recompute_modules": None},
             costs="activations are computed twice: about a third more time in training",
         )

@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from roll_core.errors import ModelError
 from roll_strategy_megatron.balancing import Balancing
-from roll_strategy_megatron.layers import block_spec, mixtures
-from roll_strategy_megatron.scalar_head import ScalarHead
+from roll_strategy_megatron.layers import ScalarHead, block_spec, mixtures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
-    from roll_strategy_megatron.engine import Make
+    from roll_strategy_megatron.engine import LayerSpec
     from roll_strategy_megatron.packing import Packing
     from roll_strategy_megatron.parallel import Parallel
     from roll_strategy_megatron.router_replay import RouterReplay
@@ -97,7 +96,7 @@ class PackedModel(GPTModel):  # type: ignore[misc]
 
 
 def make_config(
-    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: Make
+    settings: Mapping[str, Any], config: MegatronConfig, spec: ModelSpec, dtype: torch.dtype, make: LayerSpec
 ) -> TransformerConfig:
     """Build Megatron's `TransformerConfig`. Raises `ModelError` for settings that Megatron rejects."""
     try:
@@ -187,7 +186,7 @@ def make_balancing(settings: TransformerConfig, config: MegatronConfig, device: 
 
 def make_runs(
     config: TransformerConfig,
-    make: Make,
+    make: LayerSpec,
     num_runs: int,
     sizes: Sizes,
     hf: PreTrainedModel,
@@ -208,7 +207,7 @@ def make_runs(
 
 def _make_run(
     config: TransformerConfig,
-    make: Make,
+    make: LayerSpec,
     run: int,
     num_runs: int,
     sizes: Sizes,
@@ -265,8 +264,8 @@ def frequencies(hf: PreTrainedModel) -> Tensor:
     rotary: Any = hf.get_submodule("model.rotary_emb")
     if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(
-            f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; the bridge"
-            " knows default, linear, llama3, and yarn where it only changes frequencies"
+            f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; supported"
+            " are default, linear, llama3, and yarn if it only changes frequencies"
         )
     found: Tensor = rotary.inv_freq.detach().clone().float()
     return found

@@ -13,20 +13,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from typing_extensions import override
 
 from roll_core.errors import PlacementError
 from roll_core.types import DataRank
 from roll_modeling.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from roll_core.errors import NonFiniteError
     from roll_core.spec.model import MeshInfo
     from roll_strategy_megatron.config import MegatronConfig
 
 
-class Parallel:
+class Parallel(ProcessGroup):
     """Process groups of this rank, from construction to `close`.
 
     Megatron's groups are global to the process, so roles that share a process share them.
@@ -38,8 +36,7 @@ class Parallel:
         Collective. Raises `PlacementError` if the parallel sizes do not divide the number of ranks.
         """
         check_sizes(mesh, config)
-        self.device = torch.device(mesh.device)
-        self._group = ProcessGroup(mesh)
+        super().__init__(mesh)
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -73,22 +70,10 @@ class Parallel:
         return dist.get_rank() % size, size
 
     @property
-    def is_last_stage(self) -> bool:
-        """True on the last pipeline stage, where losses are computed."""
-        return bool(self.pp.rank() == self.pp.size() - 1)
-
-    @property
     def replicas_share_experts(self) -> bool:
         """True if a group of ranks that share experts (adjacent ranks) contains ranks of several replicas."""
         replica, experts = self.tp.size() * self.cp.size(), self.ep.size() * self.etp.size()
         return bool(replica % experts)
-
-    def most(self, numbers: Sequence[int], group: Any) -> list[int]:
-        """Elementwise maximum of `numbers` over a group. Collective over the group."""
-        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        largest: list[int] = found.tolist()
-        return largest
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Broadcast `tensor` from one stage to the others, in place. Collective over the stages."""
@@ -105,19 +90,11 @@ class Parallel:
         dist.broadcast_object_list(box, last, group=self.pp, device=self.device)
         return box[0]
 
-    def raise_together(self, error: NonFiniteError | None) -> None:
-        """Raise on all ranks if any rank has an error. Collective over all ranks."""
-        self._group.raise_together(error)
-
-    def wait(self) -> None:
-        """Block until every rank has reached this call."""
-        self._group.wait()
-
+    @override
     def close(self) -> None:
-        """Leave the groups. Idempotent."""
-        if self._group.is_last and parallel_state.model_parallel_is_initialized():
+        if self.is_last and parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
-        self._group.close()
+        super().close()
 
 
 def joined(share: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
@@ -138,7 +115,7 @@ def check_sizes(mesh: MeshInfo, config: MegatronConfig) -> None:
     if mesh.world_size % replica:
         raise PlacementError(
             f"role {mesh.role}: {mesh.world_size} ranks are not a multiple of {config.replica_arithmetic()} ="
-            f" {replica}, which one replica of the model takes"
+            f" {replica}, the ranks of one replica of the model"
         )
     expert_tp = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     stage = mesh.world_size // config.pipeline_model_parallel_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
@@ -30,36 +31,29 @@ CAPABILITIES = TrainCapabilities(
     router_replay=True,
     weight_transports=("cuda_ipc", "shm", "collective", "disk"),
 )
-TARGET = "roll_strategy_megatron.strategy:MegatronStrategy"
-CONFIG = "roll_strategy_megatron.config:MegatronConfig"
-SCORING = "roll_strategy_megatron.config:ScoringConfig"
-NEEDS = ("megatron-core>=0.16.1,<0.17",)
+MEGATRON_TRAIN = TrainProvider(
+    name="megatron_train",
+    target="roll_strategy_megatron.strategy:MegatronStrategy",
+    config="roll_strategy_megatron.config:MegatronConfig",
+    summary="Trains Hugging Face models with Megatron-Core: tensor, pipeline, context and expert parallel",
+    needs=("megatron-core>=0.16.1,<0.17",),
+    capabilities=CAPABILITIES,
+    memory="roll_strategy_megatron.memory:memory",
+    platforms=("cuda",),
+)
+MEGATRON_INFER = replace(
+    MEGATRON_TRAIN,
+    name="megatron_infer",
+    config="roll_strategy_megatron.config:ScoringConfig",
+    summary="megatron_train without optimizer, for roles that only score",
+    forward_only=True,
+)
 
 
 @hookimpl
 def roll_train_strategies() -> Iterator[TrainProvider]:
     """Provide `megatron_train` and its forward-only variant `megatron_infer`."""
-    yield TrainProvider(
-        name="megatron_train",
-        target=TARGET,
-        config=CONFIG,
-        summary="Trains Hugging Face models with Megatron-Core: tensor, pipeline, context and expert parallel",
-        needs=NEEDS,
-        capabilities=CAPABILITIES,
-        memory="roll_strategy_megatron.memory:memory",
-        platforms=("cuda",),
-    )
-    yield TrainProvider(
-        name="megatron_infer",
-        target=TARGET,
-        config=SCORING,
-        summary="megatron_train without optimizer, for roles that only score",
-        needs=NEEDS,
-        capabilities=CAPABILITIES,
-        memory="roll_strategy_megatron.memory:memory",
-        platforms=("cuda",),
-        forward_only=True,
-    )
+    yield from (MEGATRON_TRAIN, MEGATRON_INFER)
 
 
 @hookimpl

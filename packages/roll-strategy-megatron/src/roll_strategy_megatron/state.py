@@ -12,24 +12,33 @@ in memory. All ranks write into rank 0's directory, which must be on a shared fi
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from roll_core.errors import CheckpointError
 from roll_core.spec.train import ParameterState, PortableState
-from roll_core.weights.pieces import PieceFiles
+from roll_core.weights.shards import ShardFiles
+from roll_modeling.checkpoints import (
+    STATE,
+    check_names,
+    check_tensor,
+    load_random,
+    read_json,
+    read_state,
+    reading,
+    save_random,
+    shared_folder,
+    write_json,
+)
 from roll_strategy_megatron.bridge.source import FileSource
 from roll_strategy_megatron.optimizer import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -37,7 +46,7 @@ if TYPE_CHECKING:
     from roll_strategy_megatron.optimizer import Optimizer
 
 FORMAT = 2
-STATE, WRITTEN, RANDOM = "state.json", "written-{}.json", "random.safetensors"
+WRITTEN = "written-{}.json"
 FILE_BYTES = 1 << 30
 """Maximum size of a file; a larger tensor gets a file of its own."""
 
@@ -51,7 +60,7 @@ def save_state(
     identity of the trained adapters.
     """
     rank = dist.get_rank()
-    shared = _of_rank_0(path, bridge)
+    shared = shared_folder(path, bridge.parallel.device)
     shared.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         state = {
@@ -61,9 +70,9 @@ def save_state(
             "parameters": list(bridge.shapes),
             "adapters": adapters,
         }
-        _write_json(shared / STATE, state)
-    save_file({"torch_cpu": torch.get_rng_state()}, path / RANDOM)
-    files = PieceFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
+        write_json(shared / STATE, state)
+    save_random(path)
+    files = ShardFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
     kept: list[tuple[str, Tensor]] = []
     for name, tensor in _of_my_turn(bridge, optimizer):
         if later:
@@ -76,7 +85,7 @@ def save_state(
             name, tensor = kept.pop(0)
             files.add({name: tensor})
         files.flush()
-        _write_json(shared / WRITTEN.format(rank), {name: file for file, names in files.files for name in names})
+        write_json(shared / WRITTEN.format(rank), {name: file for file, names in files.files for name in names})
 
     if later:
         return write
@@ -104,25 +113,19 @@ def load_state(
 
     `check` rejects adapters of a different role. Raises `CheckpointError`.
     """
-    shared = _of_rank_0(path, bridge)
-    try:
-        state = json.loads((shared / STATE).read_text(encoding="utf-8"))
+    shared = shared_folder(path, bridge.parallel.device)
+    with reading(shared):
+        state = read_state(shared, FORMAT)
         check(state.get("adapters"), shared)
-        _check(state, bridge, shared)
+        check_names(state["parameters"], bridge.shapes, shared)
         places: dict[str, Path] = {}
         for rank in range(state["world_size"]):
-            written: Mapping[str, str] = json.loads((shared / WRITTEN.format(rank)).read_text(encoding="utf-8"))
-            places |= {name: shared / file for name, file in written.items()}
+            places |= {name: shared / file for name, file in read_json(shared / WRITTEN.format(rank)).items()}
         source = FileSource(places)
         take_over(bridge, optimizer, partial(_read, source, bridge, shared))
         source.close()
         optimizer.restored(int(state["step_count"]))
-        if (path / RANDOM).is_file():
-            torch.set_rng_state(load_file(path / RANDOM)["torch_cpu"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{shared}: cannot be read: {error}") from error
+    load_random(path)
     bridge.parallel.wait()
 
 
@@ -159,7 +162,7 @@ def portable_state(
         for kind, stream in streams.items():
             exported, found[kind] = next(stream)
             if exported != name:
-                raise ValueError(f"{name} was read out of order: {exported} comes first")
+                raise ValueError(f"{name} was read out of order, expected {exported}")
         return ParameterState(**found)
 
     return PortableState(
@@ -174,26 +177,5 @@ def _read(source: FileSource, bridge: Bridge, path: Path, name: str) -> Paramete
         if key not in source.names:
             raise CheckpointError(f"{path}: {key} is missing")
         found[kind] = each = source.get(key)
-        if tuple(each.shape) != bridge.shapes[name] or each.dtype != torch.float32:
-            raise CheckpointError(
-                f"{path}: {key} is {each.dtype} {tuple(each.shape)}, the model has float32 {bridge.shapes[name]}"
-            )
+        check_tensor(key, (each.dtype, each.shape), (torch.float32, bridge.shapes[name]), path)
     return ParameterState(**found)
-
-
-def _check(state: Mapping[str, Any], bridge: Bridge, path: Path) -> None:
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
-    odd = set(state["parameters"]) ^ set(bridge.shapes)
-    if odd:
-        raise CheckpointError(f"{path}: tensor {min(odd)} is in only one of the checkpoint and the model")
-
-
-def _write_json(file: Path, what: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
-
-
-def _of_rank_0(path: Path, bridge: Bridge) -> Path:
-    box = [str(path)]
-    dist.broadcast_object_list(box, src=0, device=bridge.parallel.device)
-    return Path(box[0])

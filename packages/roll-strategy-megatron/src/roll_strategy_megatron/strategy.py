@@ -11,28 +11,17 @@ import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
-from roll_core.spec.train import (
-    LossFn,
-    LossMetrics,
-    MicroBatch,
-    Part,
-    PortableState,
-    StepStats,
-    TokenOutputs,
-    TrainStrategy,
-    Want,
-)
 from roll_modeling.model import DTYPES
-from roll_modeling.moving import Mover
 from roll_modeling.pieces import write_gathered
 from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
-from roll_modeling.task_model import finite_loss, plain_metrics
-from roll_strategy_megatron.config import MASTERS_APART, MegatronConfig
+from roll_modeling.strategy import HuggingFaceStrategy
+from roll_modeling.task_model import finite_loss, plain_metrics, zero_loss
+from roll_strategy_megatron.config import MASTERS_APART
 from roll_strategy_megatron.plugin import CAPABILITIES
 
 with warnings.catch_warnings():
@@ -44,7 +33,7 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.bridge.registry import find_architecture
     from roll_strategy_megatron.bridge.source import head_name, open_source
     from roll_strategy_megatron.bridge.transforms import Sizes
-    from roll_strategy_megatron.computation import Computation, nothing
+    from roll_strategy_megatron.computation import Computation
     from roll_strategy_megatron.engine import choose
     from roll_strategy_megatron.lora import Lora
     from roll_strategy_megatron.model import make_balancing, make_config, make_runs
@@ -55,21 +44,36 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.workarounds import latent_attention_without_engine, name_missing_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.train import (
+        LossFn,
+        LossMetrics,
+        MicroBatch,
+        PortableState,
+        StateKind,
+        StepStats,
+        TokenOutputs,
+        WantedOutputs,
+    )
     from roll_core.types import DataRank
+    from roll_strategy_megatron.config import MegatronConfig
     from roll_strategy_megatron.packing import Passage
 
 
-class MegatronStrategy(TrainStrategy):
-    """Megatron strategy. Without `training` it is forward-only. Dropout is off."""
+class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
+    """Megatron strategy. Without `training` it is forward-only. Dropout is off.
+
+    `model` is transformers' model on the meta device; `runs` are Megatron's model chunks.
+    """
 
     capabilities = CAPABILITIES
+    config: MegatronConfig
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Build this rank's shard of the model and load its weights. Collective.
@@ -79,59 +83,56 @@ class MegatronStrategy(TrainStrategy):
         """
         if model.task not in CAPABILITIES.tasks:
             raise UnsupportedError(
-                f"role {mesh.role}: the Megatron strategies have language models, values and scores; a model of task"
-                f" {model.task} can be trained by fsdp2_train or deepspeed_train"
+                f"role {mesh.role}: the Megatron strategies do not support task {model.task}; use fsdp2_train or"
+                " deepspeed_train"
             )
-        check_sizes(mesh, self._config)
-        if self._config.optimizer_cpu_offload and self.training and (model.dtype == "fp32" or model.lora is not None):
+        check_sizes(mesh, self.config)
+        if self.config.optimizer_cpu_offload and self.training and (model.dtype == "fp32" or model.lora is not None):
             raise UnsupportedError(f"role {mesh.role}: optimizer_cpu_offload is for {MASTERS_APART}")
-        if mesh.num_threads:
-            torch.set_num_threads(mesh.num_threads)
         name_missing_kernel()
         latent_attention_without_engine()
-        self._mesh, self.spec, self.dtype = mesh, model, DTYPES[model.dtype]
-        self.hf, source = open_source(model)
+        self._begin_build(model, mesh)
+        self.dtype = DTYPES[model.dtype]
+        self.model, source = open_source(model)
         self._check_model()
-        architecture = find_architecture(self.hf.config.model_type)
-        self.parallel = Parallel(mesh, self._config)
-        self.mover = Mover(mesh.role, self.parallel.device)
-        described = architecture.settings(self.hf.config)
-        self.make = choose(self._config, model, self.parallel.device, described)
-        settings = make_config(described, self._config, model, self.dtype, self.make)
-        sizes = _sizes(self.hf, settings, self.parallel)
-        scalar = head_name(self.hf) if model.task != "causal_lm" else ""
-        number = self._config.runs_per_stage
-        self.balancing = make_balancing(settings, self._config, self.parallel.device)
+        architecture = find_architecture(self.model.config.model_type)
+        self.parallel = Parallel(mesh, self.config)
+        described = architecture.settings(self.model.config)
+        self.make = choose(self.config, model, self.parallel.device, described)
+        settings = make_config(described, self.config, model, self.dtype, self.make)
+        sizes = _sizes(self.model, settings, self.parallel)
+        scalar = head_name(self.model) if model.task != "causal_lm" else ""
+        number = self.config.runs_per_stage
+        self.balancing = make_balancing(settings, self.config, self.parallel.device)
         self.runs = make_runs(
-            settings, self.make, number, sizes, self.hf, self.parallel, self.balancing, scalar=bool(scalar)
+            settings, self.make, number, sizes, self.model, self.parallel, self.balancing, scalar=bool(scalar)
         )
         if model.router_replay:
             self._replay_experts()
-        self.bridge: Bridge = Bridge(architecture, self.hf, self.runs, sizes, self.parallel, scalar)
+        self.bridge: Bridge = Bridge(architecture, self.model, self.runs, sizes, self.parallel, scalar)
         self.bridge.load(source, self.dtype)
         source.close()
         self.lora = Lora(self.runs, self.bridge, model) if model.lora is not None else None
-        self.trained: Bridge = self.bridge if self.lora is None else self.lora.carrier
+        self.trained: Bridge = self.bridge if self.lora is None else self.lora.adapter_bridge
         wrapped: list[Any] = list(self.runs)
-        self.optimizer: Optimizer | None = None
         if self.training is not None:
             how = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=True,
                 check_for_nan_in_grad=False,
-                overlap_grad_reduce=self._config.overlap_grad_reduce,
-                bucket_size=self._config.ddp_bucket_size,
+                overlap_grad_reduce=self.config.overlap_grad_reduce,
+                bucket_size=self.config.ddp_bucket_size,
             )
             wrapped = [DistributedDataParallel(settings, how, each) for each in self.runs]
             # Megatron's interleaved schedule takes a list of functions, its other schedules a single one.
             settings.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
             partial = self.lora.partial if self.lora is not None else ()
-            self.optimizer = Optimizer(wrapped, self.training, self.dtype, self._config, partial)
+            self.optimizer = Optimizer(wrapped, self.training, self.dtype, self.config, partial)
         else:
             for each in self.runs:
                 each.requires_grad_(False)
         self.computation = Computation(
-            self.runs, wrapped, sizes, self.parallel, self._config, model.task, self.balancing
+            self.runs, wrapped, sizes, self.parallel, self.config, model.task, self.balancing
         )
 
     @property
@@ -145,18 +146,18 @@ class MegatronStrategy(TrainStrategy):
 
         Interleaved schedules require a multiple; others have smaller bubbles with one.
         """
-        return self._config.pipeline_model_parallel_size
+        return self.config.pipeline_model_parallel_size
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; every rank of the replica gets all outputs.
 
         Collective over the replica, and over all ranks if experts are distributed over replicas.
         """
         return self._score([micro], want)[0]
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches, run before this method returns, so that they are pipelined over the
         stages."""
         return iter(self._score(micros, want))
@@ -175,13 +176,13 @@ class MegatronStrategy(TrainStrategy):
 
         def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, LossMetrics]:
             if passage.idle or errors:
-                return nothing(outputs), {}
+                return zero_loss(outputs), {}
             try:
                 found = finite_loss(loss, outputs, passage.micro)
             except NonFiniteError as error:
                 errors.append(error)
-                return nothing(outputs), {}
-            value = found.loss if found.loss.requires_grad else found.loss + nothing(outputs)
+                return zero_loss(outputs), {}
+            value = found.loss if found.loss.requires_grad else found.loss + zero_loss(outputs)
             return value, plain_metrics(found)
 
         if self.balancing is not None:
@@ -205,58 +206,48 @@ class MegatronStrategy(TrainStrategy):
         """Clip gradients and run the optimizer step. Collective."""
         return self._require_training().step()
 
-    def _score(self, micros: Sequence[MicroBatch], want: Want) -> list[TokenOutputs]:
+    def _score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> list[TokenOutputs]:
         self._check_wanted(want)
 
         def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
-            return nothing(outputs), outputs
+            return zero_loss(outputs), outputs
 
-        self.mover.need("weights")
-        with self._beneath() if want.base else nullcontext():
+        self.offloader.need("weights")
+        with self._without_adapters() if want.base else nullcontext():
             found, disagreements = self.computation.run(micros, want, at_end, backward=False)
         every = zip(found, micros, disagreements, strict=True)
         return [self.computation.on_all_stages(each, micro, want, known) for each, micro, known in every]
 
-    def _beneath(self) -> AbstractContextManager[None]:
+    def _without_adapters(self) -> AbstractContextManager[None]:
         if self.lora is None:
-            raise UnsupportedError(f"role {self._mesh.role} has no adapters, so there is no base model beneath them")
+            raise UnsupportedError(
+                f"role {self._mesh.role} has no adapters that outputs of the base model could leave out"
+            )
         return self.lora.off()
 
-    def _check_wanted(self, want: Want) -> None:
+    def _check_wanted(self, want: WantedOutputs) -> None:
         if self.spec.task == "causal_lm" and want.values:
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
         if self.spec.task != "causal_lm" and (want.logprobs or want.entropy or want.topk):
             raise UnsupportedError(f"a model of task {self.spec.task} has no logprobs")
 
-    def _require_training(self) -> Optimizer:
-        if self.optimizer is None:
-            raise UnsupportedError(f"role {self._mesh.role} only scores; it was built without training settings")
-        self.mover.need("weights", "grads", "optimizer")
-        return self.optimizer
-
     def _replay_experts(self) -> None:
         if self.runs[0].config.num_moe_experts is None:
-            raise UnsupportedError(f"router_replay needs experts, and a {self.hf.config.model_type} has none")
+            raise UnsupportedError(f"router_replay needs experts, and a {self.model.config.model_type} has none")
         for run in self.runs:
             run.replay = RouterReplay(run)
 
     def _check_model(self) -> None:
         try:
-            self._config.check_model(self.hf.config.to_dict())
+            self.config.check_model(self.model.config.to_dict())
         except ValueError as error:
             raise ModelError(f"role {self._mesh.role}: {error}") from error
-
-    @property
-    def _config(self) -> MegatronConfig:
-        if not isinstance(self.config, MegatronConfig):
-            raise UnsupportedError(f"the Megatron strategies take a MegatronConfig, not a {type(self.config).__name__}")
-        return self.config
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the weights, gathered one by one on every rank. Tied weights are yielded once. Collective."""
-        self.mover.need("weights")
+        self.offloader.need("weights")
         return self.bridge.export(self.lora.merged if self.lora is not None else Tensor.detach, self.dtype)
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
@@ -265,8 +256,8 @@ class MegatronStrategy(TrainStrategy):
         Raises `UnsupportedError` without adapters.
         """
         if self.lora is None:
-            raise UnsupportedError(f"role {self._mesh.role} trains the whole model; there are no adapters to export")
-        self.mover.need("weights")
+            raise UnsupportedError(f"role {self._mesh.role} trains the whole model: it has no adapters to export")
+        self.offloader.need("weights")
         return self.lora.exported()
 
     def export_model(self, path: Path) -> None:
@@ -280,7 +271,7 @@ class MegatronStrategy(TrainStrategy):
             self.lora.write(path, leads=leads)
         else:
             write_gathered(
-                self.hf,
+                self.model,
                 self.spec,
                 path,
                 adapters=None,
@@ -299,7 +290,7 @@ class MegatronStrategy(TrainStrategy):
         For a model with adapters, only the trained parameters are written. With `async_save_ckpt`, each rank copies its
         tensors to host memory, and the returned function writes them.
         """
-        optimizer, later = self._require_training(), self._config.async_save_ckpt
+        optimizer, later = self._require_training(), self.config.async_save_ckpt
         return save_state(self.trained, optimizer, path, adapters=self._identity(), later=later)
 
     def load(self, path: Path) -> None:
@@ -311,7 +302,7 @@ class MegatronStrategy(TrainStrategy):
     def export_state(self) -> PortableState:
         """Strategy-independent state. `read` gathers one full parameter at a time on every rank. Collective."""
         optimizer = self._require_training()
-        buffers = stored_buffers(self.hf) if self.lora is None else {}
+        buffers = stored_buffers(self.model) if self.lora is None else {}
         return portable_state(self.trained, optimizer, self._identity(), buffers)
 
     def import_state(self, state: PortableState) -> None:
@@ -323,8 +314,8 @@ class MegatronStrategy(TrainStrategy):
         described = self.lora.described if self.lora is not None else None
         check_same(state, self.trained.shapes, adapters=described, identity=self._identity())
         take_over(self.trained, optimizer, state.read)
-        take_buffers(state, stored_buffers(self.hf))
-        self.bridge.load_buffers(self.hf.get_buffer)
+        take_buffers(state, stored_buffers(self.model))
+        self.bridge.load_buffers(self.model.get_buffer)
         optimizer.restored(state.step_count)
         self.parallel.wait()
 
@@ -333,27 +324,17 @@ class MegatronStrategy(TrainStrategy):
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move this rank's shards of `parts` to host memory.
 
         Megatron's parameters are views of weight and gradient buffers; the views stay valid.
         """
         if self.optimizer is not None:
             self.optimizer.settle()
-        for part in parts:
-            self.mover.away(part, self._held()[part])
+        super().offload(parts)
 
-    def onload(self, parts: Sequence[Part]) -> None:
-        """Move `parts` back into the same tensors."""
-        for part in parts:
-            self.mover.back(part)
-
-    def memory(self) -> Mapping[str, int]:
-        """Bytes of this rank's shards by part; 0 for parts that are offloaded."""
-        held = {part: sum(each.nbytes for each in tensors) for part, tensors in self._held().items()}
-        return {part: 0 if self.mover.is_away(part) else size for part, size in held.items()}
-
-    def _held(self) -> dict[Part, list[Tensor]]:
+    @override
+    def part_tensors(self) -> dict[StateKind, list[Tensor]]:
         weights: list[Tensor] = [each for run in self.runs for each in run.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}

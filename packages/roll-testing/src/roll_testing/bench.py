@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import TrainProvider
-    from roll_core.spec.train import LossFn, MicroBatch, StepStats, TokenOutputs, TrainingSpec, TrainStrategy, Want
+    from roll_core.spec.train import (
+        LossFn,
+        MicroBatch,
+        StepStats,
+        TokenOutputs,
+        TrainingSpec,
+        TrainStrategy,
+        WantedOutputs,
+    )
     from roll_core.types import Floats, TrainSequence
 
 ROLE = "actor_train"
@@ -173,7 +181,7 @@ def weights(strategy: TrainStrategy) -> Arrays:
 
 
 def outputs(
-    strategy: TrainStrategy, sequences: Sequence[TrainSequence], want: Want, split: Split = WHOLE
+    strategy: TrainStrategy, sequences: Sequence[TrainSequence], want: WantedOutputs, split: Split = WHOLE
 ) -> dict[str, dict[str, Floats]]:
     """Return outputs of this rank's share, by output name and then by sequence id.
 

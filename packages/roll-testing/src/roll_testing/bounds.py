@@ -68,8 +68,9 @@ def check_rows(what: str, found: Mapping[str, Floats], expected: Mapping[str, Fl
     """Fail at the first token whose absolute difference exceeds `bound`. Rows are keyed by sequence id."""
     check_names(found, expected)
     for sequence, row in expected.items():
-        if found[sequence].shape != row.shape:
-            raise AssertionError(f"{what} of {sequence}: shape {found[sequence].shape}, expected {row.shape}")
+        assert found[sequence].shape == row.shape, (
+            f"{what} of {sequence}: shape {found[sequence].shape}, expected {row.shape}"
+        )
         off = np.abs(found[sequence] - row)
         if row.size and not bool((off <= bound).all()):
             place = tuple(int(i) for i in np.argwhere(~(off <= bound))[0])
@@ -91,8 +92,7 @@ def check_same(what: str, found: Arrays, expected: Arrays) -> None:
     """Fail unless all arrays are equal bit for bit."""
     check_names(found, expected)
     for name, each in expected.items():
-        if found[name].shape != each.shape:
-            raise AssertionError(f"{what}: {name} has shape {found[name].shape}, expected {each.shape}")
+        assert found[name].shape == each.shape, f"{what}: {name} has shape {found[name].shape}, expected {each.shape}"
         if not np.array_equal(found[name], each, equal_nan=True):
             off = float(np.abs(found[name].astype(np.float64) - each).max())
             raise AssertionError(f"{what}: {name} differs by up to {off:.3g}; expected the same bits")
@@ -101,6 +101,5 @@ def check_same(what: str, found: Arrays, expected: Arrays) -> None:
 def check_same_run(what: str, found: Trained, expected: Trained) -> None:
     """Fail unless two runs of equal steps have equal statistics and end with equal weights, bit for bit."""
     for number, (one, other) in enumerate(zip(found.stats, expected.stats, strict=True), 1):
-        if one != other:
-            raise AssertionError(f"{what}: step {number} was {one}, expected {other}")
+        assert one == other, f"{what}: step {number} was {one}, expected {other}"
     check_same(f"{what}: weights", found.after, expected.after)

@@ -56,8 +56,7 @@ def _rows(schema: type[Config], prefix: str, names: Mapping[str, str]) -> Iterat
         for short, long in names.items():
             kind = kind.replace(short, long)
         meaning = _text(following)
-        if not meaning:
-            raise AssertionError(f"{schema.__name__}.{name} has no docstring")
+        assert meaning, f"{schema.__name__}.{name} has no docstring"
         default = _spelled(field.get_default(call_default_factory=True))
         yield f"{prefix}{name}", kind.replace("|", "or").replace(" or None", ""), default, " ".join(meaning.split())
 

@@ -6,7 +6,7 @@ from roll_testing.contract import TrainContractTests
 from roll_testing.failure import FailureTests
 from roll_testing.numbers import TrainNumberTests
 from roll_testing.packaging import PackagingTests
-from roll_testing.portable import PortableTests
+from roll_testing.portable_state import PortableTests
 from roll_testing.state import StateTests
 
 
@@ -18,6 +18,6 @@ class TrainStrategyConformance(
         class TestMine(TrainStrategyConformance):
             name = "my_train"
 
-    The kit finds the strategy by its name among the installed plugins, as a run does. `Subject` lists what an author
+    The kit finds the strategy by its name among the installed plugins, as a run does. `TrainKit` lists what an author
     can configure. docs/conformance.md states what each test asserts and with which bound.
     """

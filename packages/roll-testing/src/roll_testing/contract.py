@@ -9,7 +9,7 @@ from roll_core.errors import RollError, UnsupportedError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import ModelParallelism
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import check_names, check_rows, check_same, check_same_run
 from roll_testing.losses import LOSSES, SPLITS, TRAINING
@@ -18,6 +18,7 @@ from roll_testing.programs import (
     call_before_build,
     close_twice,
     describe_outputs,
+    expect,
     fail_to_build,
     list_exports,
     live_together,
@@ -26,7 +27,7 @@ from roll_testing.programs import (
     train,
     want_undeclared,
 )
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
     from roll_core.spec.providers import Task
     from roll_core.types import Floats
     from roll_testing.bench import Case
-    from roll_testing.programs import Raised, Rows, Trained
+    from roll_testing.programs import Rows, Trained
 
 TASKS: tuple[Task, ...] = ("causal_lm", "value", "reward")
-SCORES = Want(logprobs=True)
+SCORES = WantedOutputs(logprobs=True)
 
 
-class TrainContractTests(Subject):
+class TrainContractTests(TrainKit):
     """Calls in every order in which a run may make them."""
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
@@ -53,28 +54,23 @@ class TrainContractTests(Subject):
         (found,) = self.run(call_before_build, self._trained_on_one(case), self._step(), str(tmp_path))
         for name, error in found.items():
             closes = name.startswith("close")
-            if closes and error is not None:
-                raise AssertionError(f"{name} before build raised {error}")
+            assert not closes or error is None, f"{name} before build raised {error}"
             if not closes:
-                expect(error, RollError, f"{name} before build, without a model,")
+                expect(error, RollError, f"{name} before build")
 
     def test_closing_twice_is_fine(self, case: Case, world_size: int) -> None:
         """`close` must be idempotent, because cleanup code may call it more than once."""
         for rank, error in enumerate(self.run(close_twice, case.with_(training=TRAINING), self._step())):
-            if error is not None:
-                raise AssertionError(f"close, called again on rank {rank}, raised {error}")
+            assert error is None, f"close, called again on rank {rank}, raised {error}"
 
-    def test_a_model_that_is_not_there_is_named(self, case: Case, tmp_path: Path) -> None:
+    def test_a_missing_model_is_named(self, case: Case, tmp_path: Path) -> None:
         """`build` must raise a `RollError` that contains the missing model path. `close` must not raise afterwards."""
         self.need(bool(case.model.path), "a model that is loaded from a path")
         nowhere = str(tmp_path / "no-such-model")
         case = self._trained_on_one(case)
         ((error, closing),) = self.run(fail_to_build, case.with_(model=replace(case.model, path=nowhere)))
-        expect(error, RollError, "building a model from a path that is not there")
-        if nowhere not in error.message:
-            raise AssertionError(f"the error does not say which model: {error}")
-        if closing is not None:
-            raise AssertionError(f"close after a failed build raised {closing}")
+        expect(error, RollError, "building a model from a path that does not exist", nowhere)
+        assert closing is None, f"close after a failed build raised {closing}"
 
     def test_a_role_that_only_scores_has_no_optimizer(self, case: Case) -> None:
         """A strategy without training settings must compute correct logprobs.
@@ -101,27 +97,26 @@ class TrainContractTests(Subject):
     # -- outputs of a forward pass -------------------------------------------------------------------------------------
 
     def test_only_what_was_wanted_is_returned(self, case: Case) -> None:
-        """`forward` must return exactly the outputs that `Want` names.
+        """`forward` must return exactly the outputs that `WantedOutputs` names.
 
         Each must be a detached float32 tensor `[T]` with 0 at the first token of each sequence.
         """
         batch = self.batch()
         size = sum(len(each) for each in batch)
         for want, names in (
-            (Want(logprobs=True), {"logprobs"}),
-            (Want(entropy=True), {"entropy"}),
-            (Want(logprobs=True, entropy=True), {"logprobs", "entropy"}),
+            (WantedOutputs(logprobs=True), {"logprobs"}),
+            (WantedOutputs(entropy=True), {"entropy"}),
+            (WantedOutputs(logprobs=True, entropy=True), {"logprobs", "entropy"}),
         ):
             found = self.run(describe_outputs, self._on_one(case), batch, want)[0]
             check_names(found, dict.fromkeys(names))
             for name, (shape, dtype, gradients, first) in found.items():
-                if (shape, dtype, gradients, first) != ((size,), "float32", False, 0.0):
-                    raise AssertionError(
-                        f"{name}: shape {shape}, {dtype}, {'with' if gradients else 'without'} gradients, up to {first}"
-                        f" at first tokens; expected ({size},), float32, without gradients, 0"
-                    )
+                assert (shape, dtype, gradients, first) == ((size,), "float32", False, 0.0), (
+                    f"{name}: shape {shape}, {dtype}, {'with' if gradients else 'without'} gradients, up to {first}"
+                    f" at first tokens; expected ({size},), float32, without gradients, 0"
+                )
 
-    def test_what_is_not_declared_is_refused(self, case: Case) -> None:
+    def test_undeclared_features_are_refused(self, case: Case) -> None:
         """Undeclared features must be refused.
 
         Top-k, if undeclared, and `values` of a language model must raise `UnsupportedError`. Building a model for an
@@ -129,9 +124,15 @@ class TrainContractTests(Subject):
         """
         case, batch = self._on_one(case), self.batch()
         if not self.can.topk:
-            expect(self.run(want_undeclared, case, batch, Want(topk=3))[0], UnsupportedError, "top-k of a forward pass")
+            expect(
+                self.run(want_undeclared, case, batch, WantedOutputs(topk=3))[0],
+                UnsupportedError,
+                "top-k of a forward pass",
+            )
         expect(
-            self.run(want_undeclared, case, batch, Want(values=True))[0], UnsupportedError, "values of a language model"
+            self.run(want_undeclared, case, batch, WantedOutputs(values=True))[0],
+            UnsupportedError,
+            "values of a language model",
         )
         for task in TASKS:
             if task not in self.can.tasks:
@@ -141,7 +142,7 @@ class TrainContractTests(Subject):
         """A model with a scalar head has no logprobs, so requesting them must raise `UnsupportedError`."""
         expect(self.run(want_undeclared, self._on_one(case), self.batch(), SCORES)[0], UnsupportedError, "logprobs")
 
-    def test_looking_changes_nothing(self, case: Case, world_size: int) -> None:
+    def test_forward_passes_change_nothing(self, case: Case, world_size: int) -> None:
         """Forward passes and exports between backward and the optimizer step must not change the step, bit for bit."""
         self.need_training()
         case = case.with_(training=TRAINING)
@@ -154,18 +155,17 @@ class TrainContractTests(Subject):
         `world_sizes` covers data parallelism. For every other kind, `parallelism` must name a variant in this or
         another suite of the strategy. Forward-only strategies need only cover data parallelism.
         """
-        if self.can.data_parallel and max(self.sizes()) < 2:
-            raise AssertionError(f"{self.name} declares data_parallel: let world_sizes have 2, not only {self.sizes()}")
+        assert not self.can.data_parallel or max(self.sizes()) >= 2, (
+            f"{self.name} declares data_parallel, but world_sizes is {self.sizes()}; add 2"
+        )
         if self.provider.forward_only:
             return
         suites = [type(self), *(each for each in _below(TrainContractTests) if each.name == self.name)]
         for kind in filter(lambda name: getattr(self.can, name), get_args(ModelParallelism)):
             shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
-            if not shown:
-                raise AssertionError(
-                    f"{self.name} declares {kind}, and no suite says which variant shows it: parallelism ="
-                    f' {{"{kind}": <variant>}}'
-                )
+            assert shown, (
+                f'{self.name} declares {kind}, but no suite tests it; set parallelism = {{"{kind}": <variant>}}'
+            )
             if problems := [each for each in shown if each]:
                 raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
 
@@ -196,7 +196,7 @@ class TrainContractTests(Subject):
         if len(sizes) != 1 or leaders != list(range(places[0].size)):
             raise AssertionError(f"the data ranks of {world_size} ranks do not fit together: {places}")
 
-    def test_all_ranks_hold_the_same_weights(self, case: Case, several: int) -> None:
+    def test_all_ranks_have_the_same_weights(self, case: Case, several: int) -> None:
         """After a step, all leaders must export identical bits.
 
         All ranks must report the same gradient norm and learning rate.
@@ -204,8 +204,7 @@ class TrainContractTests(Subject):
         self.need_training()
         answers: tuple[Trained, ...] = self.run(train, case.with_(training=TRAINING), [self._step()])
         for rank, each in enumerate(answers):
-            if each.stats != answers[0].stats:
-                raise AssertionError(f"rank {rank} says {each.stats[0]}, rank 0 {answers[0].stats[0]}")
+            assert each.stats == answers[0].stats, f"rank {rank} reports {each.stats[0]}, rank 0 {answers[0].stats[0]}"
             if each.data_rank.leader:
                 check_same(f"weights of rank {rank}", each.after, answers[0].after)
 
@@ -217,20 +216,16 @@ class TrainContractTests(Subject):
         self.need_training()
         reference = self.reference(case)
         for before, after in self.run(list_exports, case.with_(training=TRAINING), self._step()):
-            if before != after:
-                raise AssertionError("the export after a step differs in names, shapes or order from the one before")
+            assert before == after, "the export after a step differs in names, shapes or order from the one before"
             names = [name for name, _, _ in after]
-            if len(set(names)) < len(names):
-                raise AssertionError("a name is exported twice")
+            assert len(set(names)) >= len(names), "a name is exported twice"
             known = [name for name in names if name in reference.parameters or name not in reference.aliases()]
             check_names(dict.fromkeys(known), reference.parameters)
             for name, shape, gradients in after:
-                if gradients:
-                    raise AssertionError(f"{name} is exported with gradients: detach it")
-                if name in reference.parameters and shape != tuple(reference.parameters[name].shape):
-                    raise AssertionError(
-                        f"{name} has shape {shape}, expected {tuple(reference.parameters[name].shape)}"
-                    )
+                assert not gradients, f"{name} is exported with gradients: detach it"
+                assert name not in reference.parameters or shape == tuple(reference.parameters[name].shape), (
+                    f"{name} has shape {shape}, expected {tuple(reference.parameters[name].shape)}"
+                )
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -242,16 +237,6 @@ class TrainContractTests(Subject):
 
     def _reference_scores(self, case: Case) -> dict[str, Floats]:
         return self.reference(case).by_sequence(self.batch(), SCORES)["logprobs"]
-
-
-def expect(error: Raised | None, kind: type[Exception], doing: str) -> None:
-    """Fail unless `error` is of class `kind` and its message gives a reason of at least three words."""
-    if error is None:
-        raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
-    if not error.is_a(kind):
-        raise AssertionError(f"{doing} raised {error}; expected {kind.__name__}")
-    if len(error.message.split()) < 3:
-        raise AssertionError(f"{doing} raised {error}: it gives no reason")
 
 
 def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:

@@ -1,9 +1,9 @@
 """Expected errors in tests, matched by code, place and facts instead of by prose.
 
-with refused("ROLL-C010", at="run.yaml:5:5", key="actor_train.learning_rte"):
+with raises_error("ROLL-C010", at="run.yaml:5:5", key="actor_train.learning_rte"):
     load(file, [], registry)
 
-with refused(DataError, "rows.jsonl", "row 3"):
+with raises_error(DataError, "rows.jsonl", "row 3"):
     list(rows)
 """
 
@@ -32,7 +32,7 @@ def is_prose(text: str) -> bool:
 
 
 @contextmanager
-def refused(
+def raises_error(
     kind: str | type[BaseException] | tuple[type[BaseException], ...], *facts: object, at: str = "", key: str = ""
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Require that the block raises an error of a code or class that names every fact.
@@ -48,7 +48,7 @@ def refused(
 
 
 def check_error(error: BaseException, kind: object, *facts: object, at: str = "", key: str = "") -> None:
-    """Raise `AssertionError` unless `error` is what `refused` expects."""
+    """Raise `AssertionError` unless `error` is what `raises_error` expects."""
     if isinstance(error, ConfigError):
         for each in error.problems:
             right = not isinstance(kind, str) or each.code == kind

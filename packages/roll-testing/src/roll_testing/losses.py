@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_core.algorithms.losses import PolicyObjective, SFTObjective, ValueObjective
-from roll_core.spec.train import LossOutput, TrainingSpec, Want
+from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_testing.bench import WHOLE, Split
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class SpoiltGradient:
     sequence: str
 
     @property
-    def want(self) -> Want:
-        """Logprobs."""
-        return Want(logprobs=True)
+    def want(self) -> WantedOutputs:
+        """Logprobs of the tokens."""
+        return WantedOutputs(logprobs=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Add the square root of 0, whose derivative is infinite."""
@@ -83,9 +83,9 @@ class SpoiltLoss:
     sequence: str
 
     @property
-    def want(self) -> Want:
-        """Logprobs."""
-        return Want(logprobs=True)
+    def want(self) -> WantedOutputs:
+        """Logprobs of the tokens."""
+        return WantedOutputs(logprobs=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Return the loss without checking it, as losses of plugins may."""

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
 from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,30 +30,30 @@ NORM = "the norm of the gradient"
 """Key of the gradient norm, beside the parameter names, if steps are compared instead of gradients."""
 
 
-class TrainNumberTests(Subject):
+class TrainNumberTests(TrainKit):
     """Compares the strategy with `Reference`, and with itself when the batch is split differently."""
 
     # -- outputs -------------------------------------------------------------------------------------------------------
 
     def test_logprobs_equal_the_reference(self, case: Case, world_size: int) -> None:
         """Logprobs of every token after the first must equal the reference's, with all sequences in one microbatch."""
-        self._compare(case, Want(logprobs=True), "logprobs")
+        self._compare(case, WantedOutputs(logprobs=True), "logprobs")
 
     def test_logprobs_have_the_temperature_of_the_rollouts(self, case: Case) -> None:
         """Logits must be divided by the temperature before the softmax.
 
         Otherwise logprobs would not be comparable with those of the rollouts.
         """
-        self._compare(case, Want(logprobs=True, temperature=0.5), "logprobs")
+        self._compare(case, WantedOutputs(logprobs=True, temperature=0.5), "logprobs")
 
     def test_entropy_equals_the_reference(self, case: Case) -> None:
         """Entropy must be that of the distribution from which token `t` is sampled, in nats, at the temperature."""
-        self._compare(case, Want(entropy=True, temperature=0.7), "entropy")
+        self._compare(case, WantedOutputs(entropy=True, temperature=0.7), "entropy")
 
     def test_topk_equals_the_reference(self, case: Case) -> None:
         """Top-k logprobs and token ids must equal the reference's, in descending order."""
         self.need(self.can.topk, "topk")
-        self._compare(case, Want(topk=5), "topk_logprobs", "topk_ids")
+        self._compare(case, WantedOutputs(topk=5), "topk_logprobs", "topk_ids")
 
     def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
         """Values must equal the reference's.
@@ -61,7 +61,7 @@ class TrainNumberTests(Subject):
         For task `value` they belong to the state before token `t`, for task `reward` to the sequence up to and
         including token `t`.
         """
-        self._compare(case, Want(values=True), "values")
+        self._compare(case, WantedOutputs(values=True), "values")
 
     @pytest.mark.parametrize("split", ["one by one", "by tokens"])
     def test_outputs_do_not_depend_on_their_neighbours(self, case: Case, split: str) -> None:
@@ -70,7 +70,7 @@ class TrainNumberTests(Subject):
         The test compares one microbatch with splits into single sequences and by tokens.
         """
         batch = self.batch()
-        want = Want(logprobs=True, entropy=True)
+        want = WantedOutputs(logprobs=True, entropy=True)
         whole = self.scored(case, batch, want, WHOLE)
         parts = self.scored(case, batch, want, SPLITS[split])
         for name in ("logprobs", "entropy"):
@@ -81,7 +81,7 @@ class TrainNumberTests(Subject):
 
         The reference computes in float32.
         """
-        self._compare(self._in(case, low_dtype), Want(logprobs=True, entropy=True), "logprobs", "entropy")
+        self._compare(self._in(case, low_dtype), WantedOutputs(logprobs=True, entropy=True), "logprobs", "entropy")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -153,16 +153,16 @@ class TrainNumberTests(Subject):
         step = Step(sequences=batch, loss=loss, split=SPLITS["three at a time"])
         (metrics,) = self.trained(case, TRAINING, [step]).metrics
         if self.can.topk:
-            choices = reference.by_sequence(batch, Want(topk=1))["topk_ids"]
+            choices = reference.by_sequence(batch, WantedOutputs(topk=1))["topk_ids"]
             hits = sum(int((choices[each.id][:, 0] == each.tokens)[each.loss_mask].sum()) for each in batch)
             accuracy = hits / sum(int(each.loss_mask.sum()) for each in batch)
-            if not np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5):
-                raise AssertionError(
-                    f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
-                )
+            assert np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5), (
+                f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
+            )
         (expected,) = reference.train(TRAINING, [replace(step, loss=LOSSES["sft"])])
-        if not np.isclose(metrics["loss"], expected.loss, rtol=1e-4):
-            raise AssertionError(f"the metric loss adds up to {metrics['loss']:.6g}, expected {expected.loss:.6g}")
+        assert np.isclose(metrics["loss"], expected.loss, rtol=1e-4), (
+            f"the metric loss adds up to {metrics['loss']:.6g}, expected {expected.loss:.6g}"
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -192,14 +192,13 @@ class TrainNumberTests(Subject):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _compare(self, case: Case, want: Want, *names: str) -> None:
+    def _compare(self, case: Case, want: WantedOutputs, *names: str) -> None:
         batch, reference = self.batch(), self.reference(case)
         if case.model.task == "causal_lm" and not names[0].startswith("logprobs"):
             want = _with_logprobs(want)
         found, expected = self.scored(case, batch, want, WHOLE), reference.by_sequence(batch, want)
         for name in names:
-            if name not in found:
-                raise AssertionError(f"{name} was wanted and is not there")
+            assert name in found, f"{name} was requested but not returned"
             bound = 0.0 if name.endswith("_ids") else BOUNDS[case.model.dtype].outputs
             check_rows(name, found[name], expected[name], bound)
 
@@ -255,8 +254,7 @@ class TrainNumberTests(Subject):
         for number, (stats, expected) in enumerate(zip(found.stats, reference.train(training, steps), strict=True), 1):
             _check_number(f"learning rate of step {number}", stats.learning_rate, expected.learning_rate, 1e-6)
             _check_number(f"gradient norm of step {number}", stats.grad_norm, expected.grad_norm, bounds.steps)
-            if stats.skipped:
-                raise AssertionError(f"step {number} was skipped, though its gradient is finite")
+            assert not stats.skipped, f"step {number} was skipped, though its gradient is finite"
         check_near(f"weights after {num_steps} steps", *_ways(found, start, reference.weights()), bounds.steps)
 
     def _in(self, case: Case, dtype: str) -> Case:
@@ -271,13 +269,14 @@ def _norm(norm: float | Floats) -> Arrays:
     return {NORM: np.asarray(norm, np.float32)}
 
 
-def _with_logprobs(want: Want) -> Want:
+def _with_logprobs(want: WantedOutputs) -> WantedOutputs:
     return replace(want, logprobs=True)
 
 
 def _check_number(what: str, found: float, expected: float, bound: float) -> None:
-    if not np.isclose(found, expected, rtol=bound, atol=1e-12):
-        raise AssertionError(f"{what}: {found:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}")
+    assert np.isclose(found, expected, rtol=bound, atol=1e-12), (
+        f"{what}: {found:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}"
+    )
 
 
 def _ways(found: Trained, start: Arrays, end: Arrays) -> tuple[Arrays, Arrays]:

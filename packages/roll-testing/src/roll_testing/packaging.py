@@ -8,16 +8,22 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 from packaging.requirements import Requirement
 from pydantic import ValidationError
 
-from roll_core.errors import MissingRequirementError
+from roll_core.config.loading import load
+from roll_core.errors import ConfigError, MissingRequirementError
 from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import check_part, load_target
-from roll_testing.part import Part
+from roll_testing.kit import Kit, registry
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = ("fp32", "bf16", "fp16")
 HEAVY = ("torch", "transformers", "ray", "datasets")
 """Modules that listing a plugin must not import, in addition to the engines that its record needs."""
 LIST = """
@@ -32,13 +38,14 @@ print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 """
 
 
-class PackagingTests(Part):
-    """These tests run without the engine, except for `test_the_class_keeps_the_contract`."""
+class PackagingTests(Kit):
+    """These tests run without the engine, except for `test_the_class_implements_the_contract`."""
 
     def test_it_is_found_by_its_name(self) -> None:
         """The registry must find the part among the installed plugins by the name that configs use."""
-        if self.provider.name != self.name.rpartition("/")[2]:
-            raise AssertionError(f"{self.name} was looked up, {self.provider.name} was found")
+        assert self.provider.name == self.name.rpartition("/")[2], (
+            f"{self.name} was looked up, but {self.provider.name} was found"
+        )
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
         """Loading the record and its config schema must not import heavy modules.
@@ -55,23 +62,21 @@ class PackagingTests(Part):
             timeout=self.timeout_s,
             check=False,
         )
-        if done.returncode:
-            raise AssertionError(f"listing {self.name} in a process of its own failed:\n{done.stderr}")
+        assert not done.returncode, f"listing {self.name} in a new process failed:\n{done.stderr}"
         loaded = set(json.loads(done.stdout.splitlines()[-1]))
         if heavy := sorted(loaded & {*HEAVY, *self._engines()}):
             raise AssertionError(
                 f"listing {self.name} imports {', '.join(heavy)}: move these imports to where they are used"
             )
 
-    def test_its_record_travels(self) -> None:
+    def test_its_record_can_be_pickled(self) -> None:
         """The record must equal itself after pickling, because records are pickled on their way to the workers."""
         ours, theirs = multiprocessing.Pipe()
         with ours, theirs:
             ours.send(self.provider)
-            if theirs.recv() != self.provider:
-                raise AssertionError("the record is another when it arrives in a worker")
+            assert theirs.recv() == self.provider, "the record does not equal itself after pickling"
 
-    def test_the_class_keeps_the_contract(self) -> None:
+    def test_the_class_implements_the_contract(self) -> None:
         """The class must implement every abstract method of its contract. Its capabilities must equal the record's."""
         self._engine_or_skip()
         check_part(self.provider, owner=self.name)
@@ -79,13 +84,13 @@ class PackagingTests(Part):
     def test_an_unknown_key_is_refused(self) -> None:
         """The config schema must reject unknown keys, so that misspelled keys are not ignored."""
         if not self.provider.config:
-            pytest.skip(f"{self.name} takes no configuration")
+            pytest.skip(f"{self.name} has no configuration")
         schema = load_target(self.provider.config, owner=self.name)
         try:
             schema.model_validate({"no_such_key": 1})
         except ValidationError:
             return
-        raise AssertionError(f"{self.provider.config} takes the key no_such_key, which it does not have")
+        raise AssertionError(f"{self.provider.config} accepts the unknown key no_such_key")
 
     def test_its_needs_are_stated_as_requirements(self) -> None:
         """`needs` must be valid PEP 508 requirements.
@@ -96,7 +101,7 @@ class PackagingTests(Part):
             for each in alternatives(need):
                 Requirement(each)
 
-    def test_without_its_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_engine_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A `MissingRequirementError` must name each missing distribution and the pip command to install it."""
         needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
         needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
@@ -110,7 +115,7 @@ class PackagingTests(Part):
             check_requirements(self.provider, owner=self.name)
         for need in needs:
             if need.name not in str(caught.value) or "pip install" not in str(caught.value):
-                raise AssertionError(f"the error does not say how to get {need.name}: {caught.value}")
+                raise AssertionError(f"the error lacks {need.name} or the pip command: {caught.value}")
 
     def _engines(self) -> set[str]:
         """Return the module names of the distributions that the record needs."""
@@ -122,3 +127,36 @@ class PackagingTests(Part):
             for module, packages in modules.items()
             if needed & {package.lower().replace("_", "-") for package in packages}
         } | {name.replace("-", "_") for name in needed}
+
+
+class RefusalTests(Kit):
+    """Configs that `roll-core check` must refuse before a strategy starts. These tests need only the record."""
+
+    _run: ClassVar[str]
+    """Config template with the fields `platform`, `dtype` and `name`."""
+
+    def test_an_undeclared_dtype_is_refused(self, tmp_path: Path) -> None:
+        """`roll-core check` must refuse a dtype that the record does not declare, and name the declared ones."""
+        declared = self.provider.capabilities.dtypes
+        undeclared = [each for each in DTYPES if each not in declared]
+        if not undeclared:
+            pytest.skip(f"{self.name} declares every dtype")
+        platform = next(iter(self.provider.platforms), "cpu")
+        self._refused(tmp_path, undeclared[0], platform, *declared)
+
+    def test_an_undeclared_platform_is_refused(self, tmp_path: Path) -> None:
+        """`roll-core check` must refuse a platform that the record does not declare, and name the declared ones."""
+        if not self.provider.platforms:
+            pytest.skip(f"{self.name} declares every platform")
+        self._refused(tmp_path, self.provider.capabilities.dtypes[0], "no_such_platform", *self.provider.platforms)
+
+    def _refused(self, folder: Path, dtype: str, platform: str, *named: str) -> None:
+        file = folder / "run.yaml"
+        file.write_text(self._run.format(name=self.name, dtype=dtype, platform=platform), encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load(file, [], registry())
+        said = str(caught.value)
+        if self.provider.name not in said or any(name not in said for name in named):
+            raise AssertionError(
+                f"{self.name} with dtype {dtype} on platform {platform}: the error lacks a supported value:\n{said}"
+            )

@@ -46,45 +46,44 @@ class PlatformConformance(PackagingTests):
     def need_hardware(self) -> None:
         """Skip the test unless the platform's hardware is found."""
         if not self.answers.first.found:
-            pytest.skip(f"platform {self.name} is not here: {self.answers.first.why}")
+            pytest.skip(f"platform {self.name} is not found: {self.answers.first.why}")
 
-    def test_the_class_bears_the_name_of_the_record(self) -> None:
+    def test_the_class_has_the_name_of_the_record(self) -> None:
         """The class must have the name of its record. Configs use the record's name, strategies the class's."""
-        if self.answers.name != self.provider.name:
-            raise AssertionError(
-                f"{self.provider.name} was looked up, but its class calls itself {self.answers.name!r}"
-            )
+        assert self.answers.name == self.provider.name, (
+            f"{self.provider.name} was looked up, but its class has the name {self.answers.name!r}"
+        )
 
     # -- probing -------------------------------------------------------------------------------------------------------
 
-    def test_probing_twice_says_the_same(self) -> None:
+    def test_probing_twice_returns_the_same(self) -> None:
         """Two probes must give the same result, because the hardware does not change in between."""
-        if self.answers.first.found != self.answers.second.found:
-            raise AssertionError(f"the first probe said {self.answers.first}, the second {self.answers.second}")
+        assert self.answers.first.found == self.answers.second.found, (
+            f"the first probe returned {self.answers.first}, the second {self.answers.second}"
+        )
 
-    def test_it_says_what_it_saw(self) -> None:
+    def test_the_probe_states_a_reason(self) -> None:
         """`probe().why` must be one line that states what was seen, both if hardware was found and if not."""
         why = self.answers.first.why
         if not why.strip() or "\n" in why:
-            raise AssertionError(f"probe().why should be one line that says what was looked at and seen: {why!r}")
+            raise AssertionError(f"probe().why must be one line that states what was found: {why!r}")
 
     def test_what_is_found_has_slots(self) -> None:
         """A platform that is found must have at least one slot; one that is not found must have none."""
-        if self.answers.first.found != (self.answers.device_count > 0):
-            raise AssertionError(f"{self.answers.first}, but device_count() is {self.answers.device_count}")
+        assert self.answers.first.found == (self.answers.device_count > 0), (
+            f"{self.answers.first}, but device_count() is {self.answers.device_count}"
+        )
 
-    def test_asking_changes_nothing(self) -> None:
+    def test_queries_change_nothing(self) -> None:
         """Querying a platform must not change the environment, the working directory, signal handlers or threads."""
-        if self.answers.changes:
-            raise AssertionError(f"asking the platform changed {'; '.join(self.answers.changes)}")
+        assert not self.answers.changes, f"querying the platform changed {'; '.join(self.answers.changes)}"
 
-    def test_asking_leaves_no_device_open(self) -> None:
+    def test_queries_leave_no_device_open(self) -> None:
         """Querying a platform must leave no device open.
 
         A device context uses device memory and prevents forking processes. `memory` is not queried here.
         """
-        if self.answers.opened:
-            raise AssertionError(f"after the questions these are open: {', '.join(self.answers.opened)}")
+        assert not self.answers.opened, f"querying the platform left these open: {', '.join(self.answers.opened)}"
 
     # -- reported properties -------------------------------------------------------------------------------------------
 
@@ -96,17 +95,19 @@ class PlatformConformance(PackagingTests):
                 raise AssertionError(f"{what} is {getattr(said, what)!r}, expected a name")
         names = [name for name in (said.visible_devices, *said.also_visible_devices) if name]
         if odd := [name for name in names if not VARIABLE.fullmatch(name)]:
-            raise AssertionError(f"{', '.join(map(repr, odd))} cannot be the name of an environment variable")
-        if said.also_visible_devices and not said.visible_devices:
-            raise AssertionError("also_visible_devices are further names of visible_devices, which is empty")
+            raise AssertionError(f"{', '.join(map(repr, odd))} is not a valid name of an environment variable")
+        assert not said.also_visible_devices or said.visible_devices, (
+            "also_visible_devices is set, but visible_devices is empty"
+        )
 
     def test_each_slot_has_its_device(self) -> None:
         """Each slot must have a device of the platform's type, and its own one unless slots share the host's cores."""
         devices = self.answers.devices
         if odd := [device for device in devices if device.partition(":")[0] != self.answers.device_type]:
             raise AssertionError(f"devices {odd} are not of type {self.answers.device_type!r}")
-        if len(set(devices)) < len(devices) and not self.answers.slots_share_cores:
-            raise AssertionError(f"two slots have the same device: {devices}")
+        assert len(set(devices)) >= len(devices) or self.answers.slots_share_cores, (
+            f"two slots have the same device: {devices}"
+        )
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_are_text_with_a_reason(self, kind: str) -> None:
@@ -117,14 +118,13 @@ class PlatformConformance(PackagingTests):
         variables = self.answers.environment[kind][0]
         for name, value, reason in variables:
             if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-                raise AssertionError(f"{name!r} cannot be the name of an environment variable")
+                raise AssertionError(f"{name!r} is not a valid name of an environment variable")
             if not isinstance(value, str) or "\0" in value:
                 raise AssertionError(f"{name} is {value!r} ({type(value).__name__}), expected text")
             if not isinstance(reason, str) or len(reason.split()) < 3:
-                raise AssertionError(f"{name}: the reason is {reason!r}, expected a sentence for people")
+                raise AssertionError(f"{name}: the reason is {reason!r}, expected a readable sentence")
         names = [name for name, _, _ in variables]
-        if len(set(names)) < len(names):
-            raise AssertionError(f"a variable is given twice: {names}")
+        assert len(set(names)) >= len(names), f"a variable occurs twice: {names}"
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_of_the_runtime_are_left_to_it(self, kind: str) -> None:
@@ -132,14 +132,13 @@ class PlatformConformance(PackagingTests):
         reserved = {*OF_THE_RUNTIME, self.answers.visible_devices, *self.answers.also_visible_devices}
         names = {name for name, _, _ in self.answers.environment[kind][0]}
         if taken := sorted(names & reserved):
-            raise AssertionError(f"{', '.join(taken)} are set by executors, and not by a platform")
+            raise AssertionError(f"{', '.join(taken)} are reserved for executors")
 
     @pytest.mark.parametrize("kind", ROLE_KINDS)
     def test_variables_do_not_depend_on_the_moment(self, kind: str) -> None:
         """Two queries must return the same variables, so that all workers of a role get the same."""
         first, second = self.answers.environment[kind]
-        if first != second:
-            raise AssertionError(f"environment({kind!r}) said {first}, and then {second}")
+        assert first == second, f"environment({kind!r}) returned {first}, and then {second}"
 
     def test_an_unknown_dtype_is_refused_with_the_way_out(self) -> None:
         """An unknown dtype must be refused with a reason that names a supported one.
@@ -147,10 +146,10 @@ class PlatformConformance(PackagingTests):
         All platforms must support fp32.
         """
         refused, fp32 = self.answers.supports[UNKNOWN_DTYPE], self.answers.supports["fp32"]
-        if fp32:
-            raise AssertionError(f"fp32 is refused: {fp32}")
-        if not any(dtype in refused for dtype in KNOWN_DTYPES):
-            raise AssertionError(f"supports({UNKNOWN_DTYPE!r}) is {refused!r}, expected a reason that names what works")
+        assert not fp32, f"fp32 is refused: {fp32}"
+        assert any(dtype in refused for dtype in KNOWN_DTYPES), (
+            f"supports({UNKNOWN_DTYPE!r}) is {refused!r}, expected a reason with a supported dtype"
+        )
 
     # -- with the hardware ---------------------------------------------------------------------------------------------
 
@@ -167,10 +166,10 @@ class PlatformConformance(PackagingTests):
         self.need_hardware()
         memory = _heavy.run(fill, self.provider.target, 0, timeout_s=self.timeout_s)[0][0]
         total, used = memory["total"], memory["used"]
-        if not (type(total) is int and type(used) is int and 0 <= used <= total and total > 2**20):
+        if type(total) is not int or type(used) is not int or not (0 <= used <= total) or not total > 2**20:
             raise AssertionError(f"memory(0) is {memory}, expected bytes, of which some are used")
 
-    def test_memory_counts_what_is_put_there(self) -> None:
+    def test_memory_counts_allocations(self) -> None:
         """Allocating 256 MiB must raise the used memory by at least 90 % of that.
 
         Skipped if slots share the host's memory.
@@ -179,5 +178,6 @@ class PlatformConformance(PackagingTests):
         if self.answers.slots_share_cores:
             pytest.skip("slots have no memory of their own")
         before, after = _heavy.run(fill, self.provider.target, FILLED_BYTES, timeout_s=self.timeout_s)[0]
-        if after["used"] - before["used"] < 0.9 * FILLED_BYTES:
-            raise AssertionError(f"{FILLED_BYTES} bytes were allocated, but memory(0) went from {before} to {after}")
+        assert after["used"] - before["used"] >= 0.9 * FILLED_BYTES, (
+            f"{FILLED_BYTES} bytes were allocated, but memory(0) went from {before} to {after}"
+        )

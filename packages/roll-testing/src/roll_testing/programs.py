@@ -6,11 +6,13 @@ Arguments and results are plain values, because they are sent between processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.spec.train import ParameterState, PortableState
 from roll_testing.bench import (
     WHOLE,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import LossFn, Part, StepStats, TrainStrategy, Want
+    from roll_core.spec.train import LossFn, StateKind, StepStats, TrainStrategy, WantedOutputs
     from roll_core.types import DataRank, Floats, TrainSequence
     from roll_testing.bench import Arrays, Case, Split, Step
 
@@ -53,6 +55,11 @@ class Raised:
     def __str__(self) -> str:
         return f"{self.kinds[0]}: {self.message}"
 
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        """Describe an exception."""
+        return cls(kinds=tuple(kind.__name__ for kind in type(error).__mro__), message=str(error))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
@@ -71,15 +78,26 @@ def raised(call: Callable[[], object]) -> Raised | None:
     """Return the exception that a call raises, or None."""
     try:
         call()
+    except AssertionError:  # of the kit itself, such as a timeout
+        raise
     except Exception as error:  # any error of the strategy is the result
-        return Raised(kinds=tuple(kind.__name__ for kind in type(error).__mro__), message=str(error))
+        return Raised.of(error)
     return None
+
+
+def expect(error: Raised | None, kind: type[Exception], doing: str, *named: str) -> None:
+    """Fail unless `error` is of class `kind`, gives a reason of at least three words, and contains all of `named`."""
+    assert error is not None, f"{doing} raised nothing, expected {kind.__name__}"
+    assert error.is_a(kind), f"{doing} raised {error}, expected {kind.__name__}"
+    assert len(error.message.split()) >= 3, f"{doing} raised {error}: the message gives no reason"
+    missing = [name for name in named if name not in error.message]
+    assert not missing, f"{doing} raised {error}: the message does not contain {', '.join(missing)}"
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want, split: Split) -> Rows:
+def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs, split: Split) -> Rows:
     """Return outputs of a freshly built model."""
     with built(case, rank) as strategy:
         return outputs(strategy, sequences, want, split)
@@ -94,7 +112,10 @@ def train(rank: int, case: Case, steps: Sequence[Step]) -> Trained:
 def observe(strategy: TrainStrategy, steps: Sequence[Step]) -> Trained:
     """Run some optimizer steps on a built model."""
     before = weights(strategy)
-    done = [take_step(strategy, step) for step in steps]
+    return _trained(strategy, before, [take_step(strategy, step) for step in steps])
+
+
+def _trained(strategy: TrainStrategy, before: Arrays, done: Sequence[tuple[StepStats, dict[str, float]]]) -> Trained:
     return Trained(
         data_rank=strategy.data_rank,
         stats=tuple(stats for stats, _ in done),
@@ -143,7 +164,7 @@ def fail_to_build(rank: int, case: Case) -> tuple[Raised | None, Raised | None]:
     return raised(lambda: strategy.build(case.model, mesh_of(case, rank))), raised(strategy.close)
 
 
-def only_score(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, dict[str, Raised | None]]:
+def only_score(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[Rows, dict[str, Raised | None]]:
     """Return the outputs of a role without an optimizer, and the errors of its training calls."""
     with built(case.with_(training=None), rank) as strategy:
         (micro,) = micros(step.sequences, step.sequences, WHOLE)
@@ -154,7 +175,7 @@ def only_score(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, dic
         }
 
 
-def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, Rows, Trained]:
+def live_together(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[Rows, Rows, Trained]:
     """Run a training role and a scoring role in one process.
 
     Return the scorer's outputs before and after a step of the other role, and the training steps.
@@ -172,7 +193,7 @@ def live_together(rank: int, case: Case, step: Step, want: Want) -> tuple[Rows, 
 
 
 def describe_outputs(
-    rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want
+    rank: int, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs
 ) -> dict[str, tuple[tuple[int, ...], str, bool, float]]:
     """Return shape, dtype, `requires_grad`, and the largest absolute value at first tokens, for each output."""
     with built(case, rank) as strategy:
@@ -190,7 +211,7 @@ def describe_outputs(
         }
 
 
-def want_undeclared(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Want) -> Raised | None:
+def want_undeclared(rank: int, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs) -> Raised | None:
     """Return the error of a forward pass."""
     with built(case, rank) as strategy:
         (micro,) = micros(sequences, sequences, WHOLE)
@@ -202,17 +223,14 @@ def build_undeclared(rank: int, case: Case, task: Task) -> Raised | None:
     return fail_to_build(rank, case.with_(model=replace(case.model, task=task)))[0]
 
 
-def look_between(rank: int, case: Case, step: Step, want: Want) -> Trained:
+def look_between(rank: int, case: Case, step: Step, want: WantedOutputs) -> Trained:
     """Run a step with forward passes and an export between backward and the optimizer step."""
     with built(case, rank) as strategy:
         before = weights(strategy)
         metrics = accumulate(strategy, step)
         outputs(strategy, step.sequences, want)
         weights(strategy)
-        stats = strategy.optimizer_step()
-        return Trained(
-            data_rank=strategy.data_rank, stats=(stats,), metrics=(metrics,), before=before, after=weights(strategy)
-        )
+        return _trained(strategy, before, [(strategy.optimizer_step(), metrics)])
 
 
 def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tuple[int, ...], bool]], ...]:
@@ -254,13 +272,18 @@ def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], 
     Loading must discard everything before it, including gradients.
     """
     with built(case, rank) as strategy:
-        for step in spoil:
-            take_step(strategy, step)
-        for step in spoil[:1]:
-            accumulate(strategy, step)
-        weights(strategy)  # as a publish does; weights cached by it must not survive the load
+        _spoil(strategy, spoil)
         strategy.load(Path(folder) / f"rank-{rank}")
         return observe(strategy, steps)
+
+
+def _spoil(strategy: TrainStrategy, steps: Sequence[Step]) -> None:
+    """Give the strategy another state: weights, moments, gradients, and weights that a publish may cache."""
+    for step in steps:
+        take_step(strategy, step)
+    for step in steps[:1]:
+        accumulate(strategy, step)
+    weights(strategy)
 
 
 def load_damaged(rank: int, case: Case, folder: str) -> Raised | None:
@@ -270,7 +293,7 @@ def load_damaged(rank: int, case: Case, folder: str) -> Raised | None:
 
 
 def export_after_steps(
-    rank: int, case: Case, steps: Sequence[Step], batch: Sequence[TrainSequence], want: Want, folder: str
+    rank: int, case: Case, steps: Sequence[Step], batch: Sequence[TrainSequence], want: WantedOutputs, folder: str
 ) -> tuple[Arrays, Rows, Raised | None]:
     """Return exported weights and outputs of the trained model, and the error of `export_model` into `folder`."""
     with built(case, rank) as strategy:
@@ -281,7 +304,7 @@ def export_after_steps(
         return held, found, raised(lambda: strategy.export_model(Path(folder)))
 
 
-def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequence[Part]) -> Trained:
+def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequence[StateKind]) -> Trained:
     """Run steps, and offload and onload `parts` before each step, before each optimizer step, and at the end."""
     with built(case, rank) as strategy:
         before = weights(strategy)
@@ -292,17 +315,11 @@ def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequenc
             _away_and_back(strategy, parts)
             done.append((strategy.optimizer_step(), metrics))
         _away_and_back(strategy, parts)
-        return Trained(
-            data_rank=strategy.data_rank,
-            stats=tuple(stats for stats, _ in done),
-            metrics=tuple(metrics for _, metrics in done),
-            before=before,
-            after=weights(strategy),
-        )
+        return _trained(strategy, before, done)
 
 
 def compute_while_away(
-    rank: int, case: Case, step: Step, batch: Sequence[TrainSequence], want: Want
+    rank: int, case: Case, step: Step, batch: Sequence[TrainSequence], want: WantedOutputs
 ) -> tuple[tuple[Rows, Arrays], tuple[Rows, Arrays]]:
     """Return outputs and exported weights after a step, and again with gradients and optimizer offloaded."""
     with built(case, rank) as strategy:
@@ -314,7 +331,7 @@ def compute_while_away(
         return here, away
 
 
-def _away_and_back(strategy: TrainStrategy, parts: Sequence[Part]) -> None:
+def _away_and_back(strategy: TrainStrategy, parts: Sequence[StateKind]) -> None:
     strategy.offload(parts)
     strategy.onload(parts)
 
@@ -330,7 +347,7 @@ class MemoryUsed:
     back: int
 
 
-def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[Part]) -> MemoryUsed:
+def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[StateKind]) -> MemoryUsed:
     """Measure the platform's used bytes before offload, after offload and after onload.
 
     A step runs first, so that all buffers exist.
@@ -365,6 +382,52 @@ def publish(
 
     with built(case, rank) as strategy:
         return list(published(strategy, rank, steps, transport))
+
+
+# -- portable state ----------------------------------------------------------------------------------------------------
+
+
+def export_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: str) -> Trained:
+    """Run all steps without interruption, and export the state into `folder` after the first `at` steps.
+
+    `before` has the weights at that point.
+    """
+    with built(case, rank) as strategy:
+        for step in steps[:at]:
+            take_step(strategy, step)
+        write_portable_state(strategy.export_state(), case.model, Path(folder), leads=rank == 0)
+        return observe(strategy, steps[at:])
+
+
+def go_on(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:
+    """Import a state after unrelated steps, then run `steps`.
+
+    The import must discard everything before it, including gradients.
+    """
+    with built(case, rank) as strategy:
+        _spoil(strategy, spoil)
+        with opened_portable_state(Path(folder)) as state:
+            strategy.import_state(state)
+        return observe(strategy, steps)
+
+
+def import_foreign(rank: int, case: Case) -> dict[str, tuple[str, Raised | None]]:
+    """Import states that do not fit this model.
+
+    Return the parameter that does not fit and the error, by kind of mismatch.
+    """
+    with built(case, rank) as strategy:
+        own = strategy.export_state()
+        shapes = dict(own.shapes)
+        last, shape = list(shapes.items())[-1]
+        found: dict[str, tuple[str, Raised | None]] = {}
+        for what, odd, others in (
+            ("one parameter less", last, {name: each for name, each in shapes.items() if name != last}),
+            ("one parameter more", "no.such.weight", shapes | {"no.such.weight": (2,)}),
+            ("another shape", last, shapes | {last: (*shape[:-1], shape[-1] + 1)}),
+        ):
+            found[what] = odd, raised(partial(strategy.import_state, replace(own, shapes=others)))
+        return found
 
 
 # -- failure -----------------------------------------------------------------------------------------------------------

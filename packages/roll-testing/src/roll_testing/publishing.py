@@ -88,7 +88,7 @@ class Receiver:
         self._receiving: Future[dict[str, Tensor]] | None = None
 
     def take(self, plan: SyncPlan, handle: SendHandle) -> None:
-        """Start receiving."""
+        """Start receiving on the thread."""
         self._receiving = self._threads.submit(self._receive, plan, handle)
 
     def wait(self) -> Mapping[str, str]:

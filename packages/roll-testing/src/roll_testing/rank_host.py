@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_testing.ranks import Answer, Call
+from roll_testing.ranks import RankCall, RankResults
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
@@ -47,7 +47,7 @@ def main() -> None:
             client.send(serve(client.recv(), client))
 
 
-def serve(call: Call, client: Connection) -> Answer:
+def serve(call: RankCall, client: Connection) -> RankResults:
     """Fork the ranks, collect their results, and kill those that remain. Raises `EOFError` if the client is gone."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Rank(call, rank, Path(folder) / f"rank-{rank}.txt") for rank in range(call.num_ranks)]
@@ -61,7 +61,7 @@ def serve(call: Call, client: Connection) -> Answer:
 class Rank:
     """One forked rank process, with its connection and output file."""
 
-    def __init__(self, call: Call, rank: int, output: Path) -> None:
+    def __init__(self, call: RankCall, rank: int, output: Path) -> None:
         self.number, self.output = rank, output
         self.connection, theirs = fork.Pipe()
         self.process: ForkProcess = fork.Process(target=work, args=(call, rank, output, theirs))
@@ -83,7 +83,7 @@ class Rank:
         return f"\n--- output of rank {self.number} ---\n{text[-TAIL_CHARS:]}" if text else ""
 
 
-def collect(ranks: list[Rank], call: Call, client: Connection) -> Answer:
+def collect(ranks: list[Rank], call: RankCall, client: Connection) -> RankResults:
     """Return the results of all ranks, or the first failure."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + call.timeout_s
@@ -103,10 +103,10 @@ def collect(ranks: list[Rank], call: Call, client: Connection) -> Answer:
                 failures.append(failure)
                 deadline = min(deadline, time.monotonic() + PEERS_S)
     if failures:
-        return Answer(failure=failures[0])
+        return RankResults(failure=failures[0])
     if len(results) < len(ranks):
-        return Answer(failure=silent(ranks, results, call.timeout_s))
-    return Answer(results=tuple(results[rank.number] for rank in ranks))
+        return RankResults(failure=silent(ranks, results, call.timeout_s))
+    return RankResults(results=tuple(results[rank.number] for rank in ranks))
 
 
 def take(rank: Rank, results: dict[int, Any]) -> str:
@@ -118,7 +118,7 @@ def take(rank: Rank, results: dict[int, Any]) -> str:
         code = rank.process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         rank.connection.close()
-        return f"rank {rank.number} died ({how}) without an answer{rank.tail()}"
+        return f"rank {rank.number} exited ({how}) without a result{rank.tail()}"
     rank.connection.close()
     if not succeeded:
         return f"rank {rank.number} raised\n{value}{rank.tail()}"
@@ -134,15 +134,15 @@ def silent(ranks: list[Rank], results: dict[int, Any], timeout_s: float) -> str:
             os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(STACKS_S)
     names = ", ".join(str(rank.number) for rank in missing)
-    answered = f"; answered: {', '.join(map(str, sorted(results)))}" if results else ""
-    return f"no answer from rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
+    answered = f"; returned: {', '.join(map(str, sorted(results)))}" if results else ""
+    return f"no result of rank {names} within {timeout_s:g} s{answered}" + "".join(rank.tail() for rank in missing)
 
 
 # -- in the rank process -----------------------------------------------------------------------------------------------
 
 
-def work(call: Call, rank: int, output: Path, connection: Connection) -> None:
-    """Call the function and send its result. The process then exits without running exit handlers."""
+def work(call: RankCall, rank: int, output: Path, connection: Connection) -> None:
+    """RankCall the function and send its result. The process then exits without running exit handlers."""
     os.setpgid(0, 0)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

@@ -36,7 +36,7 @@ class RanksFailedError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RankCall:
     """One call on all ranks: `function(rank, *arguments)`."""
 
     function: Callable[..., Any]
@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RankResults:
     """Results of a call, or its failure."""
 
     results: tuple[Any, ...] = ()
@@ -71,16 +71,16 @@ class RankHost:
         kills the ranks that still run.
         """
         connection = self._started()
-        call = Call(function=function, arguments=arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+        call = RankCall(function=function, arguments=arguments, num_ranks=num_ranks, timeout_s=timeout_s)
         try:
             connection.send(call)
             if not connection.poll(timeout_s + GRACE_S):
                 self.close()
-                raise RanksFailedError(f"the host of the ranks did not answer within {timeout_s + GRACE_S:.0f} s")
-            answer: Answer = connection.recv()
+                raise RanksFailedError(f"the host of the ranks did not return within {timeout_s + GRACE_S:.0f} s")
+            answer: RankResults = connection.recv()
         except (EOFError, OSError) as error:
             self.close()
-            raise RanksFailedError(f"the host of the ranks died: {type(error).__name__}: {error}") from error
+            raise RanksFailedError(f"the host of the ranks exited: {type(error).__name__}: {error}") from error
         except BaseException:  # an interrupt: the next call would receive this call's late result
             self.close()
             raise
@@ -122,7 +122,7 @@ class RankHost:
         try:
             problem: str = self._connection.recv()
         except EOFError:
-            problem = "it died while it imported what it preloads; its own output says why"
+            problem = "it exited while importing the preloaded modules; see its output"
         if problem:
             self.close()
             raise RanksFailedError(f"the host of the ranks did not start: {problem}")

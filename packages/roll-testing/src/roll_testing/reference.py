@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.data.pack import pack
-from roll_core.spec.train import ParameterState, PortableState, TokenOutputs, Want
+from roll_core.spec.train import ParameterState, PortableState, TokenOutputs, WantedOutputs
 from roll_modeling.model import DTYPES, quiet
 from roll_modeling.optimizer import MOMENTS
 from roll_testing.bench import as_array
@@ -99,12 +99,12 @@ class Reference:
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def outputs(self, sequences: Sequence[TrainSequence], want: Want) -> TokenOutputs:
+    def outputs(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> TokenOutputs:
         """Return outputs of the flat batch, with gradients."""
         rows = [self._row(torch.from_numpy(each.tokens).long(), want) for each in sequences]
         return TokenOutputs(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
-    def by_sequence(self, sequences: Sequence[TrainSequence], want: Want) -> dict[str, dict[str, Floats]]:
+    def by_sequence(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> dict[str, dict[str, Floats]]:
         """Return outputs without gradients, by output name and then by sequence id."""
         found: dict[str, dict[str, Floats]] = {}
         with torch.no_grad():
@@ -113,7 +113,7 @@ class Reference:
                     found.setdefault(name.rpartition("_")[0], {})[each.id] = as_array(tensor)
         return found
 
-    def _row(self, tokens_L: Tensor, want: Want) -> dict[str, Tensor]:
+    def _row(self, tokens_L: Tensor, want: WantedOutputs) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if want.values:
             scores_L = self.model.scores(tokens_L).float()

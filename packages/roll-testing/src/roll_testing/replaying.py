@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import check_near, check_rows
+from roll_testing.kit import registry
 from roll_testing.losses import LOSSES
 from roll_testing.models import make_batch
-from roll_testing.part import registry
 from roll_testing.programs import Trained, score, train
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.types import TrainSequence
     from roll_testing.bench import Case
 
-WANT = Want(logprobs=True, entropy=True)
+WANT = WantedOutputs(logprobs=True, entropy=True)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys that architectures use for their number of experts."""
 
@@ -41,9 +41,9 @@ def with_experts(batch: Sequence[TrainSequence], architecture: Mapping[str, Any]
     top_k = architecture["num_experts_per_tok"]
     rng, found = np.random.default_rng(seed), []
     for at, each in enumerate(batch):
-        drawn = np.argsort(rng.random((len(each) - 1, layers, experts)), axis=-1)[..., :top_k]
-        known = {2: 3, 4: 0}.get(at, len(drawn))
-        found.append(replace(each, routed_experts=drawn[:known].astype(np.uint8) if at != 0 else None))
+        sampled = np.argsort(rng.random((len(each) - 1, layers, experts)), axis=-1)[..., :top_k]
+        known = {2: 3, 4: 0}.get(at, len(sampled))
+        found.append(replace(each, routed_experts=sampled[:known].astype(np.uint8) if at != 0 else None))
     return found
 
 
@@ -74,7 +74,7 @@ def check_replay(
     (right,) = run(score, on_hf_train(case), batch, WANT, WHOLE)
     (plain,) = run(score, on_hf_train(case), [replace(each, routed_experts=None) for each in batch], WANT, WHOLE)
     moved = max(float(np.abs(row - plain["logprobs"][key]).max()) for key, row in right["logprobs"].items())
-    assert moved > 0.01, "nothing would be seen if nothing were replayed"
+    assert moved > 0.01, "the test would pass without replay: the experts hardly change the logprobs"
     answers = run(score, case, batch, WANT, WHOLE)
     for name, rows in right.items():
         found = {key: row for each in answers for key, row in each.get(name, {}).items()}
@@ -93,4 +93,4 @@ def _check_steps(answers: Sequence[Trained], right: Trained) -> None:
             assert each.stats[at].grad_norm == pytest.approx(stats.grad_norm, rel=1e-4)
     went = {name: leaders[0].after[name] - each for name, each in leaders[0].before.items()}
     should = {name: right.after[name] - each for name, each in leaders[0].before.items()}
-    check_near("the way that the weights went", went, should, 1e-4)
+    check_near("the change of the weights", went, should, 1e-4)

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 class Trajectory:
     """Episode of one agent with K turns. The prompt is its first observation."""
 
-    drawn_K: np.ndarray
+    generated_K: np.ndarray
     """int, generated tokens of each turn, at least 1."""
     observed_K: np.ndarray
     """int, tokens of the observation before each turn; 0 for the first turn, whose observation is the prompt."""
-    away_s_K: np.ndarray
+    environment_s_K: np.ndarray
     """Seconds that the environment takes after each turn; the value of the last turn is ignored."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated in all turns."""
-        return int(self.drawn_K.sum())
+        return int(self.generated_K.sum())
 
 
 @dataclass(slots=True)
@@ -92,13 +92,13 @@ class SimulatedAgents(SimulatedEngine):
             base, _, suffix = request.id.partition("#")
             key = base, int(suffix.partition(".")[0]) if suffix else row.index
             trajectory = self._trajectory_of(*key)
-            drawn = len(request.prompt_ids) - self._prompt_tokens
-            ends_K = np.cumsum(trajectory.drawn_K)
-            turn = int(np.searchsorted(ends_K, drawn, side="right"))
-            row.stretch = int(ends_K[turn]) - drawn
+            generated = len(request.prompt_ids) - self._prompt_tokens
+            ends_K = np.cumsum(trajectory.generated_K)
+            turn = int(np.searchsorted(ends_K, generated, side="right"))
+            row.stretch = int(ends_K[turn]) - generated
             prompt = len(request.prompt_ids) if row.index == 0 else 0
             row.plan = _Agent(key, trajectory, turn, prompt + int(trajectory.observed_K[: turn + 1].sum()))
-            between_turns = drawn > 0 and row.stretch == trajectory.drawn_K[turn]
+            between_turns = generated > 0 and row.stretch == trajectory.generated_K[turn]
             self._wait(row, self._environments.answer_at.get(key, 0.0) if between_turns else 0.0)
 
     @override
@@ -118,10 +118,10 @@ class SimulatedAgents(SimulatedEngine):
         self._running -= 1
         row.before += row.stretch
         row.start = -1.0
-        answer_at = asyncio.get_running_loop().time() + float(trajectory.away_s_K[agent.turn])
+        answer_at = asyncio.get_running_loop().time() + float(trajectory.environment_s_K[agent.turn])
         self._environments.answer_at[agent.key] = answer_at
         agent.turn += 1
-        row.stretch, agent.to_compute = int(trajectory.drawn_K[agent.turn]), int(trajectory.observed_K[agent.turn])
+        row.stretch, agent.to_compute = int(trajectory.generated_K[agent.turn]), int(trajectory.observed_K[agent.turn])
         self._wait(row, answer_at)
 
     def _wait(self, row: SimulatedRow, answer_at: float) -> None:

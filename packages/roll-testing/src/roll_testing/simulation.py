@@ -282,8 +282,8 @@ class SimulatedEngine(Replica):
             request.on_result(request.request.id, Completion(id=request.request.id, outputs=outputs))
 
     def _output(self, row: SimulatedRow, reason: FinishReason) -> CompletionOutput:
-        drawn = 0 if row.start < 0 else min(row.stretch, int(self._progress - row.start + 1e-6))
-        num = row.length if reason == "stop" else row.before + drawn
+        generated = 0 if row.start < 0 else min(row.stretch, int(self._progress - row.start + 1e-6))
+        num = row.length if reason == "stop" else row.before + generated
         first = len(row.request.request.prompt_ids)
         versions = np.broadcast_to(np.int32(self.version), num) if self.version else _FIRST_VERSION[:num]
         return CompletionOutput(

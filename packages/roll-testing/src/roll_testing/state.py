@@ -10,7 +10,7 @@ import pytest
 from roll_core.errors import UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.train import TrainStrategy, Want
+from roll_core.spec.train import TrainStrategy, WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import BOUNDS, check_names, check_rows, check_same, check_same_run, distance
 from roll_testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING
@@ -26,7 +26,7 @@ from roll_testing.programs import (
 )
 from roll_testing.publishing import IN_ONE_PROCESS
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.subject import Subject
+from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import Part
+    from roll_core.spec.train import StateKind
     from roll_core.types import Floats
     from roll_testing.bench import Arrays, Case
     from roll_testing.programs import MemoryUsed, Raised, Trained
 
-PARTS: dict[str, tuple[Part, ...]] = {
+PARTS: dict[str, tuple[StateKind, ...]] = {
     "weights": ("weights",),
     "grads": ("grads",),
     "optimizer": ("optimizer",),
     "all": ("weights", "grads", "optimizer"),
 }
 ASKED = {
-    "causal_lm": ("logprobs", Want(logprobs=True)),
-    "value": ("values", Want(values=True)),
-    "reward": ("values", Want(values=True)),
+    "causal_lm": ("logprobs", WantedOutputs(logprobs=True)),
+    "value": ("values", WantedOutputs(values=True)),
+    "reward": ("values", WantedOutputs(values=True)),
 }
 """Output to compare for a model of each task."""
 MOVED = 1e-4
@@ -57,7 +57,7 @@ RETURNED = 0.9
 """Minimum share of the bytes reported by `memory()` that offloading must free."""
 
 
-class StateTests(Subject):
+class StateTests(TrainKit):
     """Comparisons are bit for bit, unless a test states another bound."""
 
     # -- save and load -------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class StateTests(Subject):
         held, found, _ = self._exported(case, "causal_lm", tmp_path)
         reference = self.reference(case)
         reference.take(held)
-        expected = reference.by_sequence(self.batch(), Want(logprobs=True))
+        expected = reference.by_sequence(self.batch(), WantedOutputs(logprobs=True))
         check_rows("logprobs by exported weights", found, expected["logprobs"], BOUNDS["fp32"].outputs)
 
     def test_an_exported_model_is_loaded_by_transformers(
@@ -126,8 +126,8 @@ class StateTests(Subject):
     def test_adapters_are_merged_on_export(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """After two steps with LoRA on every linear layer, exported weights must differ from the initial ones.
 
-        The reference with the exported weights must compute the strategy's logprobs. With `Want.base`, the strategy
-        must compute the logprobs of the untrained model.
+        The reference with the exported weights must compute the strategy's logprobs. With `WantedOutputs.base`, the
+        strategy must compute the logprobs of the untrained model.
         """
         self.need_training()
         self.need(self.can.lora, "lora")
@@ -135,17 +135,18 @@ class StateTests(Subject):
         case = case.with_(model=replace(case.model, lora=adapters))
         held, found, _ = self._exported(case, "causal_lm", tmp_path)
         _, found_base, _ = self._exported(case, "causal_lm", tmp_path, base=True)
-        reference, want = self.reference(case), Want(logprobs=True)
+        reference, want = self.reference(case), WantedOutputs(logprobs=True)
         untrained = reference.by_sequence(self.batch(), want)["logprobs"]
         check_rows("logprobs without adapters", found_base, untrained, BOUNDS["fp32"].outputs)
-        if distance(held, reference.weights()) < MOVED:
-            raise AssertionError("two steps with adapters left the exported weights where they were")
+        assert distance(held, reference.weights()) >= MOVED, (
+            "two steps with adapters hardly changed the exported weights"
+        )
         reference.take(held)
         trained = reference.by_sequence(self.batch(), want)["logprobs"]
         check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
 
     @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-    def test_a_receiver_holds_what_is_published(self, case: Case, world_size: int, transport: str) -> None:
+    def test_a_receiver_gets_the_published_weights(self, case: Case, world_size: int, transport: str) -> None:
         """After each of two steps, the digests of a receiver must equal those of the exported weights.
 
         The second publish must differ from the first.
@@ -157,14 +158,13 @@ class StateTests(Subject):
         for version, (held, exported) in enumerate(sent, 1):
             check_names(held, exported)
             if odd := sorted(name for name in exported if held[name] != exported[name]):
-                raise AssertionError(f"version {version}: the receiver holds another {odd[0]} than is exported")
-        if sent[0][0] == sent[1][0]:
-            raise AssertionError("the second publish brought the weights of the first, though a step lies between them")
+                raise AssertionError(f"version {version}: {odd[0]} of the receiver is not the exported one")
+        assert sent[0][0] != sent[1][0], "the second publish had the weights of the first, despite a step between them"
 
     # -- offload -------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("parts", PARTS)
-    def test_moving_parts_away_and_back_changes_no_number(self, case: Case, world_size: int, parts: str) -> None:
+    def test_offload_and_onload_change_no_number(self, case: Case, world_size: int, parts: str) -> None:
         """Offload and onload must not change any number.
 
         They run before each step, and between backward and the optimizer step.
@@ -189,14 +189,14 @@ class StateTests(Subject):
             self.need(self.can.lora, "lora")
             model = replace(model, lora=LoraSpec(targets=("all-linear",), rank=4, alpha=8.0))
         case = case.with_(training=TRAINING, model=model)
-        answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), Want(logprobs=True))
+        answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), WantedOutputs(logprobs=True))
         for rank, ((rows, held), (rows_away, held_away)) in enumerate(answers):
             check_same(f"weights of rank {rank} while the optimizer is away", held_away, held)
             for name, found in rows_away.items():
                 check_rows(f"{name} of rank {rank} while the optimizer is away", found, rows[name], 0.0)
 
     @pytest.mark.parametrize("parts", ["optimizer", "all"])
-    def test_what_is_moved_away_gives_its_memory_back(
+    def test_offload_frees_memory(
         self, case: Case, models: Callable[[str], ModelSpec], world_size: int, parts: str
     ) -> None:
         """Offloading must free at least 90 % of the bytes that `memory()` reports for the parts.
@@ -211,15 +211,14 @@ class StateTests(Subject):
         large = case.with_(training=TRAINING, model=models("large"))
         used: Sequence[MemoryUsed] = self.run(offload_and_measure, large, self._steps(1)[0], PARTS[parts])
         for rank, each in enumerate(used):
-            if each.held <= 0:
-                raise AssertionError(f"memory() of rank {rank} does not say what {parts} hold")
-            if each.before - each.away < RETURNED * each.held:
-                raise AssertionError(
-                    f"rank {rank}: {parts} hold {each.held:,} bytes, but moving them away freed only"
-                    f" {each.before - each.away:,}: something still refers to them"
-                )
-            if each.back - each.away < RETURNED * each.held:
-                raise AssertionError(f"rank {rank}: onload took only {each.back - each.away:,} of {each.held:,} bytes")
+            assert each.held > 0, f"memory() of rank {rank} has no bytes for {parts}"
+            assert each.before - each.away >= RETURNED * each.held, (
+                f"rank {rank}: {parts} have {each.held:,} bytes, but offload freed only"
+                f" {each.before - each.away:,}: something still references them"
+            )
+            assert each.back - each.away >= RETURNED * each.held, (
+                f"rank {rank}: onload allocated only {each.back - each.away:,} of {each.held:,} bytes"
+            )
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -252,5 +251,4 @@ def _same_tokenizer(exported: Path, source: str) -> None:
     from transformers import AutoTokenizer
 
     found, expected = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (str(exported), source))
-    if found != expected:
-        raise AssertionError(f"the tokenizer beside the exported model has {len(found)} tokens, not those of {source}")
+    assert found == expected, f"the tokenizer beside the exported model has {len(found)} tokens, not those of {source}"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.runtime.records.portable_state import opened_portable_state
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import built, outputs
 from roll_testing.bounds import check_rows
 from roll_testing.models import DEEPSEEK, make_batch, write_checkpoint
-from roll_testing.portable_programs import export_between
+from roll_testing.programs import export_between
 from roll_testing.reference import Reference, TransformersModel
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from roll_testing.bench import Case
 
 VOCABULARY = 61
-WANT = Want(logprobs=True)
+WANT = WantedOutputs(logprobs=True)
 
 
 def write_biased_checkpoint(folder: Path, *, seed: int) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -71,8 +71,9 @@ def check_stored_buffers(run: Callable[..., Sequence[Any]], case: Case, folder: 
     batch = make_batch(VOCABULARY)
     expected = Reference(TransformersModel(model), "causal_lm").by_sequence(batch, WANT)["logprobs"]
     unlike = Reference(TransformersModel(other), "causal_lm").by_sequence(batch, WANT)["logprobs"]
-    if max(abs(row - expected[key]).max() for key, row in unlike.items() if len(row)) < 0.01:
-        raise AssertionError("the two models compute the same, so nothing would be seen")
+    assert max(abs(row - expected[key]).max() for key, row in unlike.items() if len(row)) >= 0.01, (
+        "the two models have the same logprobs, so the test would pass without import"
+    )
     (folder / "state").mkdir()
     run(export_between, case.with_(model=model), [], 0, str(folder / "state"))
     answers = run(compute_imported, case.with_(model=other), batch, str(folder / "state"), str(folder / "out"))
@@ -82,5 +83,4 @@ def check_stored_buffers(run: Callable[..., Sequence[Any]], case: Case, folder: 
     for file in (folder / "out").glob("*.safetensors"):
         exported |= load_file(file)
     for name, bias in biases.items():
-        if not exported[name].equal(bias):
-            raise AssertionError(f"{name} was exported as {exported[name]}, expected {bias}")
+        assert exported[name].equal(bias), f"{name} was exported as {exported[name]}, expected {bias}"

@@ -118,15 +118,16 @@ class WeightTransportConformance(PackagingTests):
             thread.start()
         return threads
 
-    def test_it_says_whether_it_is_available(self) -> None:
+    def test_available_returns_a_reason_or_none(self) -> None:
         """`available` must return None, or a reason why the transport is not available."""
         facts = [RoleFacts(role=name, workers=(WorkerFacts(host="here", pid=pid),)) for pid, name in enumerate("ab")]
         reason = load_transport(self.provider).available(*facts)
-        if reason is not None and not (isinstance(reason, str) and reason):
-            raise AssertionError(f"available() returned {reason!r}, expected a reason or None")
+        assert reason is None or (isinstance(reason, str) and reason), (
+            f"available() returned {reason!r}, expected a reason or None"
+        )
 
     @pytest.mark.parametrize("num_receivers", [1, 3])
-    def test_receivers_hold_what_was_sent(self, num_receivers: int) -> None:
+    def test_receivers_get_what_was_sent(self, num_receivers: int) -> None:
         """Receivers must get all tensors bit for bit, in three publishes over the same endpoints.
 
         `send` must return the entries of the tensors that it sent, with their digests.
@@ -143,14 +144,14 @@ class WeightTransportConformance(PackagingTests):
         threads = self.receive(sender.address, num_receivers, act, *range(num_receivers))
         for manifest in published:
             sent = sender.send(manifest, iter(weights(manifest.version).items()), Deadline(IN_TIME))
-            if tuple(sent) != manifest.tensors:
-                raise AssertionError("send() returned other entries than those of the tensors it sent")
+            assert tuple(sent) == manifest.tensors, "send() returned other entries than those of the tensors it sent"
         for thread in threads:
             thread.join(IN_TIME)
         for manifest in published:
             for rank in range(num_receivers):
-                if (manifest.version, rank) not in receipts:
-                    raise AssertionError(f"receiver {rank} did not get all tensors of version {manifest.version}")
+                assert (manifest.version, rank) in receipts, (
+                    f"receiver {rank} did not get all tensors of version {manifest.version}"
+                )
                 verify(manifest, receipts[manifest.version, rank])
 
     def test_a_torn_bucket_fails_the_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +246,7 @@ class WeightTransportConformance(PackagingTests):
         self.receive(sender.address, 1, lambda rank, endpoint: _read_all(rank, endpoint, manifest=manifest), 0)
         with pytest.raises(error, match=name) as caught:
             sender.send(manifest, iter(sent.items()), Deadline(IN_TIME))
-        if isinstance(caught.value, ReceiversLostError):
-            raise AssertionError(f"the sender blames its receivers: {caught.value}")
+        assert not isinstance(caught.value, ReceiversLostError), f"the sender blames its receivers: {caught.value}"
 
     def test_closing_twice_is_allowed(self) -> None:
         """`close` of both endpoints must be idempotent, also before they were used."""
@@ -266,8 +266,7 @@ class WeightTransportConformance(PackagingTests):
                 f"expected silent {sorted(silent)} and gone {sorted(gone)}, found silent {caught.value.silent} and gone"
                 f" {caught.value.gone}"
             )
-        if gone and not deadline.left:
-            raise AssertionError("the sender noticed the closed connection only at its deadline")
+        assert not gone or deadline.left, "the sender noticed the closed connection only at its deadline"
 
 
 def _manifest() -> WeightManifest:

@@ -72,7 +72,7 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
     """
     if batch.gamma != 1.0:
         raise UnsupportedError(
-            f"rloo takes the whole response as one action, so gamma {batch.gamma:g} cannot be honoured: set gamma to 1,"
+            f"rloo treats the whole response as one action and does not support gamma {batch.gamma:g}: set gamma to 1,"
             " or adv_estimator to reinforce"
         )
     rewards_T = token_rewards(batch)
@@ -96,7 +96,7 @@ def gae(batch: AdvantageInput) -> AdvantageOutput:
     terminated. Raises `UnsupportedError` for a batch without values, and `NonFiniteError`.
     """
     if batch.values_T is None:
-        raise UnsupportedError("gae reads the critic's values, and there are none: give the run the role critic")
+        raise UnsupportedError("gae needs values, but the batch has none: configure the role critic")
     rewards_T = token_rewards(batch)
     rewards_N, segments_N = _masked(rewards_T, batch)
     values_N = batch.values_T[batch.mask_T].double()

@@ -51,7 +51,7 @@ def token_weights(micro: MicroBatch, mode: Aggregation) -> Tensor:
         return mask_T.float() / (lengths_S * num_sequences)[micro.segments_T]
     if mode == "seq-mean-token-sum-norm":
         return mask_T.float() / (max(totals.max_length, 1) * num_sequences)
-    raise UnsupportedError(f"loss_agg_mode {mode!r} is none of {', '.join(get_args(Aggregation))}")
+    raise UnsupportedError(f"unknown loss_agg_mode {mode!r}, expected {', '.join(get_args(Aggregation))}")
 
 
 def weighted_sum(values_T: Tensor, weights_T: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class KLController:
         Raises `NonFiniteError` for a NaN or infinite `kl`, because a NaN would stay in the coefficient.
         """
         if not abs(kl) < float("inf"):
-            raise NonFiniteError(f"the KL that the controller of the KL weight was given is {kl}")
+            raise NonFiniteError(f"the mean KL is {kl}, expected a finite number: the KL coefficient cannot be adapted")
         if self.target is None:
             return
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

@@ -16,7 +16,7 @@ from roll_core.algorithms.aggregate import Aggregation, aggregate, token_weights
 from roll_core.algorithms.kl import K3_CLAMP, LOG_RATIO_CLAMP, KLKind, approx_kl
 from roll_core.errors import DataError, NonFiniteError
 from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams
-from roll_core.spec.train import LossOutput, Want
+from roll_core.spec.train import LossOutput, WantedOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,10 +56,10 @@ class PolicyObjective:
     """Sampling temperature of the rollouts."""
 
     @property
-    def want(self) -> Want:
+    def want(self) -> WantedOutputs:
         """Outputs that the loss reads: logprobs, and the entropy if it is used or reported."""
         in_loss = self.entropy_coef != 0.0
-        return Want(
+        return WantedOutputs(
             logprobs=True,
             entropy=in_loss or self.entropy_metric,
             entropy_grad=in_loss,
@@ -118,9 +118,9 @@ class ValueObjective:
     aggregation: Aggregation = "token-mean"
 
     @property
-    def want(self) -> Want:
+    def want(self) -> WantedOutputs:
         """Outputs that the loss reads: values."""
-        return Want(values=True)
+        return WantedOutputs(values=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
@@ -160,9 +160,9 @@ class SFTObjective:
     """Report `token_accuracy`. Requires a strategy with `capabilities.topk`."""
 
     @property
-    def want(self) -> Want:
+    def want(self) -> WantedOutputs:
         """Logprobs of the masked tokens only, so that logits of prompts are not computed."""
-        return Want(logprobs=True, masked_only=True, topk=int(self.token_accuracy))
+        return WantedOutputs(logprobs=True, masked_only=True, topk=int(self.token_accuracy))
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
@@ -187,7 +187,7 @@ def load_policy_loss(target: str) -> PolicyLoss:
 
 def _given(what: str, tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise DataError(f"the loss reads {what}, and the batch has none")
+        raise DataError(f"the loss needs {what}, but the batch has none")
     return tensor
 
 
@@ -231,6 +231,6 @@ def _check(loss: Tensor, micro: MicroBatch, **outputs: Tensor | None) -> None:
                 f" {int(micro.positions_T[token])} of sequence {micro.ids[sequence]}"
             )
     raise NonFiniteError(
-        f"the loss is {loss.item()} though everything that it reads is finite: the policy loss itself overflowed"
+        f"the loss is {loss.item()}, although all its inputs are finite: the policy loss overflowed"
         f" on sequences {', '.join(micro.ids)}"
     )

@@ -147,7 +147,7 @@ def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """
     values_N = values_T[mask_T].double()
     if not torch.isfinite(values_N).all():
-        raise NonFiniteError("cannot whiten: some of the masked values are not finite")
+        raise NonFiniteError("cannot whiten: some masked values are NaN or infinite")
     white_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=values_T.device)
     if values_N.numel() > 1:
         variance = values_N.var(unbiased=True)

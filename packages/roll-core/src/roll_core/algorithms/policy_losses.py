@@ -70,7 +70,7 @@ def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> 
 def _log_ratio(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams, *, known: set[str]) -> Tensor:
     unknown = sorted(set(params.options) - known)
     if unknown:
-        raise UnsupportedError(f"pg_options: this policy loss knows no {', '.join(unknown)}; it takes {sorted(known)}")
+        raise UnsupportedError(f"unknown pg_options {', '.join(unknown)}, expected {sorted(known)}")
     old_T = logprobs_T.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
     bound = params.options.get("log_ratio_clamp", LOG_RATIO_CLAMP)
     # Values outside the mask are arbitrary. Their exp() must not reach the loss or the gradient.
@@ -79,7 +79,7 @@ def _log_ratio(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams, 
 
 def _advantages(micro: MicroBatch) -> Tensor:
     if micro.advantages_T is None:
-        raise DataError("a policy loss was given a batch without advantages")
+        raise DataError("the policy loss needs advantages, but the batch has none")
     return torch.where(micro.loss_mask_T, micro.advantages_T, 0.0)
 
 

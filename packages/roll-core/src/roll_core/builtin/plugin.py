@@ -27,7 +27,7 @@ ROLL_HOOK_API = 1
 def roll_platforms() -> Iterator[PlatformProvider]:
     """The `cpu` platform, which is always available."""
     yield PlatformProvider(
-        name="cpu", target="roll_core.builtin.cpu:CpuPlatform", summary="The host's cores; always there"
+        name="cpu", target="roll_core.builtin.cpu:CpuPlatform", summary="The host's cores; always available"
     )
 
 
@@ -56,7 +56,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
     yield RewardProvider(
         name="math_rule",
         target="roll_core.builtin.rewards.math_rule:MathRuleReward",
-        config="roll_core.builtin.rewards.config:MathRuleConfig",
+        config="roll_core.builtin.config:MathRuleConfig",
         needs=("math-verify[antlr4_9_3]>=0.8",),
         enforces_timeout=True,
         summary="1 if the response's final answer equals the ground truth, mathematically",
@@ -64,9 +64,9 @@ def roll_rewards() -> Iterator[RewardProvider]:
     yield RewardProvider(
         name="function",
         target="roll_core.builtin.rewards.function:FunctionReward",
-        config="roll_core.builtin.rewards.config:FunctionConfig",
+        config="roll_core.builtin.config:FunctionConfig",
         enforces_timeout=True,
-        summary="A Python function of yours",
+        summary="A Python function of the user",
     )
 
 
@@ -75,8 +75,8 @@ def roll_trackers() -> Iterator[TrackerProvider]:
     """TensorBoard. `metrics.jsonl` is always written and needs no tracker."""
     yield TrackerProvider(
         name="tensorboard",
-        target="roll_core.builtin.trackers.tensorboard:TensorBoardTracker",
-        config="roll_core.builtin.options:TensorBoardOptions",
+        target="roll_core.builtin.tensorboard:TensorBoardTracker",
+        config="roll_core.builtin.config:TensorBoardOptions",
         needs=("tensorboard>=2.16",),
         summary="Event files for TensorBoard, in the run directory",
     )
@@ -117,13 +117,13 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
     yield PolicyLossProvider(
         name="ppo",
         target="roll_core.algorithms.policy_losses:ppo",
-        config="roll_core.builtin.options:PolicyLossOptions",
+        config="roll_core.builtin.config:PolicyLossOptions",
         summary="Clipped importance ratio, with clip-higher and dual clip",
     )
     yield PolicyLossProvider(
         name="vanilla",
         target="roll_core.algorithms.policy_losses:vanilla",
-        config="roll_core.builtin.options:PolicyLossOptions",
+        config="roll_core.builtin.config:PolicyLossOptions",
         summary="Log-probability times advantage",
         off_policy=False,
     )
@@ -171,19 +171,19 @@ def roll_weight_transports() -> Iterator[WeightTransportProvider]:
 def roll_checks() -> Iterator[CheckProvider]:
     """Checks that `roll-core doctor` runs on every machine."""
     for name, module, summary in (
-        ("operating_system", "host", "Linux, and a kernel that is not too old"),
-        ("shared_memory", "host", "Space in /dev/shm, through which processes hand weights to each other"),
+        ("operating_system", "host", "Linux, and the version of its kernel"),
+        ("shared_memory", "host", "Space in /dev/shm, for weight transfers between processes"),
         ("threads", "host", "Threads of a step on this host, and whether other programs use the cores"),
-        ("open_files", "host", "How many files and connections a process may have open"),
-        ("disk", "host", "Free space where runs are written"),
+        ("open_files", "host", "Limit of open files and connections of a process"),
+        ("disk", "host", "Free space in output_dir"),
         ("python", "software", "The interpreter's version"),
         ("libraries", "software", "Whether roll-core's own requirements are met, torch and Ray among them"),
-        ("ray_cluster", "software", "Whether a Ray answers where RAY_ADDRESS says"),
-        ("dtypes", "devices", "What the devices compute in"),
-        ("device_memory", "devices", "Memory of the devices, and what others hold of it"),
+        ("ray_cluster", "software", "Whether RAY_ADDRESS accepts connections"),
+        ("dtypes", "devices", "Dtypes that the devices support"),
+        ("device_memory", "devices", "Memory of the devices, and its use by other programs"),
         ("output", "files", "Whether the config's output_dir can be written"),
-        ("models", "files", "Whether the config's models are there"),
-        ("data", "files", "Whether the config's files of rows are there"),
+        ("models", "files", "Whether the models of the config exist"),
+        ("data", "files", "Whether the data files of the config exist"),
     ):
         yield CheckProvider(name=name, target=f"roll_core.builtin.checks.{module}:{name}", summary=summary)
 

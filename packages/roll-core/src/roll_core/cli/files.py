@@ -1,6 +1,6 @@
 """Checks that the models, rows and reward code that a config names exist, before anything heavy is imported.
 
-check, run ─► load(config, further=FileCheck) ─► model directories   config.json
+check, run ─► load(config, extra_check=FileCheck) ─► model directories   config.json
                                               ├► data files          the columns and messages of the first rows
                                               └► rewards             their columns; their code, in separate processes
 """
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
-from roll_core.config.model_keys import is_hub_id
 from roll_core.config.schema import paths, roles
-from roll_core.data.datasets import Rows, file_names, first_rows, messages_of, need_column
+from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, RewardConfig
+from roll_core.spec.model import is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

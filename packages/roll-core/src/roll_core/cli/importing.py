@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.cli.check import summary, warnings_of
+from roll_core.cli.run import summary, warnings_of
 from roll_core.config import load
 from roll_core.config.dump import to_yaml
 from roll_core.config.schema import members

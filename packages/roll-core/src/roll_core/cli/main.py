@@ -26,17 +26,17 @@ USAGE = """roll-core [--version] [--help] [--traceback] COMMAND ...
 Post-train language models: reinforcement learning and supervised fine-tuning.
 
 commands:
-  run CONFIG... [key=value ...]     one run per config, in order
-  check CONFIG... [key=value ...]   every mistake in the configs at once; starts nothing
-  plan CONFIG [key=value ...]       who sits where, what memory each phase takes, whether it fits
-  doctor [CONFIG] [--json]          what is wrong with this machine and its software, and what to do
-  plugins [--json | -v] [--check]   what is installed, what it offers, what is broken
-  import NAME FILE [-o OUT]         another framework's config in roll-core's words, and what became of each key
-  report RUN                        write the report of a run directory again
-  checkpoint list | verify RUN...   which checkpoints there are, and whether they are intact
-  checkpoint convert RUN OUT        from a checkpoint of any strategy to a model that transformers loads
+  run CONFIG... [key=value ...]     run one config after the other
+  check CONFIG... [key=value ...]   report all mistakes in configs, without starting a run
+  plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
+  doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
+  plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
+  import NAME FILE [-o OUT]         convert another framework's config, and report the result for each key
+  report RUN                        write report.html of a run directory again
+  checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
+  checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
 
---traceback shows where in a plugin's code an error was raised. roll-core COMMAND --help says more."""
+--traceback prints the traceback of an error in a plugin's code. For options, run roll-core COMMAND --help."""
 
 
 def command_line() -> NoReturn:
@@ -80,21 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import difflib
 
         close = difflib.get_close_matches(words[0], COMMANDS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
-        _complain(f"roll-core has no command {words[0]!r}; {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+        _print_error(f"unknown command {words[0]!r}; {hint}")
         return 2
     try:
         code = command(words[1:])
         sys.stdout.flush()
     except RollError as error:
-        _complain(error.described())
+        _print_error(error.described())
         return error.exit_code
-    except _TerminatedError as error:
-        _complain(str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
+    except KeyboardInterrupt as error:
+        _print_error(str(error) or "interrupted")
+        return getattr(error, "exit_code", 130)
     except BrokenPipeError:
         # The reader of stdout closed the pipe (`| head`); the interpreter's final flush must not fail on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not source or show_traceback:
             raise
         message = f"{type(error).__name__}: {error}".rstrip(": ")
-        _complain(f"{message}\nraised by {source}; roll-core --traceback {shlex.join(words)} shows the traceback")
+        _print_error(f"{message}\nraised by {source}; roll-core --traceback {shlex.join(words)} shows the traceback")
         return 1
     return code
 
@@ -124,7 +121,7 @@ def _plugin_that_raised(error: Exception, words: Sequence[str]) -> str:
 
 
 def _run(words: list[str]) -> int:
-    parser = _parser("run", "One run per config, in order: a later one may start from what an earlier one left.")
+    parser = _parser("run", "Run one config after the other. A later run may start from the model of an earlier one.")
     configs, overrides, disabled, files = _configs(parser, words)
     previous = signal.signal(signal.SIGTERM, _on_sigterm)
     try:
@@ -138,11 +135,11 @@ def _run(words: list[str]) -> int:
 def _check(words: list[str]) -> int:
     parser = _parser(
         "check",
-        "Report every mistake in the configs at once: keys, values, and the models, rows and reward functions that they"
-        " name. Starts no run and imports nothing heavy.",
+        "Report all mistakes in configs: keys, values, and the models, rows and reward functions that they name. Takes"
+        " about a second, and starts no run.",
     )
     configs, overrides, disabled, files = _configs(parser, words)
-    from roll_core.cli.check import check_configs
+    from roll_core.cli.run import check_configs
 
     return check_configs(configs, overrides, disabled, files=files)
 
@@ -150,21 +147,17 @@ def _check(words: list[str]) -> int:
 def _plan(words: list[str]) -> int:
     parser = _parser(
         "plan",
-        "Show where every worker would sit and how much memory each role takes in each phase, before anything starts."
-        " The exit code is 1 if the run would not start or not fit.",
+        "Show the placement of workers and the memory of each role in each phase, without starting a run. The exit code"
+        " is 1 if the run could not start or would not fit in memory.",
     )
-    parser.add_argument("--json", action="store_true", help="everything, for programs")
-    parser.add_argument("-v", "--verbose", action="store_true", help="the formula of every amount, with its numbers")
-    parser.add_argument("--nodes", metavar="N", type=_count, help="nodes that there are; this host where not given")
-    parser.add_argument(
-        "--slot-memory", metavar="GIB", type=_amount, help="free memory of a slot, else what is found here"
-    )
-    parser.add_argument(
-        "--host-memory", metavar="GIB", type=_amount, help="free memory of a host, else what is found here"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print the formula of each amount")
+    parser.add_argument("--nodes", metavar="N", type=_count, help="number of nodes (default: only this host)")
+    parser.add_argument("--slot-memory", metavar="GIB", type=_amount, help="free memory of a slot (default: measured)")
+    parser.add_argument("--host-memory", metavar="GIB", type=_amount, help="free memory of a host (default: measured)")
     configs, overrides, disabled, options = _words(parser, words)
     if len(configs) != 1:
-        parser.error("name one config file")
+        parser.error("expected one config file")
     from roll_core.cli.plan import plan
 
     return plan(
@@ -182,25 +175,23 @@ def _plan(words: list[str]) -> int:
 def _doctor(words: list[str]) -> int:
     parser = _parser(
         "doctor",
-        "Examine this machine, its software and its devices, and what a config needs of them. Changes nothing. The exit"
-        " code is 1 if an error was found.",
+        "Check this machine, its software and its devices, and what a config needs of them. Changes nothing. The exit"
+        " code is 1 if there is an error.",
     )
-    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     configs, overrides, disabled, options = _words(parser, words)
     if len(configs) > 1 or (overrides and not configs):
-        parser.error("name one config file, or none and no key=value")
+        parser.error("expected at most one config file, and key=value only with it")
     from roll_core.cli.doctor import doctor
 
     return doctor(configs[0] if configs else None, overrides, disabled, as_json=options.json)
 
 
 def _plugins(words: list[str]) -> int:
-    parser = _parser("plugins", "Show the installed plugins: what they offer, and why they failed to load.")
-    parser.add_argument("--json", action="store_true", help="everything, for programs")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also hooks, summaries and import times")
-    parser.add_argument(
-        "--check", action="store_true", help="also import every part; exit code 2 if one is broken or lacks something"
-    )
+    parser = _parser("plugins", "List the installed plugins, what they provide, and why they failed to load.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print summaries, hooks and import times")
+    parser.add_argument("--check", action="store_true", help="also import every part; exit code 2 if one fails")
     _add_disable_plugin(parser)
     options = parser.parse_args(words)
     from roll_core.cli.plugins import show_plugins
@@ -211,43 +202,49 @@ def _plugins(words: list[str]) -> int:
 
 
 def _report(words: list[str]) -> int:
-    parser = _parser("report", "Write report.html of a run directory again.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    parser = _parser("report", "Write report.html of a run directory again, also of a run that is in progress.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory, or that of an experiment: its newest run")
     options = parser.parse_args(words)
-    from roll_core.cli.report import write_report
+    from roll_core.runtime.records.report import write_report
+    from roll_core.runtime.records.run_dir import RunDir
 
-    return write_report(options.run)
+    sys.stdout.write(f"{write_report(RunDir.open(options.run).path)}\n")
+    return 0
 
 
 def _checkpoint(words: list[str]) -> int:
-    parser = _parser("checkpoint", "Show the checkpoints of a run, read them back, or convert one to a model.")
+    parser = _parser("checkpoint", "List or verify the checkpoints of a run, or convert one to a model.")
     actions = parser.add_subparsers(dest="action", metavar="list | verify | convert", required=True)
-    listing = actions.add_parser("list", help="the checkpoints of a run or of an experiment", allow_abbrev=False)
-    listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="a run directory, or an experiment's")
-    listing.add_argument("--verify", action="store_true", help="also read everything back; else only sizes count")
-    verifying = actions.add_parser("verify", help="read checkpoints back and compare digests", allow_abbrev=False)
-    verifying.add_argument("places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoints, or runs")
+    listing = actions.add_parser("list", help="list the checkpoints of a run or an experiment", allow_abbrev=False)
+    listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="directory of a run or an experiment")
+    listing.add_argument("--verify", action="store_true", help="compare digests too, not only file sizes")
+    verifying = actions.add_parser("verify", help="compare all files with the recorded digests", allow_abbrev=False)
+    verifying.add_argument(
+        "places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoint or run directories"
+    )
     for each in (listing, verifying):
-        each.add_argument("--json", action="store_true", help="everything, for programs")
+        each.add_argument("--json", action="store_true", help="print JSON")
     converting = actions.add_parser(
         "convert",
-        help="write a role's model for transformers",
-        description="Write the model of a role as a directory that transformers loads. The run's hardware is not"
-        " needed: unless the checkpoint is portable, its strategy is built in this process, with one rank.",
+        help="write a role's model as a directory for transformers",
+        description="Write a role's model as a directory that transformers loads. Does not need the run's hardware. If"
+        " the checkpoint is not portable, this process builds the role's strategy with one rank.",
         allow_abbrev=False,
     )
-    converting.add_argument("place", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a run's newest")
-    converting.add_argument("out", metavar="OUT", type=Path, help="directory to be made")
-    converting.add_argument("--role", help="whose model, where several are trained")
-    converting.add_argument("--base-model", metavar="DIR", help="where the model is now that the run began from")
-    converting.add_argument("--platform", help="platform to build the strategy on; found out if not given")
-    converting.add_argument("--trust-remote-code", action="store_true", help="run code that the base model brings")
+    converting.add_argument(
+        "place", metavar="RUN_OR_CHECKPOINT", type=Path, help="checkpoint, or run directory: its newest one"
+    )
+    converting.add_argument("out", metavar="OUT", type=Path, help="directory to create")
+    converting.add_argument("--role", help="trained role; required if there are several")
+    converting.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
+    converting.add_argument("--platform", help="platform of the strategy (default: detected)")
+    converting.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
     converting.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change a key of strategy_config that needs several ranks: tensor_model_parallel_size=1; may be repeated",
+        help="change a key of strategy_config, such as tensor_model_parallel_size=1; may be repeated",
     )
     options = parser.parse_args(words)
     if options.action == "convert":
@@ -272,18 +269,14 @@ def _checkpoint(words: list[str]) -> int:
 def _import(words: list[str]) -> int:
     parser = _parser(
         "import",
-        "Rewrite another framework's config, and say what became of each of its keys. The exit code is 1 if roll-core"
-        " check refuses the result.",
+        "Convert another framework's config, and report the result for each key. The exit code is 1 if roll-core check"
+        " finds mistakes in the new config.",
     )
     parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL (`pip install roll-migrate`)")
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, help="the YAML file that the other framework's launcher takes"
-    )
-    parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to be written; stdout where not given")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also every key that is kept or not needed, by line"
-    )
-    parser.add_argument("--json", action="store_true", help="report and config, for programs")
+    parser.add_argument("file", metavar="FILE", type=Path, help="YAML file of the other framework")
+    parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to write (default: stdout)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also list keys that are kept or not needed")
+    parser.add_argument("--json", action="store_true", help="print report and config as JSON")
     _add_disable_plugin(parser)
     options = parser.parse_args(words)
     from roll_core.cli.importing import import_config
@@ -312,7 +305,7 @@ class _TerminatedError(KeyboardInterrupt):
 
 
 def _on_sigterm(number: int, frame: object) -> None:
-    raise _TerminatedError("stopped by SIGTERM before the run began; there was nothing to save")
+    raise _TerminatedError("stopped by SIGTERM before the run started; there is nothing to save")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -344,19 +337,17 @@ def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="do not even import this plugin (a distribution); may be repeated",
+        help="do not import this plugin (a distribution); may be repeated",
     )
 
 
 def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str], bool]:
     """Parse configs (at least one), overrides, disabled plugins, and True if files named in configs are checked."""
     parser.epilog = f"example: {parser.prog} grpo.yaml max_steps=20 actor_train.training_args.learning_rate=1e-6"
-    parser.add_argument(
-        "--no-files", action="store_true", help="do not check that models, rows and reward functions are there"
-    )
+    parser.add_argument("--no-files", action="store_true", help="do not check models, rows and reward functions")
     configs, overrides, disabled, options = _words(parser, words)
     if not configs:
-        parser.error("name at least one config file")
+        parser.error("expected at least one config file")
     return configs, overrides, disabled, not options.no_files
 
 
@@ -364,18 +355,18 @@ def _words(
     parser: argparse.ArgumentParser, words: list[str]
 ) -> tuple[list[Path], list[str], list[str], argparse.Namespace]:
     """Parse configs, overrides, disabled plugins and all options. Words with `=` or a leading `~` are overrides."""
-    parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="config files, and keys to override")
+    parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="configs, and overrides of their keys")
     _add_disable_plugin(parser)
     options = parser.parse_intermixed_args(words)
     overrides = [word for word in options.words if "=" in word or word.startswith("~")]
     configs = [Path(word) for word in options.words if word not in overrides]
     for config in configs:
         if not config.suffix and not config.exists():
-            parser.error(f"there is no file {config}; to set a key write {config}=VALUE")
+            parser.error(f"{config} does not exist; to set a key, write {config}=VALUE")
     return configs, overrides, options.disable_plugin, options
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     """Write an error to stderr with secrets redacted: in colour on a terminal, otherwise as plain text."""
     from roll_core.config.secrets import Redactor
 

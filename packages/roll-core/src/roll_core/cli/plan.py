@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.planning import make_plan
-from roll_core.runtime.planning.levers import explained, smallest_change
+from roll_core.runtime.planning.suggestion import explained, smallest_change
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.placement import Place
     from roll_core.runtime.planning import Plan
-    from roll_core.runtime.planning.levers import Proposal
+    from roll_core.runtime.planning.memory import RoleMemory
     from roll_core.runtime.planning.plan import Load
-    from roll_core.runtime.planning.predicting import RoleMemory
+    from roll_core.runtime.planning.suggestion import Proposal
 
 GIB = 2**30
 WIDTH = 140
@@ -67,11 +67,11 @@ def _show(found: Plan, proposal: Proposal | None, pipeline: str, *, verbose: boo
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    placing = found.placing
-    nodes = len(placing.nodes)
+    placement = found.placement
+    nodes = len(placement.nodes)
     console.print(
-        f"{pipeline} on platform {placing.platform.name}, executor {placing.executor}:"
-        f" {nodes} node{'' if nodes == 1 else 's'} of {placing.per_node} slot{'' if placing.per_node == 1 else 's'}"
+        f"{pipeline} on platform {placement.platform.name}, executor {placement.executor}:"
+        f" {nodes} node{'' if nodes == 1 else 's'} of {placement.per_node} slot{'' if placement.per_node == 1 else 's'}"
     )
     _show_places(console, found)
     _show_memory(console, found, verbose=verbose)
@@ -96,15 +96,18 @@ def _table(
 
 def _show_places(console: Console, found: Plan) -> None:
     """Print the ranks on each slot; neighbouring slots with the same roles share a line."""
-    placing = found.placing
-    roles = [name for name, workers in placing.places.items() if any(each.slots for each in workers)]
+    placement = found.placement
+    roles = [name for name, workers in placement.places.items() if any(each.slots for each in workers)]
     rows = [
-        [f"{slots[0] // placing.per_node} · {_range(slots)}", *(_ranks(placing.places[role], slots) for role in roles)]
-        for slots in _runs(placing.places, placing.per_node)
+        [
+            f"{slots[0] // placement.per_node} · {_range(slots)}",
+            *(_ranks(placement.places[role], slots) for role in roles),
+        ]
+        for slots in _runs(placement.places, placement.per_node)
     ]
     if rows:
         _table(console, ["node · slots", *roles], rows)
-    for name, workers in placing.places.items():
+    for name, workers in placement.places.items():
         if not any(each.slots for each in workers):
             count = f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
             console.print(f"{name}: {count} without slots, on the hosts")
@@ -146,7 +149,7 @@ def _ranks(workers: tuple[Place, ...], slots: Sequence[int]) -> str:
 
 
 def _show_memory(console: Console, found: Plan, *, verbose: bool) -> None:
-    shared = found.placing.platform.slots_share_cores
+    shared = found.placement.platform.slots_share_cores
     unit = _unit(role.num_bytes(act) for role in found.memory for act in role.acts)
     amounts_of = [unit.name] if shared else [f"device, {unit.name}", f"host, {unit.name}"]
     titles = ["one worker of", "strategy", "does", *amounts_of, "of which"]
@@ -185,8 +188,8 @@ def _show_phases(console: Console, found: Plan) -> None:
         row = rows.setdefault(each.phase, {})
         if kind not in row or each.num_bytes > row[kind].num_bytes:
             row[kind] = each
-    acts = {phase.name: phase.acts for phase in found.placing.pipeline.phases}
-    kinds = ["node"] if found.placing.platform.slots_share_cores else ["slot", "node"]
+    acts = {phase.name: phase.acts for phase in found.placement.pipeline.phases}
+    kinds = ["node"] if found.placement.platform.slots_share_cores else ["slot", "node"]
     unit = _unit(load.num_bytes for row in rows.values() for load in row.values())
     shown = [
         [
@@ -227,11 +230,11 @@ def _gib(count: int) -> str:
 
 def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
     yield ""
-    for problem in found.placing.problems:
+    for problem in found.placement.problems:
         yield f"✗ the run would not start: {problem}"
-    for note in found.placing.notes:
+    for note in found.placement.notes:
         yield f"· {note}"
-    for (source, target), choice in found.placing.weights.items():
+    for (source, target), choice in found.placement.weights.items():
         why = f" ({'; '.join(choice.passed_over)})" if choice.passed_over else ""
         yield f"· weights of {source} reach {target} by {choice.provider.name}{why}"
     unknown = [role.role for role in found.memory if role.unknown]
@@ -266,22 +269,22 @@ def _sentence(load: Load, *, whole: bool) -> str:
 
 
 def _plain(found: Plan, proposal: Proposal | None) -> dict[str, Any]:
-    placing = found.placing
+    placement = found.placement
     return {
         "starts": found.starts,
         "fits": not found.over and found.known,
         "known": found.known,
         "over_bytes": found.over,
-        "platform": placing.platform.name,
-        "executor": placing.executor,
-        "slots_per_node": placing.per_node,
-        "problems": list(placing.problems),
-        "notes": list(placing.notes),
+        "platform": placement.platform.name,
+        "executor": placement.executor,
+        "slots_per_node": placement.per_node,
+        "problems": list(placement.problems),
+        "notes": list(placement.notes),
         "weights": [
             {"source": source, "target": target, "transport": each.provider.name, "passed_over": list(each.passed_over)}
-            for (source, target), each in placing.weights.items()
+            for (source, target), each in placement.weights.items()
         ],
-        "places": {role: [asdict(each) for each in workers] for role, workers in placing.places.items()},
+        "places": {role: [asdict(each) for each in workers] for role, workers in placement.places.items()},
         "memory": [
             {
                 "role": role.role,

@@ -9,8 +9,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import PluginError
-from roll_core.plugins.kinds import KINDS
 from roll_core.plugins.loader import SLOW_IMPORT_S
+from roll_core.plugins.records import KINDS
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import alternatives
 from roll_core.spec.providers import WeightTransportProvider

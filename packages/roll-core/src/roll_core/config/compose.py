@@ -1,7 +1,8 @@
 """Composes one config from a file, the fragments of its `defaults:` list, overrides and interpolations.
 
-Hydra composes and OmegaConf resolves. Both are imported only for files that need them: reading a plain file takes a
-third of the time without. Source positions are recorded, see `written`.
+Hydra determines which files are merged, where and in which order; OmegaConf merges and resolves them. Hydra's own
+`compose` would read every file again, without positions, and Hydra's configuration of itself; that doubles the time of
+`roll-core check`. Both libraries are imported only for files that need them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.fragments import PluginFragments
+from roll_core.config.overrides import apply_override, first_line, parse_overrides
+from roll_core.config.positions import REFERENCE, FileLayer, Interpolation, Positions
 from roll_core.config.source import read_source
-from roll_core.config.written import FileLayer, Interpolation, OverrideLayer, Written
 from roll_core.errors import ConfigError, ConfigProblem, ProviderConflictError
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
 
 _HEADER = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
-_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w/@-]+(?:[.\[\]][\w/@-]*)*)\s*\}")
 _HYDRA_RESOLVER = re.compile(r"\$\{\s*(now|hydra|hydra_version|python_version)\s*:")
 MISSING = "???"
 _BROKEN = object()
@@ -38,11 +39,11 @@ _BROKEN = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Composed:
+class ComposedConfig:
     """Plain values, with their source positions."""
 
     data: dict[Any, Any]
-    written: Written
+    positions: Positions
     files: tuple[Path, ...]
     """All files that were read; the requested file is first."""
     problems: tuple[ConfigProblem, ...]
@@ -56,152 +57,85 @@ class Composed:
     """Top-level keys that some `${…}` in a file or an override refers to."""
 
 
-def compose(path: Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Composed:
+def compose(path: Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> ComposedConfig:
     """Compose the config at `path` from its own files and those of plugins in `registry`.
 
     Leaves Hydra's global state unchanged and creates no folders. Raises `ConfigError` if nothing is left to validate: a
     file cannot be read, or a fragment is missing.
     """
-    name = str(path)
-    source = read_source(path, name)
-    written = Written(name, [FileLayer((), source)])
-    problems: list[ConfigProblem] = []
-    files = [path]
-    blocks: frozenset[str] = frozenset()
-    if "defaults" in source.data or _HEADER.search(_head(path)):
-        composition = _Composition(path, source, written, PluginFragments.of(registry) if registry else None)
-        cfg, parsed = composition.run(overrides, problems)
-        files += composition.fragments
-        blocks = composition.blocks
-    elif overrides or _has_interpolation(source.data):
-        from omegaconf import OmegaConf
-
-        cfg = _create(source, problems)
-        if _uses_hydra(source.data):
-            _register_hydra_resolvers()
-        parsed = _parse_overrides(overrides, (), problems)[0]
-        OmegaConf.set_struct(cfg, False)
-    else:
-        data = deepcopy(source.data)
-        data.pop("hydra", None)
-        return _finish(data, written, problems, files, blocks)
-    if "hydra" in cfg:
-        cfg.pop("hydra")
-    for override in parsed:
-        _apply(cfg, override, written, problems)
-    return _finish(_resolve(cfg, written, problems), written, problems, files, blocks)
-
-
-def _finish(
-    data: Any, written: Written, problems: list[ConfigProblem], files: list[Path], blocks: frozenset[str]
-) -> Composed:
-    broken: set[KeyPath] = set()
-    _report_missing(data, (), written, problems, broken)
-    referred = _referred(written) if blocks else frozenset[str]()
-    return Composed(data, written, tuple(files), tuple(problems), frozenset(broken), blocks, referred)
-
-
-def _referred(written: Written) -> frozenset[str]:
-    """Top-level keys that interpolations refer to. Reads all layers, since an override may have replaced a
-    reference."""
-    texts = (str(layer.source.data if isinstance(layer, FileLayer) else layer.value) for layer in written.layers)
-    return frozenset(re.split(r"[.\[]", found[2])[0] for text in texts for found in _REFERENCE.finditer(text))
-
-
-def _head(path: Path) -> str:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        return file.read(512)
-
-
-def _has_interpolation(data: Any) -> bool:
-    if isinstance(data, dict):
-        return any(_has_interpolation(each) for each in data.values())
-    if isinstance(data, list):
-        return any(_has_interpolation(each) for each in data)
-    return isinstance(data, str) and "${" in data
-
-
-def _uses_hydra(data: Any) -> bool:
-    return _HYDRA_RESOLVER.search(str(data)) is not None
-
-
-def _register_hydra_resolvers() -> None:
-    from hydra.core.utils import setup_globals
-
-    setup_globals()
-
-
-def _create(source: Source, problems: list[ConfigProblem]) -> DictConfig:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        cfg: DictConfig = OmegaConf.create(source.data)
-    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        located = _malformed(source) or [ConfigProblem(source.name, "", _first_line(error), code="ROLL-C023")]
-        raise ConfigError([*problems, *located]) from error
-    return cfg
-
-
-def _malformed(source: Source) -> list[ConfigProblem]:
-    """Every `${…}` that is not valid in OmegaConf's grammar, with its position."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    found: list[ConfigProblem] = []
-
-    def visit(data: Any, path: KeyPath) -> None:
-        if isinstance(data, dict):
-            for key, each in data.items():
-                visit(each, (*path, str(key)))
-        elif isinstance(data, list):
-            for at, each in enumerate(data):
-                visit(each, (*path, str(at)))
-        elif isinstance(data, str) and "${" in data:
-            try:
-                OmegaConf.create({"value": data})
-            except OmegaConfBaseException:
-                mark = source.value_mark(path)
-                where = source.name if mark is None else f"{source.name}:{mark.line}:{mark.column}"
-                hint = "a reference is written ${seed}; text in which ${ is meant as it stands, \\${"
-                found.append(
-                    ConfigProblem(where, ".".join(path), f"{data!r} is not an interpolation", hint, code="ROLL-C024")
-                )
-
-    visit(source.data, ())
-    return found
-
-
-def _parse_overrides(
-    overrides: Sequence[str], choices: Sequence[str], problems: list[ConfigProblem]
-) -> tuple[list[Override], list[str]]:
-    if not overrides:
-        return [], []
-    from roll_core.config.overrides import parse_overrides
-
-    return parse_overrides(overrides, choices, problems)
-
-
-# -- fragments ---------------------------------------------------------------------------------------------------------
+    return _Composition(path, PluginFragments.of(registry) if registry else None).run(overrides)
 
 
 class _Composition:
-    """Hydra determines which files are merged, where and in which order; OmegaConf merges them.
+    """One call of `compose`."""
 
-    The second half of Hydra's own `compose` would read every file again, as well as Hydra's configuration of itself,
-    which is not needed here. It costs as much as everything else.
-    """
-
-    def __init__(self, path: Path, source: Source, written: Written, brought: PluginFragments | None) -> None:
+    def __init__(self, path: Path, plugin_fragments: PluginFragments | None) -> None:
         self.path = path
-        self.source = source
-        self.written = written
-        self.brought = brought
-        self.fragments: list[Path] = []
-        self.blocks: frozenset[str] = frozenset()
-        self.sources: dict[Path, Source] = {path.resolve(): source}
+        self.plugin_fragments = plugin_fragments
+        self.source = read_source(path, str(path))
+        self.sources: dict[Path, Source] = {path.resolve(): self.source}
+        self.files = [path]
+        self.positions = Positions(self.source.name, [FileLayer((), self.source)])
+        self.problems: list[ConfigProblem] = []
+        self.blocks: set[str] = set()
 
-    def run(self, overrides: Sequence[str], problems: list[ConfigProblem]) -> tuple[DictConfig, list[Override]]:
+    def run(self, overrides: Sequence[str]) -> ComposedConfig:
+        source = self.source
+        if "defaults" in source.data or _HEADER.search(source.text[:512]):
+            cfg, parsed = self._with_fragments(overrides)
+        elif overrides or any(isinstance(each, str) and "${" in each for _, each in _leaves(source.data)):
+            cfg, parsed = self._create(), parse_overrides(overrides, (), self.problems)[0]
+        else:
+            return self._finish({key: deepcopy(each) for key, each in source.data.items() if key != "hydra"})
+        from omegaconf import OmegaConf
+
+        cfg.pop("hydra", None)
+        for override in parsed:
+            try:
+                apply_override(cfg, override, self.positions)
+            except ConfigError as error:
+                self.problems += error.problems
+        return self._finish(self._resolved(OmegaConf.to_container(cfg, resolve=False), cfg, ()))
+
+    def _finish(self, data: Any) -> ComposedConfig:
+        broken = {path for path, each in _leaves(data) if each is _BROKEN or each == MISSING}
+        for path, each in _leaves(data):
+            if each == MISSING:
+                message = "found ???, expected a value"
+                where = str(self.positions.value(path))
+                self.problems.append(ConfigProblem(where, ".".join(path), message, code="ROLL-C011"))
+        # All layers are searched, since an override may have replaced a reference.
+        layers = self.positions.layers if self.blocks else []
+        texts = (str(each.source.data if isinstance(each, FileLayer) else each.value) for each in layers)
+        referred = {re.split(r"[.\[]", found[2])[0] for text in texts for found in REFERENCE.finditer(text)}
+        return ComposedConfig(
+            data,
+            self.positions,
+            tuple(self.files),
+            tuple(self.problems),
+            frozenset(broken),
+            frozenset(self.blocks),
+            frozenset(referred),
+        )
+
+    def _create(self) -> DictConfig:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            cfg: DictConfig = OmegaConf.create(self.source.data)
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+            problem = ConfigProblem(self.source.name, "", first_line(error), code="ROLL-C023")
+            raise ConfigError(_malformed(self.source) or [problem]) from error
+        if _HYDRA_RESOLVER.search(str(self.source.data)):
+            from hydra.core.utils import setup_globals
+
+            setup_globals()
+        return cfg
+
+    # -- fragments -----------------------------------------------------------------------------------------------------
+
+    def _with_fragments(self, overrides: Sequence[str]) -> tuple[DictConfig, list[Override]]:
         from hydra import initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
         from hydra.types import RunMode
@@ -215,68 +149,68 @@ class _Composition:
                 search = self._search_path()
                 defaults = loader.compute_defaults_list(self.path.name, search, RunMode.RUN).defaults
                 choices = [each.override_key for each in defaults if each.override_key]
-                values, chosen = _parse_overrides(overrides, choices, problems)
+                values, chosen = parse_overrides(overrides, choices, self.problems)
                 if chosen:
                     defaults = loader.compute_defaults_list(self.path.name, [*search, *chosen], RunMode.RUN).defaults
-                folders = [
-                    Path(each.path.removeprefix("file://"))
-                    for each in loader.get_search_path().get_path()
-                    if each.path.startswith("file://") or "://" not in each.path
-                ] + (self.brought.folders if self.brought else [])
-            layers = self._layers(defaults, folders)
+                paths = [each.path for each in loader.get_search_path().get_path()]
+            folders = [
+                Path(each.removeprefix("file://")) for each in paths if "://" not in each.removeprefix("file://")
+            ]
+            layers = self._layers(defaults, folders + (self.plugin_fragments.folders if self.plugin_fragments else []))
             cfg = _merge(layers)
         except ConfigError:
             raise
         except Exception as error:  # Hydra raises all kinds of exceptions for a malformed defaults list
             raise self._explain(error) from error
-        self.written.layers[:] = layers
+        self.positions.layers[:] = layers
         return cfg, values
 
     def _search_path(self) -> list[str]:
         """Hydra override that adds search folders after the config's own: those named in the config, then those of
         plugins."""
-        if self.brought is None or not self.brought.folders:
+        if self.plugin_fragments is None or not self.plugin_fragments.folders:
             return []
         stanza = self.source.data.get("hydra")
         named = stanza.get("searchpath") if isinstance(stanza, dict) else None
-        folders = [*(named if isinstance(named, list) else []), *(f"file://{each}" for each in self.brought.folders)]
-        return [f"hydra.searchpath={[str(each) for each in folders]}"]
+        folders = [str(each) for each in named] if isinstance(named, list) else []
+        return [f"hydra.searchpath={[*folders, *(f'file://{each}' for each in self.plugin_fragments.folders)]}"]
 
     def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer]:
         """One layer per file, in the order of merging."""
         layers: list[FileLayer] = []
         problems: list[ConfigProblem] = []
         for each in defaults:
-            package = each.package or ""
-            if each.config_path is None or package.split(".")[0] == "hydra" or each.config_path.startswith("hydra/"):
+            package = tuple(step for step in (each.package or "").split(".") if step)
+            if each.config_path is None or package[:1] == ("hydra",) or each.config_path.startswith("hydra/"):
                 continue
-            file = _find(each.config_path, folders)
+            name = each.config_path if each.config_path.endswith(".yaml") else f"{each.config_path}.yaml"
+            candidates = (Path(os.path.normpath(folder / name)) for folder in folders)
+            file = next((each.resolve() for each in candidates if each.is_file()), None)
             if file is None:
                 problems.append(self._problem(f"fragment {each.config_path!r} is no file; fragments are files"))
                 continue
             if file not in self.sources:
                 shown = Path(os.path.relpath(file))
-                self.fragments.append(shown)
+                self.files.append(shown)
                 try:
                     self.sources[file] = read_source(file, str(shown), fragment=True)
                 except ConfigError as error:
                     problems += error.problems
                     continue
-            package_path = tuple(step for step in package.split(".") if step)
             block = (file.stem,) if list(self.sources[file].data) == [file.stem] else ()
-            if block and not package_path:
-                self.blocks |= {file.stem}
+            if block and not package:
+                self.blocks.add(file.stem)
             # A plugin's fragment in a role's package contributes the content of its block.
-            inside = block if self._is_brought(file) and package_path else ()
-            layers.append(FileLayer(package_path, self.sources[file], inside))
+            inside = block if self._is_from_plugin(file) and package else ()
+            layers.append(FileLayer(package, self.sources[file], inside))
         if problems:
             raise ConfigError(problems)
         return layers
 
-    def _is_brought(self, file: Path) -> bool:
+    def _is_from_plugin(self, file: Path) -> bool:
         """True if the file is a plugin's fragment. Raises `ConfigError` if several plugins offer it."""
         try:
-            return self.brought is not None and bool(self.brought.name_of(file))
+            return self.plugin_fragments is not None and bool(self.plugin_fragments.name_of(file))
         except ProviderConflictError as error:
             raise ConfigError([self._problem(str(error))]) from error
 
@@ -309,23 +243,80 @@ class _Composition:
 
         folder = (self.path.parent / name).parent
         files = sorted(each.stem for each in folder.glob("*.yaml")) if folder.is_dir() else []
-        files += self.brought.files if self.brought else ()
+        files += self.plugin_fragments.files if self.plugin_fragments else ()
         close = difflib.get_close_matches(Path(name).stem, files, 1)
-        why = self.brought.why_not(name) if self.brought else ""
-        hint = why or (f"did you mean {Path(name).with_name(close[0])}?" if close else f"there is no {name}.yaml")
+        hint = f"did you mean {Path(name).with_name(close[0])}?" if close else f"there is no {name}.yaml"
         items = self.source.data.get("defaults")
         at: KeyPath = ()
         for position, item in enumerate(items if isinstance(items, list) else []):
             text = "/".join(map(str, *item.items())) if isinstance(item, dict) and len(item) == 1 else str(item)
             if text.partition("@")[0] == name:
                 at = (str(position),)
-        return self._problem(f"there is no fragment {name!r}", at, hint)
+        reason = self.plugin_fragments.why_not(name) if self.plugin_fragments else ""
+        return self._problem(f"there is no fragment {name!r}", at, reason or hint)
 
     def _problem(self, message: str, at: KeyPath = (), hint: str = "") -> ConfigProblem:
-        path = ("defaults", *at)
-        mark = self.source.value_mark(path) if at else self.source.key_mark(path)
-        where = self.source.name if mark is None else f"{self.source.name}:{mark.line}:{mark.column}"
+        where = self.source.locate(("defaults", *at), key=not at)
         return ConfigProblem(where, "defaults", message, hint, code="ROLL-C023")
+
+    # -- interpolations ------------------------------------------------------------------------------------------------
+
+    def _resolved(self, raw: Any, node: Any, path: KeyPath) -> Any:
+        """`raw` with the interpolations of its values replaced. Each failed interpolation is one problem."""
+        if isinstance(raw, dict):
+            return {key: self._item(each, node, key, (*path, str(key))) for key, each in raw.items()}
+        return [self._item(each, node, at, (*path, str(at))) for at, each in enumerate(raw)]
+
+    def _item(self, raw: Any, parent: Any, key: Any, path: KeyPath) -> Any:
+        from omegaconf import Container, OmegaConf
+
+        if isinstance(raw, (dict, list)):
+            return self._resolved(raw, parent[key], path)
+        if not isinstance(raw, str) or "${" not in raw:
+            return raw
+        self.positions.interpolations[path] = Interpolation.of(raw, path)
+        try:
+            value = parent[key]
+            return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+        except Exception as error:  # whatever a resolver raises; RecursionError for a cycle
+            self.problems.append(self._unresolved(error, raw, path))
+            return _BROKEN
+
+    def _unresolved(self, error: Exception, raw: str, path: KeyPath) -> ConfigProblem:
+        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip('"')
+        message, hint = f"{raw}: {reason}", ""
+        if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
+            message = f"{raw} refers to itself"
+        elif "Interpolation key" in reason and "not found" in reason:
+            message = f"{raw}: refers to a key that is not in this config"
+            hint = "write the key from the top, ${actor_train.infer_batch_size}, or from here, ${.infer_batch_size}"
+        return ConfigProblem(str(self.positions.value(path)), ".".join(path), message, hint, code="ROLL-C024")
+
+
+def _leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of everything that is no mapping or list."""
+    if isinstance(data, (dict, list)):
+        for key, each in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _leaves(each, (*path, str(key)))
+    else:
+        yield path, data
+
+
+def _malformed(source: Source) -> list[ConfigProblem]:
+    """Every `${…}` that is not valid in OmegaConf's grammar, with its position."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    found: list[ConfigProblem] = []
+    for path, text in _leaves(source.data):
+        if isinstance(text, str) and "${" in text:
+            try:
+                OmegaConf.create({"value": text})
+            except OmegaConfBaseException:
+                message = f"found {text!r}, expected an interpolation"
+                hint = "a reference is written ${seed}; text with a literal ${ is written \\${"
+                found.append(ConfigProblem(source.locate(path), ".".join(path), message, hint, code="ROLL-C024"))
+    return found
 
 
 def _merge(layers: Sequence[FileLayer]) -> DictConfig:
@@ -360,160 +351,3 @@ def _untouched_hydra() -> Iterator[None]:
     finally:
         GlobalHydra.instance().hydra = running
         VersionBase.instance().version_base = version
-
-
-def _find(config_path: str, folders: list[Path]) -> Path | None:
-    name = config_path if config_path.endswith(".yaml") else f"{config_path}.yaml"
-    for folder in folders:
-        file = Path(os.path.normpath(folder / name))
-        if file.is_file():
-            return file.resolve()
-    return None
-
-
-# -- overrides ---------------------------------------------------------------------------------------------------------
-
-
-def _apply(cfg: DictConfig, override: Override, written: Written, problems: list[ConfigProblem]) -> None:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        present = OmegaConf.select(cfg, override.key, throw_on_missing=False, throw_on_resolution_failure=False)
-        if override.action == "delete":
-            _delete(cfg, override, problems)
-            return
-        if override.action == "add" and present is not None and not isinstance(override.value, (dict, list)):
-            problems.append(
-                ConfigProblem(
-                    "command line",
-                    override.text,
-                    "adds a key that is there already",
-                    f"write {override.text[1:]}",
-                    code="ROLL-C025",
-                )
-            )
-            return
-        _unfold(cfg, override.path[:-1], written)
-        OmegaConf.update(cfg, override.key, override.value, merge=True, force_add=True)
-    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
-        problems.append(
-            ConfigProblem("command line", override.text, f"cannot be applied: {_first_line(error)}", code="ROLL-C025")
-        )
-    else:
-        written.layers.append(OverrideLayer(override.path, override.value))
-
-
-def _unfold(cfg: DictConfig, path: KeyPath, written: Written) -> None:
-    """Replace interpolations on the way to an overridden key by their values. Otherwise OmegaConf would keep only that
-    key."""
-    from omegaconf import OmegaConf
-
-    node: Any = cfg
-    for length, step in enumerate(path, 1):
-        if not OmegaConf.is_dict(node) or step not in node:
-            return
-        if OmegaConf.is_interpolation(node, step) and OmegaConf.is_dict(node[step]):
-            raw = OmegaConf.to_container(node, resolve=False)
-            if isinstance(raw, dict):
-                written.interpolations[path[:length]] = _interpolation(str(raw[step]), path[:length])
-            node[step] = OmegaConf.to_container(node[step], resolve=True)
-        node = node[step]
-
-
-def _delete(cfg: DictConfig, override: Override, problems: list[ConfigProblem]) -> None:
-    from omegaconf import OmegaConf
-
-    parent_key, _, last = override.key.rpartition(".")
-    parent: Any = OmegaConf.select(cfg, parent_key) if parent_key else cfg
-    if not OmegaConf.is_dict(parent) or last not in parent:
-        problems.append(
-            ConfigProblem("command line", override.text, f"there is no key {override.key} to remove", code="ROLL-C025")
-        )
-    else:
-        del parent[last]
-
-
-# -- interpolations ----------------------------------------------------------------------------------------------------
-
-
-def _resolve(cfg: DictConfig, written: Written, problems: list[ConfigProblem]) -> Any:
-    from omegaconf import OmegaConf
-
-    return _resolve_node(OmegaConf.to_container(cfg, resolve=False), cfg, (), written, problems)
-
-
-def _resolve_node(raw: Any, node: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]) -> Any:
-    """`raw` with its interpolations replaced. Each failed interpolation is one problem."""
-    if isinstance(raw, dict):
-        return {key: _resolve_item(each, node, key, path, written, problems) for key, each in raw.items()}
-    if isinstance(raw, list):
-        return [_resolve_item(each, node, at, path, written, problems) for at, each in enumerate(raw)]
-    return raw
-
-
-def _resolve_item(
-    raw: Any, parent: Any, key: Any, path: KeyPath, written: Written, problems: list[ConfigProblem]
-) -> Any:
-    from omegaconf import Container, OmegaConf
-
-    here = (*path, str(key))
-    if isinstance(raw, (dict, list)):
-        return _resolve_node(raw, parent[key], here, written, problems)
-    if not isinstance(raw, str) or "${" not in raw:
-        return raw
-    written.interpolations[here] = _interpolation(raw, here)
-    try:
-        value = parent[key]
-        return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-    except Exception as error:  # whatever a resolver raises; RecursionError for a cycle
-        problems.append(_unresolved(error, raw, here, written))
-        return _BROKEN
-
-
-def _interpolation(raw: str, here: KeyPath) -> Interpolation:
-    found = _REFERENCE.search(raw)
-    target: KeyPath | None = None
-    if found is not None:
-        dots, reference = found[1], found[2]
-        steps = tuple(step for step in re.split(r"[.\[\]]+", reference) if step)
-        target = (here[: len(here) - len(dots)] if dots else ()) + steps
-    return Interpolation(raw, target, "oc.env" in raw or "oc.decode" in raw)
-
-
-def _unresolved(error: Exception, raw: str, here: KeyPath, written: Written) -> ConfigProblem:
-    where, key = str(written.value(here)), ".".join(here)
-    if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
-        return ConfigProblem(where, key, f"{raw} refers to itself", code="ROLL-C024")
-    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line(error)).strip('"')
-    hint = ""
-    if "Interpolation key" in reason and "not found" in reason:
-        reason = "refers to a key that is not in this config"
-        hint = (
-            "a reference is written from the top, ${actor_train.infer_batch_size}, or from here, ${.infer_batch_size}"
-        )
-    return ConfigProblem(where, key, f"{raw}: {reason}", hint, code="ROLL-C024")
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, RecursionError):
-        return "it contains itself"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _report_missing(
-    data: Any, path: KeyPath, written: Written, problems: list[ConfigProblem], broken: set[KeyPath]
-) -> None:
-    if isinstance(data, dict):
-        for key, each in data.items():
-            _report_missing(each, (*path, str(key)), written, problems, broken)
-    elif isinstance(data, list):
-        for at, each in enumerate(data):
-            _report_missing(each, (*path, str(at)), written, problems, broken)
-    elif data is _BROKEN:
-        broken.add(path)
-    elif data == MISSING:
-        broken.add(path)
-        where = str(written.value(path))
-        problems.append(ConfigProblem(where, ".".join(path), "has to be given: it is written as ???", code="ROLL-C011"))

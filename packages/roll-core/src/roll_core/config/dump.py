@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from roll_core.config.source import Loader
+from roll_core.config.source import FLOAT
 
 if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig
@@ -20,13 +20,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.yaml_implicit_resolvers = {
-    first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
-}
-for _first, _resolvers in Loader.yaml_implicit_resolvers.items():
-    for _resolver in _resolvers:
-        if _resolver not in _Dumper.yaml_implicit_resolvers.setdefault(_first, []):
-            _Dumper.yaml_implicit_resolvers[_first].append(_resolver)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 class _CompactDumper(_Dumper):

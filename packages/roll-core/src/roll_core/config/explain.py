@@ -165,35 +165,29 @@ def _expected(error: Any) -> str:
 
 def _hint(value: Any, errors: list[Any]) -> str:
     kinds = {error["type"] for error in errors}
+    if isinstance(value, str) and "literal_error" in kinds:
+        import difflib
+        import re
+
+        expected = next(str(error["ctx"]["expected"]) for error in errors if error["type"] == "literal_error")
+        close = difflib.get_close_matches(value, re.findall(r"'([^']*)'", expected), 1, 0.5)
+        return f"did you mean {close[0]}?" if close else ""
     if isinstance(value, str):
-        if "literal_error" in kinds:
-            return _nearest_literal(value, errors)
-        if kinds & {"int_type", "float_type", "bool_type"}:
-            return _unquoted(value, kinds)
+        is_bool = "bool_type" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off")
+        return (
+            "write it without quotes" if is_bool or (kinds & {"int_type", "float_type"} and _is_number(value)) else ""
+        )
     if "string_type" in kinds and isinstance(value, (int, float)):
-        shown = str(value).lower() if isinstance(value, bool) else value
-        return f"put quotes around it: '{shown}'"
+        return f"put quotes around it: '{str(value).lower() if isinstance(value, bool) else value}'"
     if value is None:
-        return "leave the key out to have its default"
-    if "int_type" in kinds and isinstance(value, float) and value.is_integer():
-        return f"write {int(value)}"
-    return ""
+        return "remove the key to use its default"
+    is_whole = "int_type" in kinds and isinstance(value, float) and value.is_integer()
+    return f"write {int(value)}" if is_whole else ""
 
 
-def _nearest_literal(value: str, errors: list[Any]) -> str:
-    import difflib
-    import re
-
-    expected = next(str(error["ctx"]["expected"]) for error in errors if error["type"] == "literal_error")
-    close = difflib.get_close_matches(value, re.findall(r"'([^']*)'", expected), 1, 0.5)
-    return f"did you mean {close[0]}?" if close else ""
-
-
-def _unquoted(value: str, kinds: set[str]) -> str:
+def _is_number(text: str) -> bool:
     try:
-        float(value)
+        float(text)
     except ValueError:
-        if "bool_type" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
-            return "write it without quotes"
-        return ""
-    return "write it without quotes" if kinds & {"int_type", "float_type"} else ""
+        return False
+    return True

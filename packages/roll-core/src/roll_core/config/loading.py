@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from roll_core.config.validate import Further
+    from roll_core.config.validate import ExtraCheck
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
     from roll_core.spec.providers import InferProvider, PipelineProvider, TrainProvider
@@ -39,13 +39,13 @@ def load(
     path: str | PathLike[str],
     overrides: Sequence[str],
     registry: Registry,
-    further: Further | None = None,
+    extra_check: ExtraCheck | None = None,
     *,
     needs: bool = False,
 ) -> LoadedConfig:
     """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy.
 
-    `further` finds mistakes that schemas cannot detect. With `needs`, requirements (`Provider.needs`) that this
+    `extra_check` finds mistakes that schemas cannot detect. With `needs`, requirements (`Provider.needs`) that this
     environment does not meet are mistakes as well. Roles with their own environment, and roles whose workers run on the
     hosts of a cluster, are exempt.
 
@@ -53,11 +53,11 @@ def load(
     the config cannot be loaded.
     """
     composed = compose(Path(path), overrides, registry)
-    config, pipeline = validate(composed, registry, further, needs=needs)
+    config, pipeline = validate(composed, registry, extra_check, needs=needs)
     names = {key: getattr(config, key, None) for key in NAMED_PARTS}
     parts = {key: registry.find(NAMED_PARTS[key], name) for key, name in names.items() if name is not None}
     warnings = tuple(
-        ConfigProblem(str(composed.written.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
+        ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
         for key, reason in config.warnings(parts).items()
     )
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from roll_core.config.explain import Finding, findings
-from roll_core.config.foreign_keys import meant
-from roll_core.config.nearest import MAX_SUGGESTIONS, suggest_key
 from roll_core.config.schema import members, paths, schema_at
+from roll_core.config.unknown_keys import MAX_SUGGESTIONS, meant, suggest_key
 from roll_core.errors import PluginLoadError
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ def validate_all(
             if each.kind == "extra_forbidden" and suggestions < MAX_SUGGESTIONS:
                 suggestions += 1
                 touched.add(suggest_key(each.path, known, ())[1])
-                touched |= meant(each.path, _at(rest, each.path))
-            if not _set_aside(schema, rest, each, taken):
+                touched |= meant(each.path, value_at(rest, each.path))
+            if not _set_aside(schema, rest, each):
                 return None, found
             taken.add(each.path)
     return None, found
@@ -89,10 +88,11 @@ def _copy(data: Any) -> Any:
 
 
 def _is_leaf(data: Any, path: KeyPath) -> bool:
-    return bool(path) and not isinstance(_at(data, path), (dict, BaseModel))
+    return bool(path) and not isinstance(value_at(data, path), (dict, BaseModel))
 
 
-def _at(data: Any, path: KeyPath) -> Any:
+def value_at(data: Any, path: KeyPath) -> Any:
+    """The value at `path`; None if there is none."""
     for step in path:
         data = _child(data, step)
     return data
@@ -112,45 +112,34 @@ def _key_of(data: dict[Any, Any], step: str) -> Any:
     return step if step in data else next((key for key in data if str(key) == step), None)
 
 
-def take_out(data: Any, path: KeyPath) -> None:
-    """Remove the value at `path`. If it is an item of a list, remove the whole list."""
+def take_out(data: Any, path: KeyPath) -> bool:
+    """Remove the value at `path`; if it is an item of a list, the whole list. False if there is none."""
     parent: Any = None
-    at = ""
+    key: Any = None
     for step in path:
         if isinstance(data, dict):
-            parent, at = data, step
+            parent, key = data, _key_of(data, step)
         data = _child(data, step)
-    if parent is not None:
-        parent.pop(_key_of(parent, at), None)
-
-
-def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding, taken: set[KeyPath]) -> bool:
-    """Remove a mistake from `data`, or insert a placeholder for a missing required value. False if neither is
-    possible."""
-    path = found.path
-    parents: list[Any] = [data]
-    for step in path[:-1]:
-        parents.append(_child(parents[-1], step))
-    while parents and not isinstance(parents[-1], dict):
-        parents.pop()  # an item is removed together with its list
-    if not parents:
-        return False
-    parent, step = parents[-1], path[len(parents) - 1]
-    if found.kind == "missing":
-        container = schema_at(schema, path[:-1])
-        if container is None or step not in container.model_fields:
-            return False
-        stand_in = _stand_in(container.model_fields[step].annotation)
-        parent[step] = stand_in
-        return stand_in is not None
-    key = _key_of(parent, step)
-    if key is None:
+    if parent is None or key is None:
         return False
     del parent[key]
     return True
 
 
-def _stand_in(annotation: Any) -> Any:
+def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding) -> bool:
+    """Remove a mistake from `data`, or insert a placeholder for a missing required value. False if neither is
+    possible."""
+    if found.kind != "missing":
+        return take_out(data, found.path)
+    above, step = found.path[:-1], found.path[-1]
+    parent, container = value_at(data, above), schema_at(schema, above)
+    if not isinstance(parent, dict) or container is None or step not in container.model_fields:
+        return False
+    parent[step] = _placeholder(container.model_fields[step].annotation)
+    return parent[step] is not None
+
+
+def _placeholder(annotation: Any) -> Any:
     for member, is_mapping in members(annotation):
         return {} if is_mapping else member.model_construct()
     return {str: "", int: 1, float: 1.0, bool: False}.get(annotation)

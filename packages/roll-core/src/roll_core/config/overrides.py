@@ -6,12 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll_core.config.written import COMMAND_LINE
-from roll_core.errors import ConfigProblem
+from roll_core.config.positions import COMMAND_LINE, Interpolation, OverrideLayer
+from roll_core.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from omegaconf import DictConfig
+
+    from roll_core.config.positions import Positions
     from roll_core.config.source import KeyPath
 
 
@@ -37,65 +40,114 @@ def parse_overrides(
 
     `choices` are the keys of the config's defaults list. Unreadable overrides are added to `problems`.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     values: list[Override] = []
     fragments: list[str] = []
-    parser = OverridesParser.create()
     for text in texts:
-        parsed = _parse(parser, text)
-        if isinstance(parsed, ConfigProblem):
-            problems.append(parsed)
+        try:
+            parsed = _parse(text)
+        except ConfigError as error:
+            problems += error.problems
             continue
         if parsed.get_key_element().lstrip("+~") in choices:
             fragments.append(text)
         elif parsed.package is not None or "/" in parsed.key_or_group:
-            problems.append(
-                ConfigProblem(
-                    COMMAND_LINE,
-                    text,
-                    f"{parsed.key_or_group!r} is not among the fragments of the file's defaults list",
-                    code="ROLL-C025",
-                )
-            )
+            problems.append(_problem(text, f"{parsed.key_or_group!r} is not in the file's defaults list"))
         else:
-            action: Literal["set", "add", "delete"] = (
-                "delete" if parsed.is_delete() else "add" if parsed.is_add() else "set"
-            )
-            values.append(Override(text, parsed.key_or_group, action, _plain(parsed.value())))
+            action: Literal["add", "set"] = "add" if parsed.is_add() else "set"
+            value = _plain(parsed.value())
+            values.append(Override(text, parsed.key_or_group, "delete" if parsed.is_delete() else action, value))
     return values, fragments
 
 
-def _parse(parser: Any, text: str) -> Any:
-    """Hydra's parsed override, or a `ConfigProblem`."""
+def _parse(text: str) -> Any:
+    """Hydra's parsed override. Raises `ConfigError` if it cannot be read."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     key, equals, value = text.partition("=")
+    expected = "an override is written key=value"
     if not equals and not text.startswith("~"):
-        return ConfigProblem(
-            COMMAND_LINE, text, "is not an override", "an override is written key=value", code="ROLL-C025"
-        )
+        raise ConfigError([_problem(text, "is not an override", expected)])
     if not key.strip("+~ "):
-        return ConfigProblem(COMMAND_LINE, text, "has no key", "an override is written key=value", code="ROLL-C025")
+        raise ConfigError([_problem(text, "has no key", expected)])
     candidates = [text]
     if key.endswith("device_mapping"):
         # Hydra's grammar reads list(range(0,8)) as a call and range(0,8) as a sweep; our parser reads the text.
         quoted = value.replace("\\", "\\\\").replace("'", "\\'")
         candidates.append(f"{key}='{quoted}'")
-    failure = ""
+    message = hint = ""
     for candidate in candidates:
         try:
-            parsed = parser.parse_override(candidate)
-            if parsed.is_sweep_override():
-                failure = "names several values; a run takes one"
-                continue
-            parsed.value()
-            return parsed
+            parsed = OverridesParser.create().parse_override(candidate)
+            if not parsed.is_sweep_override():
+                parsed.value()
+                return parsed
+            message, hint = "found several values, expected one", ""
         except (HydraException, ValueError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            failure = f"cannot be read: {lines[0] if lines else type(error).__name__}"
-    hint = f"put quotes around the value: \"{key}='…'\"" if "cannot be read" in failure else ""
-    return ConfigProblem(COMMAND_LINE, text, failure, hint, code="ROLL-C025")
+            message = f"cannot be read: {lines[0] if lines else type(error).__name__}"
+            hint = f"put quotes around the value: \"{key}='…'\""
+    raise ConfigError([_problem(text, message, hint)])
+
+
+def apply_override(cfg: DictConfig, override: Override, positions: Positions) -> None:
+    """Change `cfg` and record the position. Raises `ConfigError` if the override cannot be applied."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    text, key = override.text, override.key
+    try:
+        present = OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
+        if override.action == "delete":
+            _delete(cfg, override)
+            return
+        if override.action == "add" and present is not None and not isinstance(override.value, (dict, list)):
+            raise ConfigError([_problem(text, "adds a key that exists already", f"write {text[1:]}")])
+        _unfold(cfg, override.path[:-1], positions)
+        OmegaConf.update(cfg, key, override.value, merge=True, force_add=True)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
+        raise ConfigError([_problem(text, f"cannot be applied: {first_line(error)}")]) from error
+    positions.layers.append(OverrideLayer(override.path, override.value))
+
+
+def _unfold(cfg: DictConfig, path: KeyPath, positions: Positions) -> None:
+    """Replace interpolations on the way to an overridden key by their values. Otherwise OmegaConf would keep only that
+    key."""
+    from omegaconf import OmegaConf
+
+    node: Any = cfg
+    for length, step in enumerate(path, 1):
+        if not OmegaConf.is_dict(node) or step not in node:
+            return
+        if OmegaConf.is_interpolation(node, step) and OmegaConf.is_dict(node[step]):
+            raw: Any = OmegaConf.to_container(node, resolve=False)
+            positions.interpolations[path[:length]] = Interpolation.of(str(raw[step]), path[:length])
+            node[step] = OmegaConf.to_container(node[step], resolve=True)
+        node = node[step]
+
+
+def _delete(cfg: DictConfig, override: Override) -> None:
+    from omegaconf import OmegaConf
+
+    above, _, last = override.key.rpartition(".")
+    parent: Any = OmegaConf.select(cfg, above) if above else cfg
+    if not OmegaConf.is_dict(parent) or last not in parent:
+        raise ConfigError([_problem(override.text, f"there is no key {override.key} to remove")])
+    del parent[last]
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, which may be the name of its class."""
+    if isinstance(error, RecursionError):
+        return "it contains itself"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _problem(text: str, message: str, hint: str = "") -> ConfigProblem:
+    return ConfigProblem(COMMAND_LINE, text, message, hint, code="ROLL-C025")
 
 
 def _plain(value: Any) -> Any:
@@ -104,6 +156,4 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, str):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, str) else value

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     """The transport between two roles, and why those with a higher priority are not used."""
 
     provider: WeightTransportProvider
@@ -42,7 +42,7 @@ def choose_transport(
     wanted: str | None = None,
     *,
     rejected: Mapping[str, str] | None = None,
-) -> Choice:
+) -> TransportChoice:
     """The transport between two roles. `rejected`: transports that failed their self-test, with the reason.
 
     Raises `UnsupportedError` with the reason for each transport that either strategy lists.
@@ -52,7 +52,7 @@ def choose_transport(
     for provider in _candidates(registry, wanted):
         reason = (rejected or {}).get(provider.name) or _unavailable(provider, sender, receiver)
         if not reason:
-            return Choice(provider, tuple(listed))
+            return TransportChoice(provider, tuple(listed))
         for_receiver = provider.any_strategy or provider.name in receiver.weight_transports
         (listed if for_receiver or wanted else others).append(f"{provider.name}: {reason}")
     mentioned = [each for each in others if each.partition(":")[0] in sender.weight_transports]
@@ -120,11 +120,11 @@ def weight_finding(
             return Finding(("weight_transport",), f"{wanted} cannot connect {pair}: {reason}", _shared(common))
     elif directory is not None and not any(each.uses_directory for each in common):
         message = f"needs a weight transport that uses a directory; {pair} share none"
-        return Finding(("model_update_dir",), message, f"leave it out; {_shared(common)}")
+        return Finding(("model_update_dir",), message, f"remove it; {_shared(common)}")
     if data.get("executor") == "local":
         why = within_one_process(registry, trainer, engine, directory=directory, wanted=wanted)
         if why:
-            return Finding(("executor",), f"{why}: executor local has only one", "leave it out, or write ray")
+            return Finding(("executor",), f"{why}: executor local has only one", "remove it, or write ray")
     return None
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.datasets import Row, Rows, are_chats, has_response, messages_of, stored_messages
-from roll_core.data.templates import Segment, Template, load_template, texts_of
+from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages
+from roll_core.data.templates import Template, load_template, texts_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
 
@@ -55,7 +55,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.template: Template = load_template(data.template, tokenizer, chats=are_chats(data))
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token, so a response could not end")
+            raise DataError("the tokenizer has no end-of-sequence token, which ends each response: set its eos_token")
         first = tokenizer("", add_special_tokens=True)["input_ids"][:1]
         # A chat template writes the beginning-of-sequence token itself. In plain text the tokenizer adds it.
         self.begins_with: list[int] = list(first) if first and first[0] == tokenizer.bos_token_id else []
@@ -70,7 +70,8 @@ class Encoder:
         pieces: list[int] = []
         written: list[bool] = []
         for segment in self.template.segments(messages):
-            ids = self._segment(segment, where)
+            ids = self.encode(segment.text, where)
+            ids += [self.tokenizer.eos_token_id] if segment.ends else []
             pieces += ids
             written += [segment.written] * len(ids)
         tokens = self._begin(np.asarray(pieces, dtype=np.int64))
@@ -90,10 +91,6 @@ class Encoder:
             raise DataError(f"{where}: {self._uncovered(text)}")
         return ids
 
-    def _segment(self, segment: Segment, where: str) -> list[int]:
-        ids = self.encode(segment.text, where)
-        return [*ids, self.tokenizer.eos_token_id] if segment.ends else ids
-
     def _begin(self, tokens: TokenIds) -> TokenIds:
         if not self.begins_with or (len(tokens) and tokens[0] == self.begins_with[0]):
             return tokens
@@ -109,7 +106,7 @@ class Encoder:
 
         bad = sorted({each for each in text if not known(each)})
         shown = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in bad[:5]) or "some of its text"
-        return f"the tokenizer does not cover {shown}; extend its alphabet, or take a byte or bpe tokenizer"
+        return f"the tokenizer does not cover {shown}; extend its alphabet, or use a byte or bpe tokenizer"
 
 
 def encode_prompts(
@@ -179,44 +176,29 @@ def encode_sft(
             continue
         messages = messages_of(row, data, rows, response=True)
         tokens, mask = encoder.conversation(messages, row.where)
-        sequence = _within(row, tokens, mask, counts, prompt_length, response_length, overlong)
-        if sequence is not None:
-            sequences.append(_with_prompt(sequence) if on_prompt else sequence)
+        num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
+        if num_prompt > prompt_length:
+            counts.overlong_prompts += 1
+            continue
+        if len(tokens) - num_prompt > response_length:
+            if overlong == "drop":
+                counts.overlong_responses += 1
+                continue
+            counts.truncated_responses += 1
+            tokens, mask = tokens[: num_prompt + response_length], mask[: num_prompt + response_length]
+        mask[:1] = False  # the first token has no context to predict it from
+        if not mask.any():
+            counts.empty += 1
+            continue
+        counts.kept += 1
+        if on_prompt:
+            mask[1:] = True
+        sequences.append(TrainSequence(id=row.id, tokens=tokens, loss_mask=mask))
     _report("rows", rows, counts)
     return sequences, counts
 
 
-def _within(
-    row: Row, tokens: TokenIds, mask: Any, counts: Counts, prompt_length: int, response_length: int, overlong: Overlong
-) -> TrainSequence | None:
-    num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
-    if num_prompt > prompt_length:
-        counts.overlong_prompts += 1
-        return None
-    if len(tokens) - num_prompt > response_length:
-        if overlong == "drop":
-            counts.overlong_responses += 1
-            return None
-        counts.truncated_responses += 1
-        tokens, mask = tokens[: num_prompt + response_length], mask[: num_prompt + response_length]
-    if len(mask):
-        # The first token has no context to predict it from.
-        mask = mask.copy()
-        mask[0] = False
-    if not mask.any():
-        counts.empty += 1
-        return None
-    counts.kept += 1
-    return TrainSequence(id=row.id, tokens=tokens, loss_mask=mask)
-
-
-def _with_prompt(sequence: TrainSequence) -> TrainSequence:
-    mask = np.ones(len(sequence), dtype=np.bool_)
-    mask[0] = False
-    return TrainSequence(id=sequence.id, tokens=sequence.tokens, loss_mask=mask)
-
-
 def _report(what: str, rows: Rows, counts: Counts) -> None:
     if counts.kept == 0 and counts.without_response < len(rows):
-        raise DataError(f"of {len(rows)} {what} none can be used: {counts}; raise prompt_length or response_length")
+        raise DataError(f"none of {len(rows)} {what} can be used: {counts}; increase prompt_length or response_length")
     log.info("%d %s: %s", len(rows), what, counts)

@@ -99,25 +99,20 @@ def pack_evenly(
     denominators = totals_of(sequences) if totals is None else totals
     for each in sequences:
         _check(each)
-    shares = _even_shares(sequences, max_tokens, multiple)
-    return [_flatten([sequences[i] for i in share], denominators) for share in shares]
-
-
-def _even_shares(sequences: Sequence[TrainSequence], max_tokens: int, multiple: int) -> list[list[int]]:
     lengths = [len(each) for each in sequences]
     # No two sequences longer than half of the budget fit into one microbatch.
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * each > max_tokens for each in lengths))
     for number in range(min(fewest, len(sequences)), len(sequences) + 1) if sequences else ():
         shares = balance(sequences, min(number + -number % multiple, len(sequences)))
         if all(len(share) == 1 or sum(lengths[i] for i in share) <= max_tokens for share in shares):
-            return shares
+            return [_flatten([sequences[i] for i in share], denominators) for share in shares]
     return []
 
 
 def _check(sequence: TrainSequence) -> None:
     length = len(sequence.tokens)
     if length == 0:
-        raise DataError(f"sequence {sequence.id}: it has no tokens; leave such rows out before training")
+        raise DataError(f"sequence {sequence.id} has no tokens: drop such rows before training")
     for name in ("loss_mask", *FLOATS):
         values = getattr(sequence, name)
         if values is not None and len(values) != length:
@@ -130,7 +125,8 @@ def _check(sequence: TrainSequence) -> None:
         )
     if sequence.loss_mask[0]:
         raise DataError(
-            f"sequence {sequence.id}: its first token is in the loss, but nothing stands before it to predict it from"
+            f"sequence {sequence.id}: its first token is in the loss, but has no context to predict it from: set"
+            " loss_mask[0] to False"
         )
 
 
@@ -141,7 +137,7 @@ def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[
     if not known:
         return None
     if len(shapes) > 1:
-        raise DataError(f"sequences of one batch went through experts of several models: [layers, top-k] {shapes}")
+        raise DataError(f"sequences of one batch have routed_experts of several shapes [layers, top-k]: {shapes}")
     flat = np.full((sum(map(len, batch)), *shapes.pop()), -1, dtype=np.int16)
     start = 0
     for each in batch:

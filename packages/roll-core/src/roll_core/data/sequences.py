@@ -1,4 +1,4 @@
-"""From graded samples to training sequences: the exact ids that the model produced, after the prompt."""
+"""From samples to training sequences: the prompt, then exactly the sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.errors import DataError
-from roll_core.types import CompletionOutput, Floats, Sample, TokenIds, TrainSequence
+from roll_core.types import CompletionOutput, Sample, TokenIds, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,18 +48,13 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
                 f"sample {sample.id}: {num_response} response tokens but {len(getattr(sample, name))} {name}"
             )
     if len(sample.prompt_ids) == 0:
-        raise DataError(f"sample {sample.id}: the prompt has no token, so its response's first token has no context")
+        raise DataError(f"sample {sample.id} has an empty prompt: a response's first token needs context")
     num_prompt = len(sample.prompt_ids)
     return TrainSequence(
         id=sample.id,
         tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False),
         loss_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sample.loss_mask]),
-        behaviour_logprobs=after_prompt(sample.logprobs, num_prompt),
+        behaviour_logprobs=np.concatenate([np.zeros(num_prompt, dtype=np.float32), sample.logprobs.astype(np.float32)]),
         routed_experts=sample.routed_experts,
         group=group,
     )
-
-
-def after_prompt(values: Floats, num_prompt: int) -> Floats:
-    """Extend per-response values to the sequence's length, with 0 over the prompt."""
-    return np.concatenate([np.zeros(num_prompt, dtype=np.float32), values.astype(np.float32, copy=False)])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from roll_core.errors import DataError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.datasets import Message
+    from roll_core.data.rows import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,6 @@ class Segment:
     """True if the model writes this text, which is then trained; False if it only reads the text."""
     ends: bool = False
     """True if the end-of-sequence token follows, which the model must write to end its turn."""
-
-
-class Template(Protocol):
-    """Converter of chat messages to text."""
-
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Prompt text, after which the model generates its response."""
-        ...
-
-    def segments(self, messages: Sequence[Message]) -> list[Segment]:
-        """Segments of a whole conversation.
-
-        Their joined text before each response equals `prompt` of the messages before it.
-        """
-        ...
 
 
 def load_template(name: str, tokenizer: PreTrainedTokenizerBase, *, chats: bool = False) -> Template:
@@ -73,11 +59,14 @@ def chat_template_of(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _named(name: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Turns:
     if name not in NAMED:
-        raise DataError(f"unknown chat template {name!r}; there are native, {', '.join(NAMED)}")
+        raise DataError(f"unknown chat template {name!r}, expected native, {', '.join(NAMED)}")
     vocabulary = tokenizer.get_vocab()
-    lacking = [token for token in control_tokens(name) if token not in vocabulary]
-    if lacking:
-        raise DataError(f"chat template {name!r} needs {', '.join(lacking)} as tokens, which the tokenizer has not")
+    missing = [token for token in control_tokens(name) if token not in vocabulary]
+    if missing:
+        raise DataError(
+            f"chat template {name!r} needs the tokens {', '.join(missing)}, which the tokenizer does not have: choose"
+            " another template or tokenizer"
+        )
     return NAMED[name](tokenizer.eos_token)
 
 
@@ -133,8 +122,8 @@ class Turns:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """All turns, followed by the opening of the assistant's turn."""
-        awaited: Message = {"role": "assistant", "content": ""}
-        *read, _ = self.segments([*messages, awaited])
+        empty: Message = {"role": "assistant", "content": ""}
+        *read, _ = self.segments([*messages, empty])
         return _joined(read, self.eos_token)
 
     def jinja(self) -> str:
@@ -182,19 +171,6 @@ class Turns:
         return found
 
 
-def _chatml(eos_token: str | None) -> Turns:
-    return Turns(eos_token, "<|im_start|>{role}\n", "<|im_end|>", "\n")
-
-
-def _qwen(eos_token: str | None) -> Turns:
-    return Turns(eos_token, "<|im_start|>{role}\n", "<|im_end|>", "\n", system="You are a helpful assistant.")
-
-
-def _llama3(eos_token: str | None) -> Turns:
-    opening = "<|start_header_id|>{role}<|end_header_id|>\n\n"
-    return Turns(eos_token, opening, "<|eot_id|>", first="<|begin_of_text|>")
-
-
 def texts_of(messages: Sequence[Message], name: str) -> list[str]:
     """Texts that a tokenizer must cover to encode the messages with this template; `native` counts as plain text."""
     template = NAMED.get(name, Plain)(None)
@@ -204,11 +180,17 @@ def texts_of(messages: Sequence[Message], name: str) -> list[str]:
     return texts
 
 
+_CHATML = partial(Turns, opening="<|im_start|>{role}\n", closing="<|im_end|>", between="\n")
 NAMED: dict[str, Callable[[str | None], Plain | Turns]] = {
     "plain": Plain,
-    "chatml": _chatml,
-    "qwen": _qwen,
-    "llama3": _llama3,
+    "chatml": _CHATML,
+    "qwen": partial(_CHATML, system="You are a helpful assistant."),
+    "llama3": partial(
+        Turns,
+        opening="<|start_header_id|>{role}<|end_header_id|>\n\n",
+        closing="<|eot_id|>",
+        first="<|begin_of_text|>",
+    ),
 }
 CONTROL_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -225,43 +207,43 @@ class JinjaTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Prompt text, including the template's generation prompt."""
-        return self._render(messages, answer_follows=True)
+        return self._render(messages, add_generation_prompt=True)
 
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
         """Split where responses begin and end. Raises `DataError` if the template rewrites earlier turns."""
-        whole = self._render(messages, answer_follows=False)
+        whole = self._render(messages, add_generation_prompt=False)
         found: list[Segment] = []
         at = 0
         for index, each in enumerate(messages):
             if each["role"] != "assistant":
                 continue
-            before = self._render(messages[:index], answer_follows=True)
-            after = self._render(messages[: index + 1], answer_follows=False)
+            before = self._render(messages[:index], add_generation_prompt=True)
+            after = self._render(messages[: index + 1], add_generation_prompt=False)
             if not (whole.startswith(before) and after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    "the tokenizer's chat template writes a prompt differently once the answer stands behind it, so a"
-                    f" model would be trained on prompts that it will never see (message {index + 1}, after"
-                    f" {_common(whole, before)[-40:]!r}); use a named template, or train on single turns"
+                    "the tokenizer's chat template renders a prompt differently if a response follows (message"
+                    f" {index + 1}), so the model would be trained on prompts that it never gets in generation: use a"
+                    " named template, or train on single turns"
                 )
-            answer = after[len(before) :]
+            response = after[len(before) :]
             eos = self.tokenizer.eos_token
-            cut = answer.rfind(eos) + len(eos) if eos and eos in answer else len(answer.rstrip())
+            cut = response.rfind(eos) + len(eos) if eos and eos in response else len(response.rstrip())
             found.append(Segment(whole[at : len(before)], written=False))
-            found.append(Segment(answer[:cut], written=True, ends=not (eos and answer[:cut].endswith(eos))))
+            found.append(Segment(response[:cut], written=True, ends=not (eos and response[:cut].endswith(eos))))
             at = len(before) + cut
         if whole[at:].strip():
             found.append(Segment(whole[at:], written=False))
         return found
 
-    def _render(self, messages: Sequence[Message], *, answer_follows: bool) -> str:
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=answer_follows
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except (TemplateError, ValueError, TypeError) as error:
-            raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
+            raise DataError(f"the tokenizer's chat template cannot render the messages: {error}") from error
         return str(text)
 
 
@@ -269,10 +251,6 @@ def _joined(segments: Sequence[Segment], eos_token: str | None) -> str:
     return "".join(each.text + (eos_token or "") if each.ends else each.text for each in segments)
 
 
-def _common(one: str, other: str) -> str:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return one[:length]
+Template: TypeAlias = Plain | Turns | JinjaTemplate
+"""`prompt(messages)` is the text after which the model generates its response. `segments(messages)` are the segments of
+a whole conversation; their joined text before each response equals `prompt` of the messages before it."""

@@ -35,7 +35,9 @@ def make_tokenizer(
 
     special = [PAD, EOS, *(token for token in dict.fromkeys(control_tokens) if token not in (PAD, EOS))]
     if config.kind == "char":
-        built = _characters(config.alphabet if config.alphabet is not None else _alphabet_of(texts), special)
+        built = _characters(
+            config.alphabet if config.alphabet is not None else "".join(sorted(set().union(*texts))), special
+        )
     elif config.kind == "byte":
         built = _bytes(special)
     else:
@@ -54,7 +56,9 @@ def _characters(alphabet: str, special: Sequence[str]) -> Tokenizer:
 
     characters = list(dict.fromkeys(alphabet))
     if not characters:
-        raise DataError("a char tokenizer needs an alphabet, and neither the config nor the data gives a character")
+        raise DataError(
+            "a char tokenizer needs an alphabet, but config and data have no character: set tokenizer.alphabet"
+        )
     names = [*special, *characters]
     # A word-level model without an unknown token raises on unknown characters.
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
@@ -67,7 +71,10 @@ def _characters(alphabet: str, special: Sequence[str]) -> Tokenizer:
 def _bytes(special: Sequence[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    names = [*special, *_byte_names()]
+    # The character of each byte: printable bytes are themselves, the others follow Latin-1 in order, as in GPT-2.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = iter(range(0x100, 0x200))
+    names = [*special, *(chr(byte) if byte in printable else chr(next(moved)) for byte in range(256))]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,20 +102,3 @@ def _byte_pairs(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _byte_names() -> list[str]:
-    """Character that represents each byte in a byte-level tokenizer, in the order of the bytes.
-
-    Printable bytes represent themselves. The others map to characters after Latin-1, in order, as in GPT-2.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    moved = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
-
-
-def _alphabet_of(texts: Iterable[str]) -> str:
-    found: set[str] = set()
-    for text in texts:
-        found.update(text)
-    return "".join(sorted(found))

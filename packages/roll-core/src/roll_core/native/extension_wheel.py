@@ -66,8 +66,8 @@ class ExtensionHook(BuildHookInterface):  # type: ignore[misc]  # hatchling has 
             module = import_module(module_name)
         except ImportError as error:
             raise RuntimeError(
-                f"{SWITCH}=1: {target} cannot be imported ({error}). Extensions are compiled against the torch of the"
-                " environment that builds: install what the package requires there, and use --no-build-isolation"
+                f"{SWITCH}=1: cannot import {target} ({error}). Extensions are compiled against torch of the build"
+                " environment: install the package's requirements there, and use --no-build-isolation"
             ) from error
         package = import_module(module_name.partition(".")[0])
         return getattr(module, attribute), Path(str(package.__file__)).parents[1]

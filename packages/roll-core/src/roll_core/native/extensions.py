@@ -80,7 +80,7 @@ class Extension:
         if (shipped := self.ahead_folder() / self.ahead_name() / f"{self.name}.so").is_file():
             return shipped
         if any(self.ahead_folder().glob(f"{self.name}-*")):
-            log.info("extension %s came compiled for another torch or processor: compiling it here", self.name)
+            log.info("extension %s was shipped for another torch or processor: compiling it on this host", self.name)
         folder = cache_folder() / f"{self.name}-{self.key()}"
         library = folder / f"{self.name}.so"
         if library.is_file():
@@ -92,12 +92,12 @@ class Extension:
                     self._build(folder)
         except Timeout as error:
             raise ExtensionError(
-                f"extension {self.name}: another process has been compiling it for {BUILD_TIMEOUT_S:.0f} s"
+                f"extension {self.name}: another process did not finish compiling it within {BUILD_TIMEOUT_S:.0f} s"
             ) from error
         except OSError as error:
             raise ExtensionError(
-                f"extension {self.name}: cannot be kept in {folder.parent}: {error}; set {CACHE_VARIABLE} to a folder"
-                " that can be written"
+                f"extension {self.name}: cannot write to {folder.parent}: {error}; set {CACHE_VARIABLE} to a writable"
+                " directory"
             ) from error
         return library
 
@@ -173,7 +173,7 @@ class Extension:
         env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
         if self.has_cuda_sources:
             env |= _gpu_environment(self.name)
-        command = [sys.executable, "-m", "roll_core.native.extension_build", json.dumps(task)]
+        command = [sys.executable, "-m", "roll_core.native.extensions", json.dumps(task)]
         try:
             done = subprocess.run(
                 command,
@@ -189,8 +189,8 @@ class Extension:
         except subprocess.TimeoutExpired as error:
             raise ExtensionError(f"extension {self.name}: not compiled within {BUILD_TIMEOUT_S:.0f} s") from error
         if done.returncode or not (folder / f"{self.name}.so").is_file():
-            said = "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:])
-            raise ExtensionError(f"extension {self.name}: cannot be compiled here:\n{said}")
+            output = "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:])
+            raise ExtensionError(f"extension {self.name}: compilation failed:\n{output}")
 
 
 def declare(loaded: ctypes.CDLL, functions: Mapping[str, Sequence[Any]], *, result: Any = None) -> ctypes.CDLL:
@@ -221,9 +221,8 @@ def cuda_architectures(name: str) -> str:
     here, chosen = _capabilities(), os.environ.get(ARCHITECTURES_VARIABLE, "")
     if not here and os.environ.get(FORCE_VARIABLE, "0") in ("", "0"):
         raise ExtensionError(
-            f"extension {name}: no GPU of NVIDIA is here to compile for (nvidia-smi names none). To compile for other"
-            f" hosts set {FORCE_VARIABLE}=1, and {ARCHITECTURES_VARIABLE} to the compute capabilities of their GPUs,"
-            " '8.0;9.0'"
+            f"extension {name}: nvidia-smi reports no GPU on this host. To compile for other hosts, set"
+            f" {FORCE_VARIABLE}=1, and {ARCHITECTURES_VARIABLE} to the compute capabilities of their GPUs, '8.0;9.0'"
         )
     if chosen and chosen != "native":
         return chosen
@@ -231,9 +230,8 @@ def cuda_architectures(name: str) -> str:
         return COMMON_ARCHITECTURES
     if min(map(float, here)) < OLDEST_CAPABILITY:
         raise ExtensionError(
-            f"extension {name}: the GPUs here have compute capability {', '.join(here)}, and {OLDEST_CAPABILITY} is the"
-            f" least that is compiled for: use newer ones, or hide the old (CUDA_VISIBLE_DEVICES) and set"
-            f" {ARCHITECTURES_VARIABLE}"
+            f"extension {name}: the GPUs have compute capability {', '.join(here)}, at least {OLDEST_CAPABILITY} is"
+            f" required: hide older GPUs (CUDA_VISIBLE_DEVICES), or set {ARCHITECTURES_VARIABLE}"
         )
     return ";".join(here)
 
@@ -246,8 +244,8 @@ def _gpu_environment(name: str) -> dict[str, str]:
         return {"PYTORCH_ROCM_ARCH": os.environ.get("PYTORCH_ROCM_ARCH", "")}
     if not torch.version.cuda:
         raise ExtensionError(
-            f"extension {name}: it has CUDA sources, and torch {torch.__version__} is built without CUDA: install one"
-            " that is"
+            f"extension {name} has CUDA sources, but torch {torch.__version__} is built without CUDA: install a build"
+            " with CUDA"
         )
     return {ARCHITECTURES_VARIABLE: cuda_architectures(name)}
 
@@ -272,3 +270,23 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _compile_task(task: str) -> None:
+    """Compile an extension in this process. On failure, exit with the reason as the last output."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from torch.utils import cpp_extension
+
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    if shutil.which(compiler) is None:
+        sys.exit(f"no C++ compiler {compiler} was found: install g++ or clang++, or set CXX")
+    try:
+        cpp_extension.load(**json.loads(task), is_python_module=False)
+    except (RuntimeError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":  # the subprocess of `Extension._compile`
+    _compile_task(sys.argv[1])

@@ -75,11 +75,11 @@ class SFTConfig(RewardRunConfig):
     @model_validator(mode="after")
     def _evaluation_is_complete(self) -> SFTConfig:
         if not self.sft_train.data_args.file_name:
-            raise ValueError("sft_train.data_args.file_name is missing: the rows to train on")
+            raise ValueError("sft_train.data_args.file_name is missing: name the files with the rows to train on")
         if self.actor_infer is not None and (not self.rewards or self.validation is None):
-            raise ValueError("actor_infer serves the evaluation, which also needs validation.data_args and rewards")
+            raise ValueError("actor_infer is only used for evaluation: configure validation.data_args and rewards too")
         if self.rewards and self.actor_infer is None:
-            raise ValueError("rewards judge generated answers, which needs actor_infer")
+            raise ValueError("rewards score generated responses: configure actor_infer too")
         return self
 
 
@@ -358,32 +358,30 @@ class RLVRConfig(RewardRunConfig):
         ratio = self.async_generation_ratio
         if ratio and self.is_use_additional_prompts:
             raise ValueError(
-                "is_use_additional_prompts is for synchronous training; async_generation_ratio keeps the engine full"
+                "is_use_additional_prompts requires synchronous training: remove it or async_generation_ratio"
             )
         if 0 < ratio * self.rollout_batch_size < 1:
             raise ValueError(
                 f"async_generation_ratio {ratio:g} × rollout_batch_size {self.rollout_batch_size} ="
-                f" {ratio * self.rollout_batch_size:g} prompts: less than one is none"
+                f" {ratio * self.rollout_batch_size:g} prompts, expected 0 or at least one"
             )
         if self.take_first_ready and not 0 < self.ahead < 1:
             raise ValueError(
-                "take_first_ready chooses among more prompts than a batch needs, and what it passes over has to be in"
-                f" the next batch: more than none and less than one batch has to be ahead of training, not"
-                f" {self.ahead:g} (is_use_additional_prompts with max_additional_running_prompts below"
-                " rollout_batch_size, or an async_generation_ratio below 1)"
+                f"take_first_ready needs generation to run ahead of training by less than one batch, but not by"
+                f" {self.ahead:g}: set is_use_additional_prompts with max_additional_running_prompts below"
+                " rollout_batch_size, or async_generation_ratio between 0 and 1"
             )
         mine = set(self.actor_infer.device_mapping or ())
         for name, role in self.roles().items() if ratio else ():
             shared = sorted(mine.intersection(role.device_mapping or ()))
             if name != "actor_infer" and shared:
                 raise ValueError(
-                    f"async_generation_ratio {ratio:g} lets actor_infer generate while others work, so it needs slots"
-                    f" of its own: {name} has slot {shared[0]} too"
+                    f"async_generation_ratio {ratio:g} needs slots that only actor_infer uses, but {name} has slot"
+                    f" {shared[0]} too"
                 )
         if self.train_infer_correction.enabled and self.force_disable_old_logprobs_recompute:
             raise ValueError(
-                "train_infer_correction compares the trainer's logprobs with the engine's:"
-                " force_disable_old_logprobs_recompute leaves nothing to compare"
+                "train_infer_correction needs the trainer's logprobs: set force_disable_old_logprobs_recompute to false"
             )
         return self
 
@@ -392,7 +390,7 @@ class RLVRConfig(RewardRunConfig):
     def _has_a_critic(cls, value: int | None, info: ValidationInfo) -> int | None:
         # An invalid critic is missing from `data`.
         if value is not None and "critic" in info.data and info.data["critic"] is None:
-            raise ValueError("no critic is configured; leave this key out, or configure critic")
+            raise ValueError("no critic is configured: remove this key, or configure critic")
         return value
 
     @field_validator("replay_rollouts")
@@ -406,9 +404,9 @@ class RLVRConfig(RewardRunConfig):
         if self.replay_rollouts is None:
             return self
         if self.record_rollouts:
-            raise ValueError("record_rollouts would write again what replay_rollouts reads: leave one of them out")
+            raise ValueError("record_rollouts would write the rollouts that replay_rollouts reads: remove one of them")
         if self.validation is not None and self.eval_steps:
-            raise ValueError("replay_rollouts starts no engine, and validation needs one: set eval_steps to 0")
+            raise ValueError("replay_rollouts starts no engine, but validation needs one: set eval_steps to 0")
         from roll_core.runtime.rollout.recording import BatchTerms, Recording
 
         terms = BatchTerms(
@@ -426,23 +424,21 @@ class RLVRConfig(RewardRunConfig):
     def _reference_is_used(self) -> RLVRConfig:
         if self.stays_close and self.reference is None and not self.actor_train.model_args.trains_adapters:
             key = "use_kl_loss" if self.use_kl_loss else "add_token_level_kl"
-            raise ValueError(f"{key} needs the role reference, the model to stay close to")
+            raise ValueError(f"{key} needs the role reference: configure reference")
         if self.reference is not None and not self.stays_close:
             raise ValueError(
-                "the role reference would not be used: set use_kl_loss or add_token_level_kl, or leave reference out"
+                "the role reference is not used: set use_kl_loss or add_token_level_kl, or remove reference"
             )
         if self.target_kl is not None and not self.add_token_level_kl:
-            raise ValueError("target_kl adapts the KL in the reward, which needs add_token_level_kl: true")
+            raise ValueError("target_kl adapts the KL in the reward: set add_token_level_kl to true")
         return self
 
     @model_validator(mode="after")
-    def _data_and_judges(self) -> RLVRConfig:
+    def _data_and_rewards_are_given(self) -> RLVRConfig:
         if not self.actor_train.data_args.file_name:
-            raise ValueError("actor_train.data_args.file_name is missing: the prompts to train on")
+            raise ValueError("actor_train.data_args.file_name is missing: name the files with the prompts")
         if not self.rewards:
-            raise ValueError(
-                "rewards is empty: at least one judge is needed, for example rewards.math.reward: math_rule"
-            )
+            raise ValueError("rewards is empty: configure at least one, for example rewards.math.reward: math_rule")
         return self
 
     @override
@@ -450,24 +446,23 @@ class RLVRConfig(RewardRunConfig):
         found: dict[str, str] = {}
         if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1":
             found["kl_loss_penalty"] = (
-                "the gradient of k1 in the loss is zero in expectation, whatever the reference: it adds noise and no"
-                " pull towards the reference. Write k2 or k3; k1 is for the KL in the reward (kl_penalty)"
+                "the expected gradient of k1 in the loss is zero, so it only adds noise: set k2 or k3. k1 is for the KL"
+                " in the reward (kl_penalty)"
             )
         num_steps = self.steps_per_batch(self.actor_train)
         loss = parts["pg_variant"]
         if isinstance(loss, PolicyLossProvider) and not loss.off_policy and num_steps > 1:
             found["pg_variant"] = (
-                f"{loss.name} has no importance ratio, and the policy takes {num_steps} optimizer steps on each batch"
-                f" (ppo_epochs {self.ppo_epochs}): all but the first are off-policy without a correction. Write ppo, or"
-                " make it one step"
+                f"{loss.name} has no importance ratio, but the policy takes {num_steps} optimizer steps on each batch"
+                f" (ppo_epochs {self.ppo_epochs}), all but the first off-policy: set ppo, or take one step per batch"
             )
         others = [name for name, reward in self.rewards.items() if not (reward.zero_or_one and reward.weight == 1)]
         written = self.model_fields_set & {"difficulty_low_threshold", "difficulty_high_threshold"}
         if self.difficulty_mask and others and not written:
             found["difficulty_mask"] = (
-                "keeps groups whose mean reward lies between 0 and 1, which suits rewards of 0 and 1. Other values of"
-                f" rewards.{others[0]} need other thresholds: of rewards of -1 and 1 it leaves out every group of which"
-                " half or less is right. Write difficulty_low_threshold and difficulty_high_threshold"
+                "keeps groups whose mean reward is between 0 and 1, which is meant for rewards of 0 and 1, but"
+                f" rewards.{others[0]} may have other values: set difficulty_low_threshold and"
+                " difficulty_high_threshold"
             )
         return found
 
@@ -489,8 +484,8 @@ class RLVRConfig(RewardRunConfig):
         given = self.train_infer_correction
         if given.is_weight.enabled is not None:
             return given
-        drawn_by_another = self.ahead > 0 or self.actor_infer.weight_format != "dtype"
-        weighs = drawn_by_another and not self.force_disable_old_logprobs_recompute
+        off_policy = self.ahead > 0 or self.actor_infer.weight_format != "dtype"
+        weighs = off_policy and not self.force_disable_old_logprobs_recompute
         return given.model_copy(update={"is_weight": given.is_weight.model_copy(update={"enabled": weighs})})
 
     @property

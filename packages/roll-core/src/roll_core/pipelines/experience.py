@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from roll_core.algorithms.correction import Band, importance_weights, inside
 from roll_core.data.sequences import sequence_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from roll_core.pipelines.config import TrainInferCorrectionConfig
     from roll_core.types import Floats, Group, Sample, TrainSequence
 
 
@@ -91,12 +93,13 @@ class Experience:
 
     def with_flat(self, **fields: Tensor | None) -> Experience:
         """Set per-token fields from flat tensors `[T]`. Fields given as None are unchanged."""
-        bounds = np.cumsum([len(sequence) for sequence in self.sequences])[:-1]
-        rows = {
-            name: None if flat_T is None else np.split(flat_T.float().numpy(), bounds)
-            for name, flat_T in fields.items()
-        }
-        return self.with_rows(**rows)
+        return self.with_rows(
+            **{name: None if flat_T is None else self.rows_of(flat_T.float()) for name, flat_T in fields.items()}
+        )
+
+    def rows_of(self, flat_T: Tensor) -> list[Floats]:
+        """Split a flat tensor `[T]` into one array of length L per sequence."""
+        return np.split(flat_T.numpy(), np.cumsum([len(sequence) for sequence in self.sequences])[:-1])
 
     def keep(self, kept_S: Tensor) -> Experience:
         """Keep only the samples where `kept_S` is True."""
@@ -104,6 +107,42 @@ class Experience:
         return Experience(
             samples=tuple(self.samples[i] for i in chosen), sequences=tuple(self.sequences[i] for i in chosen)
         )
+
+
+def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple[Experience, dict[str, float]]:
+    """Apply `train_infer_correction`: weights multiply advantages, filters reduce the loss mask.
+
+    Returns the corrected batch and metrics. Samples without any remaining token are dropped.
+    """
+    old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
+    advantages_T = experience.flat("advantages")
+    if old_T is None or behaviour_T is None or advantages_T is None:
+        raise AssertionError("a correction needs logprobs of the trainer and of the engine, and advantages")
+    mask_T, segments_T = experience.mask_T, experience.segments_T
+    metrics: dict[str, float] = {}
+    if config.is_weight.enabled:
+        bound = config.is_weight.upper_bound
+        weights_T = importance_weights(
+            old_T, behaviour_T, mask_T, segments_T, level=config.is_weight.weight_type, upper_bound=bound
+        )
+        advantages_T = advantages_T * weights_T
+        metrics["correction/weight/mean"] = float(weights_T[mask_T].mean())
+        metrics["correction/bounded_share"] = float((weights_T[mask_T] >= bound).float().mean())
+    kept_T = mask_T
+    for each in config.filters:
+        if each.enabled:
+            band = Band(
+                level=each.agg_type,
+                ratio=(each.ratio_low, each.ratio_high) if each.ratio_enabled else None,
+                difference=(each.diff_low, each.diff_high) if each.diff_enabled else None,
+            )
+            kept_T = kept_T & inside(band, old_T, behaviour_T, mask_T, segments_T)
+    corrected = experience.with_flat(advantages=advantages_T)
+    if any(each.enabled for each in config.filters):
+        metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
+        masks = corrected.rows_of(kept_T)
+        corrected = corrected.with_rows(loss_mask=masks).keep(torch.tensor([bool(mask.any()) for mask in masks]))
+    return corrected, metrics
 
 
 def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:

@@ -29,7 +29,7 @@ def sft(config: SFTConfig) -> PipelinePlan:
         roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
         roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
         phases.append(Phase(name="publish", acts={"sft_train": "publish", "actor_infer": "receive"}))
-        phases.append(Phase(name="held-out answers", acts={"actor_infer": "generate"}))
+        phases.append(Phase(name="held-out responses", acts={"actor_infer": "generate"}))
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
 
 

@@ -1,4 +1,4 @@
-"""Order of training prompts: each domain has its share of a batch, and its rows are reshuffled every epoch.
+"""Rows, prompts and groups of a batch: shares of domains, order of prompts, and filters of groups (dynamic sampling).
 
 The prompt at a position is a pure function of the position. A resumed run therefore continues with the same prompts.
 """
@@ -6,18 +6,53 @@ The prompt at a position is a pure function of the position. A resumed run there
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from roll_core.data.order import RowOrder
+import numpy as np
+
 from roll_core.errors import DataError
 from roll_core.runtime.rollout.requests import stable_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import numpy.typing as npt
+
+    from roll_core.spec.config import QueryFilterConfig, RewardConfig
     from roll_core.spec.rollout import Prompt
+    from roll_core.types import Group
+
+
+class RowOrder:
+    """Endless seeded order of `num_rows` rows, with a new permutation in each epoch.
+
+    Row `i` of the order is a pure function of `(num_rows, seed, i)`, so a resumed run continues exactly where the
+    interrupted run stopped. A batch may span two epochs. Every epoch contains each row exactly once. Raises `DataError`
+    for fewer than one row.
+    """
+
+    def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True) -> None:
+        if num_rows < 1:
+            raise DataError("there are no rows to order: the data are empty, or all rows were dropped")
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+
+    def batch(self, step: int, size: int) -> list[int]:
+        """Rows of batch `step` (from 0), if every batch has `size` rows."""
+        return [self.row(position) for position in range(step * size, (step + 1) * size)]
+
+    def row(self, position: int) -> int:
+        """Row at a position of the endless order."""
+        epoch, at = divmod(position, self.num_rows)
+        return int(_permutation(self.num_rows, self.seed, epoch)[at]) if self.shuffle else at
+
+
+@lru_cache(maxsize=16)
+def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 class PromptOrder:
@@ -56,9 +91,8 @@ class PromptOrder:
     def prompt(self, tag: str, position: int) -> Prompt:
         """Prompt at a position, from 0, of the endless sequence of a tag's rows. Ids are unique: `<row>/<epoch>`."""
         rows = self.rows[tag]
-        (index,) = self.orders[tag].rows(position, 1)
-        row = rows[index].id
-        return replace(rows[index], id=f"{row}/{position // len(rows)}", row=row)
+        prompt = rows[self.orders[tag].row(position)]
+        return replace(prompt, id=f"{prompt.id}/{position // len(rows)}", row=prompt.id)
 
 
 def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:
@@ -75,3 +109,43 @@ def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:
     for tag in by_remainder[: size - sum(counts.values())]:
         counts[tag] += 1
     return {tag: count for tag, count in counts.items() if count}
+
+
+def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[str, str]:
+    """Map each of `tags` to the entry of `rewards` that scores it.
+
+    Tags without an entry are missing. If `rewards` has only one entry, it scores every tag.
+    """
+    if len(rewards) == 1:
+        return dict.fromkeys(tags, next(iter(rewards)))
+    by_tag = {tag: domain for domain, reward in rewards.items() for tag in (domain, *reward.tag_included)}
+    return {tag: by_tag[tag] for tag in tags if tag in by_tag}
+
+
+def group_filter(rewards: Mapping[str, RewardConfig]) -> Callable[[Group], bool]:
+    """Filter for groups, according to the domain that scores the group's tag."""
+
+    def keep(group: Group) -> bool:
+        tag = group.samples[0].tag
+        return passes(group, rewards[domains(rewards, [tag])[tag]].query_filter_config)
+
+    return keep
+
+
+def passes(group: Group, config: QueryFilterConfig) -> bool:
+    """True if the group's rewards are within the filter's bounds, which are exclusive.
+
+    Failed rewards are ignored. A group without any reward fails both filters. The standard deviation is the unbiased
+    one. A group of one response is kept if it has a reward.
+    """
+    if config.type == "no_filter":
+        return True
+    values = [s.reward.value for s in group.samples if s.reward is not None and s.reward.value is not None]
+    if not values:
+        return False
+    if len(group.samples) == 1:
+        return True
+    args = config.filter_args
+    if config.type == "mean_filter":
+        return args.threshold_down < statistics.fmean(values) < args.threshold_up
+    return len(values) > 1 and statistics.stdev(values) > args.std_threshold

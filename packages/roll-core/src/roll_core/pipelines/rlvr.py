@@ -21,13 +21,10 @@ from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask
 from roll_core.pipelines.config import RLVRConfig
-from roll_core.pipelines.correction import correct
-from roll_core.pipelines.experience import Experience, logprob_gaps, sample_metrics, without_experts
-from roll_core.pipelines.filters import domains, group_filter
-from roll_core.pipelines.messages import skipped
+from roll_core.pipelines.experience import Experience, correct, logprob_gaps, sample_metrics, without_experts
 from roll_core.pipelines.plans import rlvr
-from roll_core.pipelines.prompt_order import PromptOrder
-from roll_core.pipelines.validation import Validation
+from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
+from roll_core.pipelines.stages import Validation, log_update
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
@@ -44,15 +41,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     @override
     def prepare(self, run: Run) -> int:
-        self._read_prompts(run)
-        self._set_up_sampling(run)
-        self._set_up_objective(run)
-        return self.config.max_steps
-
-    def _read_prompts(self, run: Run) -> None:
-        """Read the training prompts and set up their order."""
-        config = self.config
-        data = config.actor_train.data_args
+        config, data = self.config, self.config.actor_train.data_args
         prompts = run.prompts(data)
         self.order = PromptOrder(
             prompts,
@@ -61,10 +50,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             seed=config.seed,
             domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
         )
-
-    def _set_up_sampling(self, run: Run) -> None:
-        """Set up the sampling parameters of rollouts, and validation."""
-        config = self.config
         self.sampling = config.actor_infer.generating_args.sampling_params(
             default_max_new_tokens=config.response_length
         )
@@ -80,6 +65,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 source="actor_train",
                 batch_size=config.val_batch_size,
             )
+        self._set_up_objective(run)
+        return config.max_steps
 
     def _set_up_objective(self, run: Run) -> None:
         """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
@@ -92,7 +79,23 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             else RewardNormaliser(config.norm_mean_type, config.norm_std_type, config.reward_clip)
         )
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
-        self.policy_objective = self._policy_objective(run)
+        low, high = config.clip_range()
+        self.policy_objective = PolicyObjective(
+            policy_loss=run.policy_loss(config.pg_variant),
+            params=PolicyLossParams(
+                pg_clip_low=low,
+                pg_clip_high=high,
+                dual_clip=config.dual_clip if config.dual_clip_loss else None,
+                options=config.pg_options,
+            ),
+            aggregation=config.loss_agg_mode,
+            entropy_coef=config.entropy_loss_coef,
+            kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+            kl_kind=config.kl_loss_penalty,
+            log_ratio_clamp=config.log_ratio_clamp,
+            k3_clamp=config.k3_clamp,
+            temperature=self.temperature,
+        )
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
@@ -126,7 +129,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         groups = await self.rollouts.batch()
         if not groups:
             run.guard(
-                "all_groups_filtered", False, "no reward signal at {steps}: query_filter_config left out every group"
+                "all_groups_filtered", False, "no reward signal at {steps}: query_filter_config rejected every group"
             )
             return
         run.log_samples([sample for group in groups for sample in group.samples])
@@ -217,19 +220,19 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         )
         advantages_T = whiten(found.advantages_T, mask_T) if config.whiten_advantages else found.advantages_T
         advantages_T = clip(advantages_T, config.advantage_clip)
-        drawn_N = advantages_T[mask_T]
+        sampled_N = advantages_T[mask_T]
         if found.token_rewards_T is not None:
             run.log({"reward/normalised_mean": float(found.token_rewards_T.sum() / len(experience.samples))})
         run.log(
             {
-                "advantage/mean": float(drawn_N.mean()),
-                "advantage/max": float(drawn_N.max()),
-                "advantage/min": float(drawn_N.min()),
+                "advantage/mean": float(sampled_N.mean()),
+                "advantage/max": float(sampled_N.max()),
+                "advantage/min": float(sampled_N.min()),
             }
         )
         run.guard(
             "all_groups_filtered",
-            bool((drawn_N != 0).any()),
+            bool((sampled_N != 0).any()),
             f"no reward signal at {{steps}}: all {config.num_return_sequences_in_group} responses of each prompt"
             " scored the same",
         )
@@ -305,7 +308,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             run.log(update.named("critic"))
             num_tokens += update.num_tokens
         if run.step >= config.critic_warmup and not chosen.sequences:
-            run.guard("all_groups_filtered", False, "nothing to learn from at {steps}: the masks leave no sample")
+            run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
         elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
                 chosen.sequences,
@@ -314,12 +317,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 max_length=config.response_length,
                 shuffle_seed=shuffle_seed,
             )
-            run.log(update.named("actor"))
-            run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
+            log_update(run, update, "actor")
             run.guard(
                 "zero_gradient",
                 update.metrics["grad_norm"] != 0 or not chosen.has_advantages,
-                "the gradient was exactly zero at {steps}, though the advantages were not",
+                "the gradient was exactly zero at {steps}, but the advantages were not",
             )
             self._check_gap(run, update.metrics.get("logprob_gap"))
             num_tokens += update.num_tokens
@@ -338,24 +340,4 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             f"step {run.step + 1}: mean |trainer's logprob - engine's logprob| of the sampled tokens is {gap:.4g},"
             f" above the threshold of {threshold:g}",
             fatal=fatal,
-        )
-
-    def _policy_objective(self, run: Run) -> PolicyObjective:
-        config = self.config
-        low, high = config.clip_range()
-        return PolicyObjective(
-            policy_loss=run.policy_loss(config.pg_variant),
-            params=PolicyLossParams(
-                pg_clip_low=low,
-                pg_clip_high=high,
-                dual_clip=config.dual_clip if config.dual_clip_loss else None,
-                options=config.pg_options,
-            ),
-            aggregation=config.loss_agg_mode,
-            entropy_coef=config.entropy_loss_coef,
-            kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
-            kl_kind=config.kl_loss_penalty,
-            log_ratio_clamp=config.log_ratio_clamp,
-            k3_clamp=config.k3_clamp,
-            temperature=self.temperature,
         )

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.data.order import RowOrder
 from roll_core.pipelines.config import SFTConfig, sequences_per_step
-from roll_core.pipelines.messages import skipped
 from roll_core.pipelines.plans import sft
-from roll_core.pipelines.validation import Validation
+from roll_core.pipelines.prompt_order import RowOrder
+from roll_core.pipelines.stages import Validation, log_update
 from roll_core.spec.pipeline import Pipeline, Run
 
 if TYPE_CHECKING:
@@ -37,10 +36,26 @@ class SFTPipeline(Pipeline[SFTConfig]):
             config.sft_train.data_args, overlong=config.overlong, on_prompt=config.train_on_prompt
         )
         self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
-        self._read_held_out(run)
         batches_per_epoch = math.ceil(len(self.rows) / sequences_per_step(config.sft_train)[0])
         epochs = config.sft_train.training_args.num_train_epochs
         self.steps = config.max_steps or math.ceil(epochs * batches_per_epoch)
+        self.held_out: Sequence[TrainSequence] = ()
+        self.validation: Validation | None = None
+        if config.validation is not None:
+            data = config.validation.data_args
+            generates = config.actor_infer is not None
+            # Rows with a response are used for the loss. An engine generates responses to all prompts.
+            if (data.messages or data.response) in run.columns(data):
+                self.held_out = run.sequences(data, on_prompt=config.train_on_prompt, require_response=not generates)
+            if generates:
+                self.validation = Validation(
+                    run,
+                    config,
+                    config.validation,
+                    role="actor_infer",
+                    source="sft_train",
+                    batch_size=config.val_batch_size,
+                )
         return self.steps
 
     @override
@@ -54,8 +69,8 @@ class SFTPipeline(Pipeline[SFTConfig]):
         batch = [self.rows[i] for i in self.order.batch(run.step, model.sequences_per_step)]
         with run.stage("train"):
             update = await model.update(batch, SFTObjective(token_accuracy=model.capabilities.topk))
-        run.log(update.named("train") | {"tokens/trained": update.num_tokens})
-        run.guard("non_finite", update.num_not_finite == 0, skipped(run, update))
+        run.log({"tokens/trained": update.num_tokens})
+        log_update(run, update, "train")
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:
@@ -70,26 +85,6 @@ class SFTPipeline(Pipeline[SFTConfig]):
     def export_role(self) -> str:
         return "sft_train"
 
-    def _read_held_out(self, run: Run) -> None:
-        """Read the held-out rows.
-
-        Rows with a response are used for the loss. With an engine and rewards, responses to the prompts are generated
-        too.
-        """
-        config = self.config
-        self.held_out: Sequence[TrainSequence] = ()
-        self.validation: Validation | None = None
-        if config.validation is None:
-            return
-        data = config.validation.data_args
-        if (data.messages or data.response) in run.columns(data):
-            scored = config.actor_infer is not None  # by rewards, which need no response
-            self.held_out = run.sequences(data, on_prompt=config.train_on_prompt, require_response=not scored)
-        if config.actor_infer is not None:
-            self.validation = Validation(
-                run, config, config.validation, role="actor_infer", source="sft_train", batch_size=config.val_batch_size
-            )
-
     async def _held_out_metrics(self, run: Run) -> dict[str, float]:
         """Held-out metrics: negative log-likelihood per trained token, in nats, and token accuracy.
 
@@ -97,13 +92,13 @@ class SFTPipeline(Pipeline[SFTConfig]):
         returns argmax tokens.
         """
         model = run.train_role("sft_train")
-        scored = await model.score(self.held_out, logprobs=True, first_choices=model.capabilities.topk)
+        scored = await model.score(self.held_out, logprobs=True, argmax_tokens=model.capabilities.topk)
         num_learnt = max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
         pairs = zip(scored.logprobs or (), self.held_out, strict=True)
         total = math.fsum(float(logprobs[row.loss_mask].sum(dtype="float64")) for logprobs, row in pairs)
         metrics = {"val/loss": -total / num_learnt}
-        if scored.first_choices is not None:
-            choices = zip(scored.first_choices, self.held_out, strict=True)
+        if scored.argmax_tokens is not None:
+            choices = zip(scored.argmax_tokens, self.held_out, strict=True)
             hits = sum(int((chosen == row.tokens)[row.loss_mask].sum()) for chosen, row in choices)
             metrics["val/token_accuracy"] = hits / num_learnt
         return metrics

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError, chain
-from roll_core.plugins.kinds import kind_of
+from roll_core.plugins.records import kind_of
 from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def _names(plugin: Plugin, package: str, module: str, frames: Sequence[_Frame]) 
         if found := [record for record in plugin.providers if record.target == target]:
             return _spelled(found)
     called = tuple(_CALLERS[name] for each in frames if (name := each.module(_CORE)) in _CALLERS)
-    held = [record for record in plugin.providers if record.target.partition(":")[0] == module]
-    return _spelled([record for record in held if isinstance(record, called)] or held) or "code"
+    found = [record for record in plugin.providers if record.target.partition(":")[0] == module]
+    return _spelled([record for record in found if isinstance(record, called)] or found) or "code"
 
 
 def _spelled(records: Sequence[Provider]) -> str:

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import pluggy
 
 from roll_core.errors import PluginError, PluginLoadError
-from roll_core.plugins.kinds import KINDS
-from roll_core.plugins.records import check_record
+from roll_core.plugins.records import KINDS, check_record
 from roll_core.plugins.requirements import CORE
 from roll_core.spec import HOOK_API, hooks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from roll_core.plugins.kinds import Kind
+    from roll_core.plugins.records import Kind
     from roll_core.spec.providers import Provider
 
 GROUP = "roll.plugins"
@@ -168,7 +167,7 @@ def _refuse_unknown(disabled: Collection[str], found: list[Plugin]) -> None:
             installed = sorted({plugin.package for plugin in found})
             close = difflib.get_close_matches(normalise(name), installed, 1)
             hint = f"did you mean {close[0]}?" if close else f"installed: {', '.join(installed)}"
-            raise PluginError(f"--disable-plugin {name}: no such plugin is installed; {hint}")
+            raise PluginError(f"--disable-plugin {name}: there is no such plugin; {hint}")
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -220,17 +219,13 @@ def _one_line(error: BaseException) -> str:
 def _check_api(module: Any) -> None:
     stated = getattr(module, "ROLL_HOOK_API", None)
     if stated is None:
-        raise _BrokenContractError(f"it does not say ROLL_HOOK_API = {HOOK_API}, the hook API it was written for")
+        raise _BrokenContractError(f"ROLL_HOOK_API is missing, expected {HOOK_API} (the version of the hook API)")
     if type(stated) is not int:
         raise _BrokenContractError(f"ROLL_HOOK_API is {stated!r}, expected a number such as {HOOK_API}")
-    if stated < HOOK_API:
-        raise _BrokenContractError(
-            f"it was written for hook API {stated}, this roll-core has {HOOK_API}: install a newer version of it"
-        )
-    if stated > HOOK_API:
-        raise _BrokenContractError(
-            f"it was written for hook API {stated}, this roll-core has {HOOK_API}: install a newer roll-core"
-        )
+    if stated != HOOK_API:
+        newer = "plugin" if stated < HOOK_API else "roll-core"
+        message = f"ROLL_HOOK_API is {stated}, expected {HOOK_API}, the version of this roll-core"
+        raise _BrokenContractError(f"{message}: install a newer {newer}")
 
 
 def _register(module: Any, name: str) -> pluggy.PluginManager:
@@ -260,7 +255,7 @@ def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
             close = difflib.get_close_matches(name, HOOK_NAMES, 1, 0.85)
             if close:
                 raise _BrokenContractError(
-                    f"{name} is not marked with @hookimpl and would never be called; mark it as {close[0]}"
+                    f"{name} is not marked with @hookimpl, so it is never called; mark it, as {close[0]}"
                 )
 
 

@@ -1,19 +1,71 @@
-"""Type-checks the records that hooks yield, field by field, since plugin authors may not run a type checker."""
+"""Kinds of provider records, and a type check of their fields, since plugin authors may not run a type checker."""
 
 from __future__ import annotations
 
 import re
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from roll_core.plugins.requirements import alternatives
-from roll_core.spec.providers import FragmentProvider
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    CheckProvider,
+    FragmentProvider,
+    ImporterProvider,
+    InferProvider,
+    KnownErrorsProvider,
+    PipelineProvider,
+    PlatformProvider,
+    PolicyLossProvider,
+    Provider,
+    RewardProvider,
+    TrackerProvider,
+    TrainProvider,
+    WeightTransportProvider,
+)
 
-if TYPE_CHECKING:
-    from roll_core.spec.providers import Provider
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of part: its hook, its record class and its names."""
+
+    hook: str
+    record: type[Provider]
+    noun: str
+    """Name in messages: "no *infer strategy* is called 'x'"."""
+
+    @property
+    def key(self) -> str:
+        """Key in `known_parts.toml` and in JSON."""
+        return self.hook.removeprefix("roll_")
+
+
+KINDS = (
+    Kind("roll_platforms", PlatformProvider, "platform"),
+    Kind("roll_train_strategies", TrainProvider, "train strategy"),
+    Kind("roll_infer_strategies", InferProvider, "infer strategy"),
+    Kind("roll_pipelines", PipelineProvider, "pipeline"),
+    Kind("roll_rewards", RewardProvider, "reward"),
+    Kind("roll_trackers", TrackerProvider, "tracker"),
+    Kind("roll_advantage_estimators", AdvantageProvider, "advantage estimator"),
+    Kind("roll_policy_losses", PolicyLossProvider, "policy loss"),
+    Kind("roll_weight_transports", WeightTransportProvider, "weight transport"),
+    Kind("roll_config_fragments", FragmentProvider, "config fragment"),
+    Kind("roll_checks", CheckProvider, "check"),
+    Kind("roll_known_errors", KnownErrorsProvider, "list of known errors"),
+    Kind("roll_importers", ImporterProvider, "importer"),
+)
+
+_BY_RECORD = {kind.record: kind for kind in KINDS}
+
+
+def kind_of(record: type[Provider]) -> Kind:
+    """Kind whose records are instances of this class."""
+    return _BY_RECORD[record]
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -42,12 +94,12 @@ def _check_needs(needs: tuple[str | tuple[str, ...], ...]) -> str:
 
     for need in needs:
         if not need:
-            return f"needs lists {need!r}, which is no requirement"
+            return f"needs has {need!r}, expected a requirement (PEP 508)"
         for each in alternatives(need):
             try:
                 Requirement(each)
             except InvalidRequirement as error:
-                return f"needs lists {each!r}, which is no requirement: {str(error).splitlines()[0]}"
+                return f"needs has {each!r}, expected a requirement (PEP 508): {str(error).splitlines()[0]}"
     return ""
 
 

@@ -1,19 +1,23 @@
-"""Looks up parts by kind and name. Names are resolved on use, so a broken part affects only configs that use it."""
+"""Looks up parts by kind and name, and calls event hooks.
+
+Names are resolved on use, so a broken part affects only configs that use it.
+"""
 
 from __future__ import annotations
 
 import difflib
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_core.errors import ProviderConflictError, UnknownProviderError
-from roll_core.plugins.kinds import KINDS, kind_of
+from roll_core.errors import PluginHookError, ProviderConflictError, UnknownProviderError
 from roll_core.plugins.loader import load_plugins, normalise
+from roll_core.plugins.records import KINDS, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-    from roll_core.plugins.kinds import Kind
     from roll_core.plugins.loader import Plugin
+    from roll_core.plugins.records import Kind
+    from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import Provider
 
 P = TypeVar("P", bound="Provider")
@@ -90,10 +94,10 @@ class Registry:
         spelt = " or ".join(repr(f"{plugin.package}/{bare}") for plugin in plugins)
         if len({normalise(plugin.package) for plugin in plugins}) == 1:
             points = " or ".join(f"--disable-plugin {plugin.entry_point}" for plugin in plugins)
-            return f"{kind.noun} {name!r} is offered twice by {plugins[0]}: choose with {points}"
+            return f"{kind.noun} {name!r} is offered twice by {plugins[0]}: disable one with {points}"
         return (
             f"{kind.noun} {name!r} is offered by {packages}: write {spelt},"
-            f" or leave one out with --disable-plugin {plugins[-1].package}"
+            f" or disable one with --disable-plugin {plugins[-1].package}"
         )
 
     def _unknown(self, kind: type[Provider], name: str, failed: list[Plugin]) -> str:
@@ -132,6 +136,51 @@ class Registry:
         if mine[0].state != "loaded":
             return []
         return [f"{mine[0]} offers {', '.join(offered) if offered else f'no {spec.noun}'}"]
+
+
+class Events:
+    """Calls the event hooks, plugin by plugin in order of registration."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._plugins = [plugin for plugin in registry.plugins if plugin.manager is not None]
+
+    def run_started(self, run: Run) -> None:
+        """Call `roll_run_started` of each plugin. Raises `PluginHookError` at the first failure and stops there."""
+        for plugin in self._plugins:
+            _call(plugin, "roll_run_started", run=run)
+
+    def step_finished(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        """Call `roll_step_finished` of each plugin. Raises `PluginHookError` at the first failure and stops there."""
+        for plugin in self._plugins:
+            _call(plugin, "roll_step_finished", run=run, step=step, metrics=metrics)
+
+    def run_finished(self, run: Run, error: BaseException | None) -> None:
+        """Call `roll_run_finished` of every plugin, then raise the first `PluginHookError`.
+
+        A failure does not stop the calls, because each plugin may have resources to close.
+        """
+        first: PluginHookError | None = None
+        for plugin in self._plugins:
+            try:
+                _call(plugin, "roll_run_finished", run=run, error=error)
+            except PluginHookError as raised:
+                first = first or raised
+        if first is not None:
+            raise first
+
+
+def _call(plugin: Plugin, hook: str, **arguments: Any) -> None:
+    if hook not in plugin.hooks or plugin.manager is None:
+        return
+    try:
+        getattr(plugin.manager.hook, hook)(**arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # third-party code: SystemExit must not look like a normal end
+        reason = " ".join(str(error).split())
+        raise PluginHookError(
+            f"plugin {plugin}: {hook} raised {type(error).__name__}{': ' if reason else ''}{reason}"
+        ) from error
 
 
 _WHY = {

@@ -26,7 +26,7 @@ def alternatives(need: str | tuple[str, ...]) -> tuple[str, ...]:
 def check_requirements(provider: Provider, *, owner: str) -> None:
     """Raise `MissingRequirementError` unless every requirement in `provider.needs` is met in this environment.
 
-    The message lists all missing or mismatched packages: the version found, the version wanted, the install command.
+    The message lists all missing or mismatched packages: the version found, the version expected, the install command.
     """
     if not provider.needs:
         return
@@ -42,7 +42,9 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
             problems.append(", and ".join(unmet))
             wanted.append(next((each for each in requirements if _installed(each)), requirements[0]))
     if problems:
-        command = " ".join(f"'{each.name}{_extras(each)}{each.specifier}'" for each in wanted)
+        for each in wanted:
+            each.marker = None
+        command = " ".join(f"'{each}'" for each in wanted)
         raise _missing(owner, problems, command)
 
 
@@ -81,17 +83,7 @@ def _installed(requirement: Requirement) -> str:
 
 def _problem(requirement: Requirement) -> str:
     """Why a requirement is not met; empty if it is met."""
-    found = _installed(requirement)
-    if not found:
-        return f"{requirement.name} is not installed, wanted {_spell(requirement)}"
-    if requirement.specifier.contains(found, prereleases=True):
+    found, expected = _installed(requirement), str(requirement.specifier) or "any version"
+    if found and requirement.specifier.contains(found, prereleases=True):
         return ""
-    return f"{requirement.name} {found} is installed, wanted {_spell(requirement)}"
-
-
-def _spell(requirement: Requirement) -> str:
-    return str(requirement.specifier) or "any version"
-
-
-def _extras(requirement: Requirement) -> str:
-    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name} {f'{found} is' if found else 'is not'} installed, expected {expected}"

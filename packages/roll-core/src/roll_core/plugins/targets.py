@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
-from roll_core.plugins.signatures import signature_problem
-from roll_core.spec.known_errors import KnownError
+from roll_core.plugins.signatures import CONTRACTS, signature_problem
+from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.providers import FragmentProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:
@@ -117,24 +117,15 @@ def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError
     """Known errors that a record lists. Raises `PluginLoadError` unless the target is a tuple of `KnownError`."""
     found = load_target(record.target, owner=owner)
     if not isinstance(found, tuple) or not all(isinstance(each, KnownError) for each in found):
-        raise PluginLoadError(f"{owner}: {record.target} is no tuple of KnownError")
+        raise PluginLoadError(f"{owner}: {record.target} is not a tuple of KnownError")
     return found
 
 
 def _contract(record: Provider) -> type | None:
-    """Base class that the target must have; None if no base class is required."""
-    from roll_core.spec import infer, pipeline, platform, providers, reward, tracker, train, transport
-
-    contracts: dict[type[Provider], type] = {
-        providers.PlatformProvider: platform.Platform,
-        providers.TrainProvider: train.TrainStrategy,
-        providers.InferProvider: infer.InferStrategy,
-        providers.PipelineProvider: pipeline.Pipeline,
-        providers.RewardProvider: reward.RewardFunction,
-        providers.TrackerProvider: tracker.Tracker,
-        providers.WeightTransportProvider: transport.WeightTransport,
-    }
-    return contracts.get(type(record))
+    """Base class that the target must have; None if the contract is a function's."""
+    contract = CONTRACTS.get(type(record), "")
+    found: Any = load_target(contract, owner="roll-core") if contract else None
+    return None if getattr(found, "_is_protocol", False) else found
 
 
 def _schema(record: Provider) -> type:

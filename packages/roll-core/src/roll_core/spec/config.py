@@ -95,7 +95,7 @@ class StrategyConfig(Config):
         return False
 
     def weight_format(self) -> WeightFormat:
-        """Infer strategies: the format in which the engine receives weights. `roll_core.weights.eight_bits` defines the
+        """Infer strategies: the format in which the engine receives weights. `roll_core.weights.fp8` defines the
         fp8 format; the digests in receipts are those of the fp8 tensors."""
         return "dtype"
 
@@ -199,31 +199,31 @@ class ModelArguments(Config):
             # A saved config has every key, so only values other than the defaults show that adapters are intended.
             beside = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
             if beside and self.lora_rank:
-                raise ValueError(f"{beside[0]} would not be used: LoRA is on where lora_target names modules")
+                raise ValueError(f"{beside[0]} has no effect without lora_target, which enables LoRA")
             return self
         targets = self.lora_targets()
         if not targets:
-            raise ValueError("lora_target names no module: give names, or all-linear for every linear layer")
+            raise ValueError("lora_target is empty, expected module names, or all-linear for every linear layer")
         if isinstance(targets, str):
             try:
                 re.compile(targets)
             except re.error as error:
-                raise ValueError(f"lora_target is neither names nor a regular expression: {error}") from error
+                raise ValueError(f"lora_target has neither names nor a valid regular expression: {error}") from error
         elif "all-linear" in targets and len(targets) > 1:
-            raise ValueError("lora_target: all-linear takes every linear layer; name it alone")
+            raise ValueError("lora_target: all-linear includes every linear layer; remove the other names")
         if self.lora_dropout:
             raise ValueError(
-                f"lora_dropout {self.lora_dropout:g} cannot be honoured: dropout is off in training, so that logprobs"
-                " before an update and in it come from the same function; leave it out (weight_decay also regularises)"
+                f"lora_dropout is {self.lora_dropout:g}, expected 0: dropout is off in training, so that logprobs"
+                " before and during an update come from the same function; weight_decay also regularises"
             )
         if self.lora_export == "adapter" and self.random_init is not None:
-            raise ValueError("lora_export: adapter needs a base model that others have, and random_init is none")
+            raise ValueError("lora_export: adapter needs a base model that can be loaded, not random_init; use merged")
         return self
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelArguments:
         if self.model_name_or_path is not None and self.random_init is not None:
-            raise ValueError("model_name_or_path and random_init exclude each other: give one of them")
+            raise ValueError("model_name_or_path and random_init exclude each other: remove one of them")
         if self.random_init is not None and "model_type" not in self.random_init:
             raise ValueError("random_init needs a model_type, for example qwen3")
         return self
@@ -372,9 +372,9 @@ class EnvironmentConfig(Config):
     @model_validator(mode="after")
     def _names_something(self) -> EnvironmentConfig:
         if not self.packages and not self.python:
-            raise ValueError("needs python, an interpreter or the folder of a virtual environment, or packages")
+            raise ValueError("needs python (an interpreter or the folder of a virtual environment) or packages")
         if self.exclude and not self.packages:
-            raise ValueError("exclude would not be used: nothing is installed where packages are not given")
+            raise ValueError("exclude has no effect without packages")
         return self
 
 
@@ -429,30 +429,23 @@ class WorkerConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> WorkerConfig:
         if self.device_mapping is None and self.num_gpus_per_worker is not None:
-            raise ValueError("num_gpus_per_worker is the share of device_mapping that a worker takes, which is missing")
+            raise ValueError("num_gpus_per_worker needs device_mapping, which is missing")
         if self.device_mapping is not None:
             if self.world_size is not None:
-                raise ValueError("device_mapping and world_size exclude each other: the first decides the second")
+                raise ValueError("device_mapping and world_size exclude each other: remove world_size")
             per_worker = self.num_gpus_per_worker or 1
             if len(self.device_mapping) % per_worker:
                 raise ValueError(
-                    f"device_mapping has {len(self.device_mapping)} slots, which is not a multiple of"
-                    f" num_gpus_per_worker {per_worker}"
+                    f"device_mapping has {len(self.device_mapping)} slots, expected a multiple of num_gpus_per_worker"
+                    f" {per_worker}"
                 )
         if self.model_args.trains_adapters and self.kind != "train":
-            why = (
-                "engines get merged weights, which need no adapters"
-                if self.kind == "generate"
-                else "adapters that are never trained change nothing"
-            )
-            raise ValueError(f"model_args.lora_target belongs to a role that is trained; leave it out here: {why}")
+            raise ValueError("model_args.lora_target has no effect: this role is not trained; remove it")
         for phase in ("train", "infer"):
             if getattr(self, f"use_dynamic_batching_in_{phase}") and (
                 getattr(self, f"max_tokens_per_microbatch_in_{phase}") is None
             ):
-                raise ValueError(
-                    f"use_dynamic_batching_in_{phase} needs max_tokens_per_microbatch_in_{phase}, the token budget"
-                )
+                raise ValueError(f"use_dynamic_batching_in_{phase} needs max_tokens_per_microbatch_in_{phase}")
         return self
 
 
@@ -500,7 +493,7 @@ class QueryFilterConfig(Config):
         if self.type == "mean_filter" and args.threshold_down >= args.threshold_up:
             raise ValueError(
                 f"mean_filter keeps means between threshold_down {args.threshold_down:g} and threshold_up"
-                f" {args.threshold_up:g}: there are none"
+                f" {args.threshold_up:g}, an empty range"
             )
         return self
 
@@ -786,9 +779,9 @@ class RunConfig(Config):
     def _names_a_directory(cls, value: str) -> str:
         size = len(value.encode("utf-8", "surrogatepass"))
         if size > MAX_NAME_BYTES:
-            raise ValueError(f"names a directory, and has {size} bytes: at most {MAX_NAME_BYTES} are possible")
+            raise ValueError(f"found {size} bytes, expected at most {MAX_NAME_BYTES}: it is the name of a directory")
         if not value.strip("."):
-            raise ValueError(f"names a directory, and {value} is one that exists already: add a letter")
+            raise ValueError(f"found {value}, which cannot be the name of a new directory: add a letter")
         return value
 
     @field_validator("track_with", mode="before")
@@ -803,8 +796,8 @@ class RunConfig(Config):
         foreign = [name for name, role in self.roles().items() if role.environment is not None]
         if self.executor == "local" and foreign:
             raise ValueError(
-                f"executor: local keeps every worker in this process, but {', '.join(foreign)} has a Python environment"
-                " of its own: leave executor out"
+                f"executor: local runs all workers in this process, but {', '.join(foreign)} has its own Python"
+                " environment: remove executor"
             )
         return self
 

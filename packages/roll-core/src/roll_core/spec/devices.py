@@ -21,12 +21,12 @@ def parse_device_mapping(value: object) -> tuple[int, ...]:
     elif isinstance(value, (list, tuple)):
         for slot in value:
             if isinstance(slot, bool) or not isinstance(slot, int):
-                raise ValueError(f"device_mapping is a list of slot numbers, but {slot!r} is not one")
+                raise ValueError(f"device_mapping has {slot!r}, expected slot numbers")
         slots = list(value)
     else:
-        raise ValueError("device_mapping is a list of slot numbers or an expression such as list(range(0,8))")
+        raise ValueError("device_mapping must be a list of slot numbers or an expression such as list(range(0,8))")
     if not slots:
-        raise ValueError("device_mapping names no slot; leave it out for a role on the host's CPU")
+        raise ValueError("device_mapping names no slot; remove it for a role on the host's CPU")
     negative = [slot for slot in slots if slot < 0]
     if negative:
         raise ValueError(f"device_mapping names slot {negative[0]}; slots are counted from 0")

@@ -1,8 +1,10 @@
-"""The model of a role, and the place of one worker within its role."""
+"""The model of a role, and the position of one worker within its role."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll_core.field_docs import document_fields
@@ -97,6 +99,30 @@ class MeshInfo:
     sampling_seed: int = 0
     """63-bit seed for requests without a seed of their own. It differs between workers and between starts of a worker.
     Otherwise two replicas, or a run before and after a resume, would use the same random numbers."""
+
+
+def is_hub_id(source: str) -> bool:
+    """True if `source`, given that no such directory exists, can be an id of the Hugging Face Hub."""
+    return source.count("/") == 1 and not source.startswith((".", "/", "~"))
+
+
+def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
+    """Keys of a model's transformers config that are known without loading it, from raw `model_args` and `pretrain`.
+
+    Empty for a model that is not named or not local.
+    """
+    given = model_args if isinstance(model_args, dict) else {}
+    keys, overrides = given.get("random_init"), given.get("model_config_kwargs")
+    source = given.get("model_name_or_path") or pretrain
+    if not isinstance(keys, dict):
+        try:
+            file = Path(source).expanduser() / "config.json" if isinstance(source, str) else None
+            keys = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # reported when the model is built
+            keys = {}
+    if not isinstance(keys, dict) or not keys:
+        return {}
+    return {**keys, **overrides} if isinstance(overrides, dict) else keys
 
 
 document_fields(__name__)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.providers import AdvantageProvider
     from roll_core.spec.rollout import Prompt, RolloutProgram
-    from roll_core.spec.train import LossFn
+    from roll_core.spec.train import LossFn, WantedOutputs
     from roll_core.types import (
         Completion,
         Floats,
@@ -78,7 +78,7 @@ class ScoredSequences:
     logprobs: list[Floats] | None = None
     entropy: list[Floats] | None = None
     values: list[Floats] | None = None
-    first_choices: list[TokenIds] | None = None
+    argmax_tokens: list[TokenIds] | None = None
     """Argmax token at each position, given the tokens before it; 0 for a sequence's first token."""
 
 
@@ -182,7 +182,6 @@ class TrainRole(ABC):
     capabilities: TrainCapabilities
     """Capabilities of its strategy."""
 
-    @abstractmethod
     async def score(
         self,
         sequences: Sequence[TrainSequence],
@@ -192,13 +191,28 @@ class TrainRole(ABC):
         values: bool = False,
         temperature: float = 1.0,
         base: bool = False,
-        first_choices: bool = False,
+        argmax_tokens: bool = False,
     ) -> ScoredSequences:
         """Run forward passes on all data-parallel ranks; returns the selected outputs.
 
         `base`: use the model without the adapters that the role trains. Raises `UnsupportedError` if it trains none.
-        `first_choices` needs `capabilities.topk`.
+        `argmax_tokens` needs `capabilities.topk`.
         """
+        from roll_core.spec.train import WantedOutputs
+
+        want = WantedOutputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            topk=int(argmax_tokens),
+            temperature=temperature,
+            base=base,
+        )
+        return await self.forward(sequences, want)
+
+    @abstractmethod
+    async def forward(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
+        """What `score` returns for `want`. Pipelines call `score`."""
 
     @abstractmethod
     async def update(
@@ -391,6 +405,24 @@ class Pipeline(ABC, Generic[ConfigT]):
     def export_role(self) -> str:
         """Name of the role whose model is exported at the end; empty for none."""
         return ""
+
+
+class Tracker(ABC):
+    """Receives the metrics of a run, in the driver. Several trackers may be active at once."""
+
+    def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
+        """Open the tracker; `options` are `tracker_kwargs.<name>`."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Record the resolved configuration, with secrets removed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush and close. Called exactly once, also after an error."""
 
 
 document_fields(__name__)

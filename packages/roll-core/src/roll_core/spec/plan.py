@@ -4,8 +4,8 @@ Inputs and outputs are plain data, and nothing heavy is imported: an estimate is
 docs/plan.md gives the source of each formula.
 
     PipelineProvider.plan    "module:function"   (RunConfig) -> PipelinePlan
-    TrainProvider.memory     "module:function"   (MemoryQuestion) -> MemoryAnswer
-    InferProvider.memory     "module:function"   (MemoryQuestion) -> MemoryAnswer
+    TrainProvider.memory     "module:function"   (MemoryInput) -> MemoryEstimate
+    InferProvider.memory     "module:function"   (MemoryInput) -> MemoryEstimate
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.providers import Task
 
-Act = Literal["start", "score", "backward", "step", "publish", "save", "generate", "receive", "wait"]
+Activity = Literal["start", "score", "backward", "step", "publish", "save", "generate", "receive", "wait"]
 """Activity of a role in a phase.
 
 `start`: construction. `score`: forward passes. `backward`: gradients of a microbatch. `step`: reduction of gradients
 over ranks, and the optimizer step. `publish`: sending weights. `save`: writing a checkpoint. `generate`: sampling by an
 engine. `receive`: an engine receiving weights. `wait`: idle while other roles work.
 """
-UPDATE: tuple[Act, ...] = ("backward", "step")
+UPDATE: tuple[Activity, ...] = ("backward", "step")
 """Activities of training."""
-LATER: tuple[Act, ...] = ("score", "backward", "step", "publish", "save", "generate", "receive", "wait")
+LATER: tuple[Activity, ...] = ("score", "backward", "step", "publish", "save", "generate", "receive", "wait")
 """All activities except `start`: for memory that the first step or the first request allocates and never frees."""
 
 Memory = Literal["device", "host"]
@@ -46,7 +46,7 @@ class Phase:
     """A part of a step in which the same roles work."""
 
     name: str
-    acts: Mapping[str, Act]
+    acts: Mapping[str, Activity]
     """Activity of each working role, by name; the other roles wait."""
 
 
@@ -131,7 +131,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryQuestion:
+class MemoryInput:
     """Input of a memory estimate. The estimate is for the worker of the role that needs the most memory."""
 
     model: ModelSize
@@ -169,12 +169,12 @@ class MemoryQuestion:
     """Sequences that one worker samples in a phase."""
     random_weights: bool = False
     """True if the weights are initialised randomly instead of loaded."""
-    borrows_weights: bool = False
+    shares_weights: bool = False
     """True for an engine that, once weights are published, computes with the tensors of a trainer in its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class MemoryItem:
     """One item of a worker's memory."""
 
     what: str
@@ -182,16 +182,16 @@ class Use:
     num_bytes: int
     formula: str
     """The calculation with its numbers, for example `16 bits × 494 M parameters / 8 ranks`."""
-    during: tuple[Act, ...] = ()
+    during: tuple[Activity, ...] = ()
     """Activities during which the memory is allocated; empty: for the whole life of the worker."""
     on: Memory = "device"
-    leaves: bool = False
+    offloads: bool = False
     """True if it moves to the host while other roles use the slots (`is_offload_states`). An engine frees it
     instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class MemorySaving:
     """A change to a role's `strategy_config` that saves memory."""
 
     keys: Mapping[str, Any]
@@ -201,11 +201,11 @@ class Lever:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryAnswer:
+class MemoryEstimate:
     """Memory estimate of one worker."""
 
-    uses: tuple[Use, ...]
-    levers: tuple[Lever, ...] = field(default=())
+    uses: tuple[MemoryItem, ...]
+    levers: tuple[MemorySaving, ...] = field(default=())
     """Suggestions to save memory, least costly first."""
 
 

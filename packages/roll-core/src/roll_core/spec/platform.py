@@ -1,9 +1,15 @@
-"""The interface of hardware platforms: devices, their addresses, and environment variables for workers."""
+"""The interface of hardware platforms: devices, their addresses, and environment variables for workers.
+
+`visible_devices` and `torch_build` help to write one.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from roll_core.field_docs import document_fields
@@ -67,9 +73,9 @@ class Platform(ABC):
     def device_count(self) -> int:
         """Number of slots on this host."""
 
-    @abstractmethod
     def device(self, local_index: int) -> str:
         """Torch device string of a slot on this host."""
+        return f"{self.device_type}:{local_index}"
 
     @abstractmethod
     def supports(self, dtype: str) -> str:
@@ -87,6 +93,70 @@ class Platform(ABC):
     def memory(self, local_index: int) -> Mapping[str, int]:
         """Memory of a slot in bytes, `total` and `used`, where `used` includes all processes. Raises `UnsupportedError`
         if the platform cannot measure it."""
+
+
+def visible_devices(value: str | None, num_devices: int) -> tuple[str, ...]:
+    """Devices visible to a process, in the process's order: indices on the host, or ids such as `GPU-8a44…`.
+
+    `value` is the variable's value; None (not set) makes all `num_devices` devices visible. The rules are those of the
+    drivers: entries after the first invalid one are ignored, and a duplicate entry hides all devices.
+    """
+    if value is None:
+        return tuple(str(index) for index in range(num_devices))
+    seen: list[str] = []
+    for entry in (each.strip() for each in value.split(",")):
+        is_number = entry.isascii() and entry.isdigit()
+        if is_number and int(entry) >= num_devices:
+            break
+        if not is_number and not entry.startswith(("GPU-", "MIG-")):
+            break
+        device = str(int(entry)) if is_number else entry
+        if device in seen:
+            return ()
+        seen.append(device)
+    return tuple(seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """Version of the installed torch, from its `version.py`."""
+
+    version: str
+    """Same as `torch.__version__`, for example `2.13.0+cu130`."""
+    cuda: str = ""
+    """CUDA version of the build, for example `13.0`; empty without CUDA."""
+    hip: str = ""
+    """HIP version of the build, for example `7.0.51831`; empty without HIP."""
+
+    def __str__(self) -> str:
+        made_for = f"CUDA {self.cuda}" if self.cuda else f"HIP {self.hip}" if self.hip else "no GPU of NVIDIA or AMD"
+        return f"torch {self.version} (built for {made_for})"
+
+
+def torch_build() -> TorchBuild | None:
+    """Build of the torch that `import torch` would load. None if torch is missing or its version cannot be read."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        tree = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+    except (ImportError, OSError, SyntaxError, ValueError):  # ValueError: a broken module in sys.modules, or NULs
+        return None
+    found = _strings(tree)
+    if not found.get("__version__"):
+        return None
+    return TorchBuild(version=found["__version__"], cuda=found.get("cuda", ""), hip=found.get("hip", ""))
+
+
+def _strings(tree: ast.Module) -> dict[str, str]:
+    """String constants assigned to names at the top level of a module."""
+    found: dict[str, str] = {}
+    for node in tree.body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
+    return found
 
 
 document_fields(__name__)

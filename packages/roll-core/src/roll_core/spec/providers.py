@@ -37,7 +37,7 @@ class TrainCapabilities:
     context_parallel: bool = False
     expert_parallel: bool = False
     lora: bool = False
-    """Trains adapters: honours `ModelSpec.lora` and `Want.base`."""
+    """Trains adapters: honours `ModelSpec.lora` and `WantedOutputs.base`."""
     adapter_export: bool = False
     """Exports adapters separately from the base model: `TrainStrategy.export_adapters`."""
     offload: bool = False
@@ -157,7 +157,8 @@ class PipelineProvider(Provider):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardProvider(Provider):
-    """Offers a reward; `target` is a subclass of `roll_core.spec.reward.RewardFunction`, `config` of `RewardConfig`."""
+    """Offers a reward; `target` is a subclass of `roll_core.spec.rollout.RewardFunction`, `config` one of
+    `RewardConfig`."""
 
     enforces_timeout: bool = False
     """True if `score` itself raises `RewardFailure` at `timeout_s`, for any response; it then runs on threads of the
@@ -166,7 +167,7 @@ class RewardProvider(Provider):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerProvider(Provider):
-    """Offers a metrics tracker; `target` is a subclass of `roll_core.spec.tracker.Tracker`."""
+    """Offers a metrics tracker; `target` is a subclass of `roll_core.spec.pipeline.Tracker`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +222,7 @@ class FragmentProvider(Provider):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckProvider(Provider):
-    """Offers a check for `roll-core doctor`; `target` is a function, see `roll_core.spec.checks.Check`."""
+    """Offers a check for `roll-core doctor`; `target` is a function, see `roll_core.spec.diagnostics.Check`."""
 
     platform: str = ""
     """Run the check only if a run would select this platform; empty means always."""
@@ -229,7 +230,7 @@ class CheckProvider(Provider):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownErrorsProvider(Provider):
-    """Offers known errors with remedies. `target` is a tuple of `roll_core.spec.known_errors.KnownError`, imported only
+    """Offers known errors with remedies. `target` is a tuple of `roll_core.spec.diagnostics.KnownError`, imported only
     after a run failed."""
 
 

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from roll_core.errors import NotBuiltError, UnsupportedError
 from roll_core.field_docs import document_fields
 from roll_core.types import DataRank, Totals
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.providers import TrainCapabilities
 
-Part = Literal["weights", "grads", "optimizer"]
+StateKind = Literal["weights", "grads", "optimizer"]
 """States that can be offloaded to the host between phases."""
 
 LossMetrics = dict[str, float]
@@ -71,7 +72,7 @@ class MicroBatch:
     """int16 `[T, M, K]`: experts to which each token is routed in each layer with experts; -1 lets the router choose.
 
     Recomputation in the backward pass uses the same experts. Their weights are the router's own: computed from its
-    current logits at these indices, with gradients. Not combined with `Want.base`.
+    current logits at these indices, with gradients. Not combined with `WantedOutputs.base`.
     """
 
     @property
@@ -97,7 +98,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class WantedOutputs:
     """Selects the outputs of a forward pass. Nothing else is computed."""
 
     logprobs: bool = False
@@ -156,7 +157,7 @@ class LossFn(Protocol):
     split."""
 
     @property
-    def want(self) -> Want:
+    def want(self) -> WantedOutputs:
         """The outputs that `__call__` reads."""
         ...
 
@@ -265,18 +266,16 @@ class TrainStrategy(ABC):
 
         def __getattr__(self, name: str) -> Any:
             """Called only for missing attributes. Raises `NotBuiltError` before `build` has set `_mesh`."""
-            from roll_core.errors import NotBuiltError
-
             if "_mesh" in vars(self):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise NotBuiltError(f"{type(self).__name__} has no {name!r}: call build first")
 
     @abstractmethod
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Compute the outputs without gradients, on the host or the device, complete on leader ranks. If a model is
         spread over ranks, these ranks call it together."""
 
-    def forward_all(self, micros: Sequence[MicroBatch], want: Want) -> Iterator[TokenOutputs]:
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Call `forward` for each microbatch.
 
         Called on all ranks together. Each rank passes its own microbatches, any number of them, possibly none. A
@@ -314,8 +313,6 @@ class TrainStrategy(ABC):
 
         Raises `UnsupportedError` if modules are trained in full next to the adapters.
         """
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not export adapters apart from the model")
 
     @abstractmethod
@@ -336,8 +333,6 @@ class TrainStrategy(ABC):
     def export_state(self) -> PortableState:
         """Export the training state for `import_state` of any other strategy. Changes nothing. Called on all ranks
         together, and only with `capabilities.portable_state`."""
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not export its training state")
 
     def import_state(self, state: PortableState) -> None:
@@ -349,8 +344,6 @@ class TrainStrategy(ABC):
         Raises `CheckpointError` if the parameters, or the base model of adapters, are not those of this role.
         `roll_modeling.portable_state` implements the comparison.
         """
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not import another strategy's training state")
 
     def export_model(self, path: Path) -> None:
@@ -358,11 +351,9 @@ class TrainStrategy(ABC):
 
         Raises `UnsupportedError` if the task has no such format.
         """
-        from roll_core.errors import UnsupportedError
-
         raise UnsupportedError(f"{type(self).__name__} does not export models")
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` to the host and free their device memory. Parts that are already offloaded stay there.
 
         Called on all ranks, only with `capabilities.offload`. Not called on platforms whose slots are the host's cores
@@ -370,7 +361,7 @@ class TrainStrategy(ABC):
         `export_weights` may be called; everything else only after all parts are onloaded.
         """
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Move offloaded `parts` back to the device. Changes no value."""
 
     def memory(self) -> Mapping[str, int]:

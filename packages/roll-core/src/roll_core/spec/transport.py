@@ -249,7 +249,7 @@ class WeightTransport(ABC):
         `in_process`."""
         raise NotImplementedError(f"{type(self).__qualname__} has no receiver")
 
-    def call_off(self, address: str, options: Mapping[str, str]) -> None:
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
         """Release endpoints that would otherwise block until their deadline, after a worker failed.
 
         Called by the driver, on a thread. The default does nothing: it suffices if a closed connection unblocks the

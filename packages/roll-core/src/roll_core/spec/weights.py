@@ -129,12 +129,12 @@ def _bytes(tensor: Tensor) -> Bytes:
     return found
 
 
-def leaves_of(held: Bytes, source: Bytes | None) -> bytes:
-    """Concatenated leaves of `held`, which starts at a chunk boundary. If `source` is given, copies it into `held`
+def leaves_of(target: Bytes, source: Bytes | None) -> bytes:
+    """Concatenated leaves of `target`, which starts at a chunk boundary. If `source` is given, copies it into `target`
     first, chunk by chunk."""
     found = []
-    for at in range(0, len(held), CHUNK_BYTES):
-        chunk = held[at : at + CHUNK_BYTES]
+    for at in range(0, len(target), CHUNK_BYTES):
+        chunk = target[at : at + CHUNK_BYTES]
         if source is not None:
             chunk[:] = source[at : at + CHUNK_BYTES]
         found.append(xxhash.xxh3_128_digest(chunk.data))
@@ -144,25 +144,25 @@ def leaves_of(held: Bytes, source: Bytes | None) -> bytes:
 _leaves_of: Callable[[Bytes, Bytes | None], bytes] = leaves_of
 
 
-def take_leaves_from(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
+def set_leaf_function(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
     """Replace `leaves_of` in this process by an equivalent `function`, such as the compiled one in
     `roll_core.weights.digests`. Several threads call it concurrently."""
     global _leaves_of
     _leaves_of = function
 
 
-def _digest_of(held: Bytes, source: Bytes | None = None) -> str:
-    """Digest of `held`, after copying `source` into it if given."""
+def _digest_of(target: Bytes, source: Bytes | None = None) -> str:
+    """Digest of `target`, after copying `source` into it if given."""
     import torch
 
     def leaves(start: int) -> bytes:
         span = slice(start, start + SPAN_BYTES)
-        return _leaves_of(held[span], None if source is None else source[span])
+        return _leaves_of(target[span], None if source is None else source[span])
 
-    spans = range(0, len(held), SPAN_BYTES)
+    spans = range(0, len(target), SPAN_BYTES)
     num_threads = min(torch.get_num_threads(), len(spans) // 2)
     if num_threads < 2:
-        return xxhash.xxh3_128_hexdigest(_leaves_of(held, source))
+        return xxhash.xxh3_128_hexdigest(_leaves_of(target, source))
     with ThreadPoolExecutor(num_threads) as threads:
         return xxhash.xxh3_128_hexdigest(b"".join(threads.map(leaves, spans)))
 
@@ -193,35 +193,31 @@ def memory_token(tensor: Tensor) -> str:
     return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{dtype_name(tensor)}:{layout[0]}:{layout[1]}"
 
 
-def held_digest(tensor: Tensor, expected: str) -> str:
+def loaded_digest(tensor: Tensor, expected: str) -> str:
     """Digest or memory token of a receiver's tensor, if the manifest says `expected`; see `make_receipt`."""
     if expected.startswith(MEMORY) and memory_token(tensor) == expected:
         return expected
     return digest(tensor)
 
 
-def refuse_stale(who: str, version: int, held: int, manifest: WeightManifest) -> None:
-    """Raise `StaleWeightsError` if `version` is older than the engine's version `held`, or differs from the manifest's.
-    `who` names the engine in the message."""
-    if version < held or version != manifest.version:
+def check_version(who: str, version: int, loaded: int, manifest: WeightManifest) -> None:
+    """Raise `StaleWeightsError` if `version` is older than the version `loaded` of the engine, or differs from the
+    manifest's. `who` names the engine in the message."""
+    if version < loaded or version != manifest.version:
         raise StaleWeightsError(
-            f"{who}: was sent version {version} with a manifest of version {manifest.version}"
-            f" while it holds version {held}"
+            f"{who}: received version {version} with a manifest of version {manifest.version}, but has version {loaded}"
         )
 
 
-def refuse_misfit(who: str, entry: TensorEntry, arrived: Tensor, room: Sequence[int]) -> None:
-    """Raise `CorruptTensorError` unless the tensor has the manifest's dtype and shape, and the shape `room` of the
-    model's parameter."""
-    shape, has = list(arrived.shape), list(room)
-    if shape != list(entry.shape) or shape != has:
-        raise CorruptTensorError(
-            f"{who}: {entry.name} arrived as {shape}; the manifest says {list(entry.shape)} and the model has {has}"
-        )
-    if dtype_name(arrived) != entry.dtype:
-        raise CorruptTensorError(
-            f"{who}: {entry.name} arrived as {dtype_name(arrived)}; the manifest says {entry.dtype}"
-        )
+def check_tensor(who: str, entry: TensorEntry, received: Tensor, parameter: Sequence[int]) -> None:
+    """Raise `CorruptTensorError` unless the tensor has the manifest's dtype and shape, and the shape of the model's
+    `parameter`."""
+    shape, dtype = list(received.shape), dtype_name(received)
+    if shape != list(entry.shape) or dtype != entry.dtype:
+        expected = f"{entry.dtype} {list(entry.shape)}"
+        raise CorruptTensorError(f"{who}: {entry.name} is {dtype} {shape}, but {expected} in the manifest")
+    if shape != list(parameter):
+        raise CorruptTensorError(f"{who}: {entry.name} is {shape}, but {list(parameter)} in the model")
 
 
 def make_receipt(
@@ -233,5 +229,5 @@ def make_receipt(
     Otherwise it has the digest of the tensor.
     """
     expected = {entry.name: entry.digest for entry in manifest.tensors}
-    digests = {name: held_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
+    digests = {name: loaded_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
     return WeightReceipt(version=manifest.version, digests=digests, role=role, rank=rank)

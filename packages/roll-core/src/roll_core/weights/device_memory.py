@@ -1,6 +1,6 @@
 """Device memory shared between processes on the same device: CUDA IPC through torch, without pickles.
 
-    owner       memory = kind.allocate(num_bytes, device)    kind.lend(memory) --- bytes ---.
+    owner       memory = kind.allocate(num_bytes, device)    kind.share(memory) --- bytes ---.
     user                                                     kind.open(bytes, device) -> the same memory
 
 `reduce_tensor` of `torch.multiprocessing` returns a function and arguments with which another process opens a tensor.
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import msgpack
-from typing_extensions import override
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from roll_core.errors import WeightSyncError
 
@@ -33,110 +31,73 @@ ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_H
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
-class DeviceMemory(ABC):
-    """Sharing of memory on one kind of device. Memory is a flat uint8 tensor."""
-
-    @abstractmethod
-    def uuid(self, device: str) -> str:
-        """Id of the device, equal in all processes of the host; empty if torch does not provide it."""
-
-    @abstractmethod
-    def allocate(self, num_bytes: int, device: str) -> Tensor:
-        """Allocate memory that can be shared."""
-
-    @abstractmethod
-    def lend(self, memory: Tensor) -> bytes:
-        """Create a handle with which one other process opens the memory; each process needs its own.
-
-        The memory stays allocated until every process that opened it has released it, even if the owner releases it
-        first.
-        """
-
-    @abstractmethod
-    def open(self, handle: bytes, device: str) -> Tensor:
-        """Open another process's memory. Releasing the tensor closes it.
-
-        Raises `WeightSyncError` for an invalid handle, or one of another device.
-        """
-
-    @abstractmethod
-    def settle(self, device: str) -> None:
-        """Wait until all work queued on the device is complete (synchronise)."""
-
-    @abstractmethod
-    def collect(self) -> None:
-        """Free memory that other processes have released."""
-
-
-@dataclass(frozen=True, slots=True)
-class CudaHandle:
+class CudaHandle(BaseModel):
     """Handle of CUDA memory: the `cudaIpcMemHandle_t` of its allocation, and torch's bookkeeping.
 
     The fields are the arguments of `rebuild_cuda_tensor` that the receiver does not know.
     """
 
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
     device_uuid: str
-    num_bytes: int
+    num_bytes: NonNegativeInt
     """Size of the tensor. Its storage and the allocation that contains the storage may be larger."""
-    tensor_offset: int
+    tensor_offset: NonNegativeInt
     storage_handle: bytes
-    storage_size_bytes: int
-    storage_offset_bytes: int
+    storage_size_bytes: NonNegativeInt
+    storage_offset_bytes: NonNegativeInt
     ref_counter_handle: bytes
-    ref_counter_offset: int
+    ref_counter_offset: NonNegativeInt
     event_handle: bytes
     event_sync_required: bool
 
     def packed(self) -> bytes:
         """Serialise to bytes."""
-        found: bytes = msgpack.packb(asdict(self))
+        found: bytes = msgpack.packb(self.model_dump())
         return found
 
     @classmethod
     def unpacked(cls, data: bytes) -> CudaHandle:
         """Inverse of `packed`. Raises `WeightSyncError` for invalid data."""
-        kinds = {"str": str, "int": int, "bytes": bytes, "bool": bool}
         try:
-            values = msgpack.unpackb(data)
+            handle = cls.model_validate(msgpack.unpackb(data))
         except (ValueError, msgpack.UnpackException) as error:
-            raise WeightSyncError(f"what arrived is no handle of device memory: {error}") from error
-        expected = {each.name: kinds[str(each.type)] for each in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != expected.keys():
-            raise WeightSyncError("what arrived is no handle of device memory: it has other fields")
-        for name, kind in expected.items():
-            value = values[name]
-            if type(value) is not kind or (isinstance(value, int) and value < 0):
-                raise WeightSyncError(f"what arrived is no handle of device memory: {name} is {value!r}")
-        handle = cls(**values)
+            raise WeightSyncError(f"received an invalid handle of device memory: {error}") from error
         if handle.tensor_offset + handle.num_bytes > handle.storage_size_bytes:
             raise WeightSyncError(
-                f"what arrived is no handle of device memory: {handle.num_bytes} bytes from {handle.tensor_offset} on,"
-                f" of {handle.storage_size_bytes}"
+                f"received an invalid handle of device memory: {handle.num_bytes} bytes at offset"
+                f" {handle.tensor_offset}, but the storage has {handle.storage_size_bytes}"
             )
         return handle
 
 
-class CudaMemory(DeviceMemory):
-    """Devices of torch's type `cuda`, including AMD's."""
+class DeviceMemory:
+    """Sharing of memory on devices of torch's type `cuda`, including AMD's. Memory is a flat uint8 tensor."""
 
-    @override
     def uuid(self, device: str) -> str:
+        """Id of the device, equal in all processes of the host; empty if torch does not provide it."""
         return str(getattr(_cuda().get_device_properties(device), "uuid", ""))
 
-    @override
     def allocate(self, num_bytes: int, device: str) -> Tensor:
+        """Allocate memory that can be shared."""
         import torch
 
         with fixed_segments(_cuda().memory._set_allocator_settings):
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    @override
-    def lend(self, memory: Tensor) -> bytes:
+    def share(self, memory: Tensor) -> bytes:
+        """Create a handle with which one other process opens the memory; each process needs its own.
+
+        The memory stays allocated until every process that opened it has released it, even if the owner releases it
+        first.
+        """
         from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
         rebuild, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
         if rebuild is not rebuild_cuda_tensor:
-            raise WeightSyncError(f"memory on {memory.device} is not lent by CUDA IPC, but by {rebuild.__name__}")
+            raise WeightSyncError(
+                f"memory on {memory.device} cannot be shared by CUDA IPC: torch shares it by {rebuild.__name__}"
+            )
         offset, (_, handle, size, storage_offset), (counter, counter_offset, event, sync) = (
             arguments[3],
             arguments[6:10],
@@ -155,15 +116,18 @@ class CudaMemory(DeviceMemory):
             event_sync_required=sync,
         ).packed()
 
-    @override
     def open(self, handle: bytes, device: str) -> Tensor:
+        """Open another process's memory. Releasing the tensor closes it.
+
+        Raises `WeightSyncError` for an invalid handle, or one of another device.
+        """
         import torch
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         found = CudaHandle.unpacked(handle)
         if found.device_uuid != self.uuid(device):
             raise WeightSyncError(
-                f"the memory lies on device {found.device_uuid}, and this process computes on {self.uuid(device)}"
+                f"the memory is on device {found.device_uuid}, but this process uses device {self.uuid(device)}"
             )
         memory: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
             torch.Tensor,
@@ -184,12 +148,12 @@ class CudaMemory(DeviceMemory):
         )
         return memory
 
-    @override
-    def settle(self, device: str) -> None:
+    def synchronize(self, device: str) -> None:
+        """Wait until all work queued on the device is complete."""
         _cuda().synchronize(device)
 
-    @override
     def collect(self) -> None:
+        """Free memory that other processes have released."""
         _cuda().ipc_collect()
 
 
@@ -200,7 +164,7 @@ def _cuda() -> Any:
     return torch.get_device_module("cuda")
 
 
-KINDS: dict[str, DeviceMemory] = {"cuda": CudaMemory()}
+KINDS: dict[str, DeviceMemory] = {"cuda": DeviceMemory()}
 """Implementations by torch's device type."""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import ExtensionError
 from roll_core.native.extensions import Extension, declare
-from roll_core.spec.weights import CHUNK_BYTES, leaves_of, take_leaves_from
+from roll_core.spec.weights import CHUNK_BYTES, leaves_of, set_leaf_function
 
 if TYPE_CHECKING:
     from roll_core.spec.weights import Bytes
@@ -51,7 +51,7 @@ def use_compiled_digests() -> bool:
     try:
         library()
     except ExtensionError as error:
-        log.info("weights are digested in a pass of their own, more slowly: %s", error)
+        log.info("digests are computed in a separate, slower pass, because the kernel is unavailable: %s", error)
         return False
-    take_leaves_from(compiled_leaves_of)
+    set_leaf_function(compiled_leaves_of)
     return True

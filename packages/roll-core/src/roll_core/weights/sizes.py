@@ -66,8 +66,8 @@ def model_size(config: Mapping[str, Any], *, task: Task = "causal_lm", folder: P
     if folder is not None and any(folder.glob("*.safetensors")):
         return _of_files(folder, nested if isinstance(nested, dict) else config, model_type, task)
     raise ModelError(
-        f"the size of a model of type {model_type or '(none given)'} is not known: roll-core counts"
-        f" {', '.join(ARCHITECTURES)} by their config, and any model whose safetensors files lie here"
+        f"cannot compute the size of a model of type {model_type or '(none given)'}: known types are"
+        f" {', '.join(ARCHITECTURES)}; other models need local safetensors files"
     )
 
 
@@ -147,7 +147,7 @@ def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Ta
     """Size with parameters from the files' headers and widths from the config."""
     missing = [key for key in _READ_KEYS if not isinstance(config.get(key), int)]
     if missing:
-        raise ModelError(f"{folder}: its config.json has no {missing[0]}, without which activations cannot be counted")
+        raise ModelError(f"{folder}: config.json has no {missing[0]}, which is required to compute activation memory")
     layers = [0] * config["num_hidden_layers"]
     embedding = head = rest = 0
     for name, shape in _shapes(folder):
@@ -186,7 +186,9 @@ def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
             with file.open("rb") as opened:
                 (length,) = _HEADER.unpack(opened.read(_HEADER.size))
                 if length > _LONGEST_HEADER:
-                    raise ModelError(f"{file} is no safetensors file: its header would take {length} bytes")
+                    raise ModelError(
+                        f"{file} is not a safetensors file: header size {length} bytes, at most {_LONGEST_HEADER}"
+                    )
                 header = json.loads(opened.read(length))
             yield from ((name, each["shape"]) for name, each in header.items() if name != "__metadata__")
         except (OSError, ValueError, KeyError, struct.error) as error:

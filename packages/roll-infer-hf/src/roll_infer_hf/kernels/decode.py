@@ -134,7 +134,7 @@ class DecodeKernels:
     def add_norm(self, hidden_NC: Tensor, added_NC: Tensor | None, weight_C: Tensor, epsilon: float) -> Tensor:
         """Add `added_NC` to `hidden_NC` in place and return the RMSNorm `[N, C]`, with the rounding of transformers."""
         out = torch.empty_like(hidden_NC)
-        refused = self._add_norm(
+        failed = self._add_norm(
             self._low,
             hidden_NC.data_ptr(),
             None if added_NC is None else added_NC.data_ptr(),
@@ -144,17 +144,17 @@ class DecodeKernels:
             epsilon,
             self._queue,
         )
-        if refused:
-            raise _refusal("roll_add_norm", refused)
+        if failed:
+            raise _failure("roll_add_norm", failed)
         return out
 
     def gate(self, gate_up_N2I: Tensor) -> Tensor:
         """`silu(gate) * up` as `[N, I]`, from `[N, 2 * I]` with the gates first."""
         num, size = gate_up_N2I.shape
         out = gate_up_N2I.new_empty(num, size // 2)
-        refused = self._gate(self._low, gate_up_N2I.data_ptr(), out.data_ptr(), num, size // 2, self._queue)
-        if refused:
-            raise _refusal("roll_gate", refused)
+        failed = self._gate(self._low, gate_up_N2I.data_ptr(), out.data_ptr(), num, size // 2, self._queue)
+        if failed:
+            raise _failure("roll_gate", failed)
         return out
 
     def attend(
@@ -172,7 +172,7 @@ class DecodeKernels:
         `begin`, and attends to all positions up to and including these. Rotary tables and `qk_norm_HD` are float32.
         """
         out = qkv_NX.new_empty(len(qkv_NX), self._width)
-        refused = self._attend(
+        failed = self._attend(
             self._low,
             self._address,
             qkv_NX.data_ptr(),
@@ -186,10 +186,10 @@ class DecodeKernels:
             len(qkv_NX),
             *self._attend_queue,
         )
-        if refused:
-            raise _refusal("roll_attend", refused)
+        if failed:
+            raise _failure("roll_attend", failed)
         return out
 
 
-def _refusal(name: str, code: int) -> ExtensionError:
-    return ExtensionError(f"{name}: CUDA refused it with error {code}; set strategy_config.kernels to auto")
+def _failure(name: str, code: int) -> ExtensionError:
+    return ExtensionError(f"{name} failed with CUDA error {code}; set strategy_config.kernels to auto")

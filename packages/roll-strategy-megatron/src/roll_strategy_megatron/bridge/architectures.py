@@ -95,11 +95,11 @@ def dense(config: Any) -> Mapping[str, Any]:
     import torch.nn.functional as F
 
     if config.hidden_act not in ("silu", "swish"):
-        raise ModelError(f"{config.model_type}: hidden_act is {config.hidden_act!r}; the bridge knows silu")
+        raise ModelError(f"{config.model_type}: hidden_act is {config.hidden_act!r}; the bridge supports only silu")
     if getattr(config, "mlp_bias", False):
-        raise ModelError(f"{config.model_type}: mlp_bias is true; the bridge knows feed-forward layers without biases")
+        raise ModelError(f"{config.model_type}: mlp_bias is true; the bridge supports only false")
     if getattr(config, "attention_bias", False):
-        raise ModelError(f"{config.model_type}: attention_bias is true; the bridge knows attention without biases")
+        raise ModelError(f"{config.model_type}: attention_bias is true; the bridge supports only false")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "num_layers": config.num_hidden_layers,
@@ -155,7 +155,7 @@ def mixture(config: Any, *, num_experts: int, expert_size: int, renormalised: bo
 def qwen3_moe(config: Any) -> Mapping[str, Any]:
     """Settings of Qwen3-MoE, in which every layer is an MoE layer."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
-        raise ModelError("qwen3_moe: only some layers are mixtures; the bridge knows models where all are")
+        raise ModelError("qwen3_moe: only some layers have experts; the bridge supports only models in which all have")
     return {
         **qwen3(config),
         **mixture(

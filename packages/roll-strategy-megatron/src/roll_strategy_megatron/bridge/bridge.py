@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ModelError
-from roll_strategy_megatron.bridge.names import own_name
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 from roll_strategy_megatron.parallel import joined
@@ -35,6 +34,16 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+ENGINE_NAMES = tuple(
+    (re.compile(rf"(decoder\.layers\.\d+\.){theirs}"), rf"\g<1>{ours}")
+    for theirs, ours in (
+        (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
+        (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attention.\g<2>_layernorm.weight"),
+        (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\g<3>.\g<2>.weight"),
+    )
+)
+"""Names of Transformer Engine's parameters, and of Megatron's own layers, which rules and checkpoints use."""
 OUTPUT, TIED = "output_layer.weight", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 SHOWN = 5
@@ -42,7 +51,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class Shard:
     """A parameter of this rank, and the tensor that it is a shard of."""
 
     parameter: nn.Parameter
@@ -89,7 +98,7 @@ class Bridge:
 
     # -- what belongs together -----------------------------------------------------------------------------------------
 
-    def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Held:
+    def _placed(self, run: PackedModel, name: str, parameter: nn.Parameter) -> Shard:
         """Match a parameter with its rule. Indices in `name` are local to the chunk and the rank."""
 
         def expert(match: re.Match[str]) -> str:
@@ -101,13 +110,13 @@ class Bridge:
             found = rule.pattern.fullmatch(whole)
             if found is not None:
                 numbers = found.groupdict()
-                return Held(
+                return Shard(
                     parameter=parameter,
                     rule=rule,
                     layer=int(numbers.get("layer") or 0) if "layer" in numbers else -1,
                     expert=int(numbers["expert"]) if "expert" in numbers else -1,
                 )
-        raise ModelError(f"no rule of the bridge names Megatron's tensor {whole}")
+        raise ModelError(f"the bridge has no rule for Megatron's tensor {whole}")
 
     def _buffers(self, runs: Sequence[PackedModel]) -> dict[str, Tensor]:
         """This rank's buffers of the architecture's rules, by Hugging Face names."""
@@ -165,14 +174,14 @@ class Bridge:
         for name, buffer in self.buffers.items():
             buffer.copy_(get(name))
 
-    def _read(self, held: Held, source: Source) -> Tensor:
+    def _read(self, held: Shard, source: Source) -> Tensor:
         """Read one shard. Only the tensors of its rule are in memory meanwhile."""
         parts = [source.get(name) for name in self._source_names(held.rule, held.layer, held.expert, source)]
         if held.rule.is_expert and not self._kept_apart(held.rule, held.layer, source):
             parts = [part[held.expert] for part in parts]
         return self.share(held, parts)
 
-    def share(self, held: Held, parts: Sequence[Tensor]) -> Tensor:
+    def share(self, held: Shard, parts: Sequence[Tensor]) -> Tensor:
         """This rank's shard of Hugging Face's full tensors. Raises `ModelError` for wrong shapes."""
         group = self.parallel.etp if held.rule.is_expert else self.parallel.tp
         whole = held.rule.transform.join(parts, self.sizes)
@@ -185,14 +194,14 @@ class Bridge:
             )
         return cut.reshape(held.parameter.shape)
 
-    def by_rule(self) -> dict[tuple[str, int], list[Held]]:
+    def by_rule(self) -> dict[tuple[str, int], list[Shard]]:
         """This rank's parameters by rule name and layer; the experts of a layer are in one list."""
-        found: dict[tuple[str, int], list[Held]] = {}
+        found: dict[tuple[str, int], list[Shard]] = {}
         for each in self.held:
             found.setdefault((each.rule.mcore, each.layer), []).append(each)
         return found
 
-    def shares_of(self, held: Sequence[Held], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def shares_of(self, held: Sequence[Shard], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The shards of the parameters in one entry of `by_rule`.
 
         `get` returns full tensors by transformers' names; it is called once per name.
@@ -221,7 +230,7 @@ class Bridge:
         ignored = [re.compile(each) for each in self.architecture.ignored]
         left = source.names - expected - self.spare
         _refuse(
-            "nothing takes these tensors of the files:",
+            "the files have unused tensors:",
             sorted(name for name in left if not any(each.fullmatch(name) for each in ignored)),
         )
 
@@ -262,7 +271,7 @@ class Bridge:
                 parts = self._parts(rule, mine[(rule.mcore, layer)], read)
                 yield from zip(self._hf_names(rule, layer), parts, strict=True)
 
-    def _parts(self, rule: Rule, held: Sequence[Held], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
+    def _parts(self, rule: Rule, held: Sequence[Shard], read: Callable[[nn.Parameter], Tensor]) -> list[Tensor]:
         """Hugging Face's tensors, gathered from the shards of the ranks of this stage."""
         if not rule.is_expert:
             return self._split(rule, read(held[0].parameter), self.parallel.tp)
@@ -309,6 +318,15 @@ def _over_stages(run: PackedModel, name: str) -> str:
         return f"decoder.layers.{run.decoder.layers[int(match[1])].layer_number - 1}."
 
     return own_name(LAYER.sub(layer, name))
+
+
+def own_name(name: str) -> str:
+    """Map a name of Transformer Engine's parameters to that in Megatron's own layers; other names are unchanged."""
+    for pattern, ours in ENGINE_NAMES:
+        found = pattern.fullmatch(name)
+        if found is not None:
+            return found.expand(ours)
+    return name
 
 
 def _named(pattern: str, layer: int, expert: int) -> str:

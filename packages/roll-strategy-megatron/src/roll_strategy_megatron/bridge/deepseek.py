@@ -52,9 +52,9 @@ def settings(config: Any) -> Mapping[str, Any]:
     two. Raises `ModelError` if these differ, and for other settings that Megatron cannot compute.
     """
     if not config.rope_interleave:
-        raise ModelError("deepseek_v3: rope_interleave is false; the bridge knows interleaved rotations")
+        raise ModelError("deepseek_v3: rope_interleave is false; the bridge supports only true")
     if not config.norm_topk_prob:
-        raise ModelError("deepseek_v3: norm_topk_prob is false; the bridge knows weights of experts that sum to 1")
+        raise ModelError("deepseek_v3: norm_topk_prob is false; the bridge supports only true")
     if config.num_experts_per_tok != 2 * config.topk_group:
         raise ModelError(
             f"deepseek_v3: num_experts_per_tok {config.num_experts_per_tok} is not twice topk_group"

@@ -39,8 +39,8 @@ def find_architecture(model_type: str) -> Architecture:
     close = difflib.get_close_matches(model_type, known, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ModelError(
-        f"the bridge to Megatron knows no architecture {model_type!r}; it knows {', '.join(known)}.{hint} fsdp2_train"
-        f" takes any; a package can bring its rules by the entry point {GROUP}"
+        f"Megatron's bridge has no architecture {model_type!r}, only {', '.join(known)}.{hint} fsdp2_train supports"
+        f" any; a package can add one by the entry point {GROUP}"
     )
 
 

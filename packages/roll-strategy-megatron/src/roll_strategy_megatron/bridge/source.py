@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_modeling.files import ModelFiles
 from roll_modeling.model import empty_model, load_model, new_value_head, not_a_reward_model, scalar_head
+from roll_modeling.pieces import ModelFiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,8 +21,8 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
-from roll_testing.errors import refused
-from roll_testing.infer.adapters import RANK, drawn, merged
+from roll_testing.errors import raises_error
+from roll_testing.infer.adapters import RANK, merged, random_adapter
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from roll_testing.infer.live import Live, biased, request
 
@@ -58,9 +58,9 @@ class Adapted(Live):
         super().close()
         self._folder.cleanup()
 
-    def drawn(self, seed: int) -> dict[str, Tensor]:
+    def random_adapter(self, seed: int) -> dict[str, Tensor]:
         """Return a random adapter of `LAYERS`."""
-        return drawn(self.base, LAYERS, seed)
+        return random_adapter(self.base, LAYERS, seed)
 
     def take(self, adapter: Mapping[str, Tensor]) -> None:
         """Replace the trainer's model by the base model with this adapter merged."""
@@ -78,12 +78,12 @@ class Adapted(Live):
 class AdaptedTests:
     """Tests use the engine of the author's fixture `live`, and leave it with an adapter loaded."""
 
-    def test_requests_go_on_under_the_next_adapter(self, live: Adapted) -> None:
+    def test_requests_continue_under_the_next_adapter(self, live: Adapted) -> None:
         """A running request must continue under the next adapter.
 
         Each token must have the version and the logprob of the adapter that generated it.
         """
-        before, after = live.drawn(1), live.drawn(2)
+        before, after = live.random_adapter(1), live.random_adapter(2)
 
         async def update_meanwhile() -> Completion:
             await live.update(list(before.items()))
@@ -103,14 +103,12 @@ class AdaptedTests:
         live.check(before, tokens[: len(PROMPT) + first], output.logprobs[:first])
         live.check(after, tokens, output.logprobs[first:])
 
-    def test_the_endpoint_answers_with_the_adapter_and_by_another_name_with_the_model_beneath(
-        self, live: Adapted
-    ) -> None:
+    def test_the_endpoint_serves_the_adapter_and_the_base_model(self, live: Adapted) -> None:
         """The endpoint must serve the adapter under the role's name.
 
         It must serve the base model under that name with `-base`.
         """
-        adapter = live.drawn(3)
+        adapter = live.random_adapter(3)
         live.publish(list(adapter.items()))
         for model, weights in (("actor_infer", adapter), ("actor_infer-base", {})):
             body = {"model": model, "prompt": PROMPT, "max_tokens": 5, "temperature": 1.0, "ignore_eos": True}
@@ -123,15 +121,15 @@ class AdaptedTests:
 
         It must not change the loaded adapter.
         """
-        adapter = live.drawn(4)
+        adapter = live.random_adapter(4)
         live.publish(list(adapter.items()))
         half = {name: each for name, each in adapter.items() if name != f"{LAYERS[0]}.lora_B.weight"}
-        with refused(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):
+        with raises_error(MissingTensorError, f"{LAYERS[0]}.lora_B.weight"):
             live.publish(list(half.items()))
         smaller = {name: each[: RANK - 1] if ".lora_A." in name else each[:, 1:] for name, each in adapter.items()}
-        with refused(CorruptTensorError, f"rank {RANK - 1}", RANK):
+        with raises_error(CorruptTensorError, f"rank {RANK - 1}", RANK):
             live.publish(list(smaller.items()))
-        with refused(UnexpectedTensorError, "model.norm.weight"):
+        with raises_error(UnexpectedTensorError, "model.norm.weight"):
             live.publish([("model.norm.weight", live.base["model.norm.weight"])])
         with pytest.raises(StaleWeightsError):
             live.publish(list(adapter.items()), version=0)

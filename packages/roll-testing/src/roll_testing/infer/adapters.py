@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.weights import digest, memory_token
-from roll_testing.bounds import check_names
-from roll_testing.infer.subject import InferSubject
+from roll_testing.infer.kit import InferKit
+from roll_testing.infer.weights import has_digests
+from roll_testing.programs import expect, raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_testing.infer.engine import Engine, Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
     Fresh = Callable[[Setup], Engine]
 
@@ -30,10 +31,10 @@ SIZE = 0.6
 """Size of an adapter's change relative to the weight."""
 
 
-class AdapterTests(InferSubject):
+class AdapterTests(InferKit):
     """Tests of strategies that declare `lora`, started with `adapter_config` in addition to their configuration."""
 
-    def test_an_adapter_answers_on_top_of_the_model(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+    def test_an_adapter_is_applied_to_the_model(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
         """Logprobs must be those of the base model before a publish, and those of W + B A after it.
 
         Each publish replaces the adapter before it, on all linear layers or on some. The receipt must have the digests
@@ -41,21 +42,17 @@ class AdapterTests(InferSubject):
         """
         self.need(self.can.lora, "lora")
         engine = self._serving(fresh, setup)
-        self.check_answers(engine, setup, answers)
+        self.check_outputs(engine, setup, oracle)
         stored = self.stored(setup)
         layers = _layers(stored)
         some = [layer for layer in layers if layer.rpartition(".")[2] in ("q_proj", "down_proj")]
         for seed, targets in enumerate((layers, layers, some or layers[:1])):
-            adapter = self.published(drawn(stored, targets, seed), setup.model)
+            adapter = self.published(random_adapter(stored, targets, seed), setup.model)
             receipt = engine.publish(adapter)
-            check_names(receipt.digests, adapter)
-            held = receipt.digests
-            wrong = [name for name, each in adapter.items() if held[name] not in (digest(each), memory_token(each))]
-            if wrong:
-                raise AssertionError(f"the receipt's digest of {wrong[0]} is not that of what was sent")
-            self.check_answers(engine, setup, answers, merged(stored, adapter))
+            has_digests(receipt, adapter, "the adapter")
+            self.check_outputs(engine, setup, oracle, merged(stored, adapter))
 
-    def test_an_adapter_that_does_not_fit_is_named(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+    def test_an_adapter_that_does_not_fit_is_named(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
         """A missing, unknown or misshapen tensor must raise a `WeightSyncError` of its own class that names the tensor.
 
         The next good publish must work.
@@ -63,7 +60,7 @@ class AdapterTests(InferSubject):
         self.need(self.can.lora, "lora")
         engine = self._serving(fresh, setup)
         stored = self.stored(setup)
-        good = self.published(drawn(stored, _layers(stored), 5), setup.model)
+        good = self.published(random_adapter(stored, _layers(stored), 5), setup.model)
         name = list(good)[len(good) // 2]
         rest = {each: tensor for each, tensor in good.items() if each != name}
         longer = torch.cat([good[name]] * 2)
@@ -73,17 +70,10 @@ class AdapterTests(InferSubject):
             ({**good, **surprise}, {**good, **surprise}, UnexpectedTensorError, next(iter(surprise))),
             (good, {**good, name: longer}, CorruptTensorError, name),
         ):
-            try:
-                engine.publish(announced, sent=list(sent.items()))
-            except kind as error:
-                if culprit not in str(error):
-                    raise AssertionError(f"the error does not name {culprit}: {error}") from error
-            except WeightSyncError as error:
-                raise AssertionError(f"expected {kind.__name__}, not {type(error).__name__}: {error}") from error
-            else:
-                raise AssertionError(f"an adapter whose {culprit} does not fit raised nothing")
+            error = raised(partial(engine.publish, announced, sent=list(sent.items())))
+            expect(error, kind, f"an adapter whose {culprit} does not fit", culprit)
             engine.publish(good)
-        self.check_answers(engine, setup, answers, merged(stored, good))
+        self.check_outputs(engine, setup, oracle, merged(stored, good))
 
     def test_adapters_over_a_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
         """Low-precision logprobs must stay within bounds of a reference whose model and adapter are rounded alike."""
@@ -91,12 +81,12 @@ class AdapterTests(InferSubject):
         if low_dtype != self.dtypes()[-1]:
             pytest.skip("one of the lower precisions is enough")
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
-        engine, answers = self._serving(fresh, setup), self.answers_of(setup.model)
+        engine, oracle = self._serving(fresh, setup), self.oracle_of(setup.model)
         stored = self.published(self.stored(setup), setup.model)
-        answers.take(stored)
-        adapter = self.published(drawn(stored, _layers(stored), 6), setup.model)
+        oracle.take(stored)
+        adapter = self.published(random_adapter(stored, _layers(stored), 6), setup.model)
         engine.publish(adapter)
-        self.check_answers(engine, setup, answers, merged(stored, adapter))
+        self.check_outputs(engine, setup, oracle, merged(stored, adapter))
 
     def _serving(self, fresh: Fresh, setup: Setup) -> Engine:
         """Start an engine that can load adapters."""
@@ -117,7 +107,7 @@ def _layers(weights: Mapping[str, Tensor]) -> list[str]:
     return [name for name in found if "embed" not in name and not name.startswith("lm_head")]
 
 
-def drawn(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
+def random_adapter(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Return a random adapter under the names of `TrainStrategy.export_adapters`.
 
     It changes each layer by more than half of the layer's own size.

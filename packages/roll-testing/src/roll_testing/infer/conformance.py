@@ -31,7 +31,7 @@ class InferStrategyConformance(
         class TestMine(InferStrategyConformance):
             name = "my_infer"
 
-    The kit finds the strategy by its name among the installed plugins, as a run does. `InferSubject` lists what an
+    The kit finds the strategy by its name among the installed plugins, as a run does. `InferKit` lists what an
     author can configure. docs/conformance.md states what each test asserts and with which bound. pytest runs the tests
     of the last base class first.
     """

@@ -71,7 +71,7 @@ def check_that_it_goes_on(
         return (completion, queue, first, second) if dead else None
 
     outcome = until_interrupted(lambda: live.run(attempt()), lambda each: each is None)
-    assert outcome, "the group was drawn before the engine could die"
+    assert outcome, "the group was complete before the engine could be killed"
     found, queue, first, second = outcome
     begun = {int(each.id.partition("#")[2].partition(".")[0]): each for each in second.begun}
     parts = first.known[GROUP.id].outputs
@@ -130,7 +130,7 @@ class StrategyReplica(Replica):
 
     @override
     def cancel(self, ids: Sequence[str]) -> None:
-        assert not ids, "nothing is cancelled here"
+        assert not ids, "unexpected cancel"
 
     @override
     async def terminate(self, why: str) -> WorkerDiedError:
@@ -138,6 +138,6 @@ class StrategyReplica(Replica):
 
     @override
     async def progress(self) -> list[Completion] | None:
-        told = await self._strategy.progress()
-        self.known |= {each.id: each for each in told or ()}
-        return told
+        report = await self._strategy.progress()
+        self.known |= {each.id: each for each in report or ()}
+        return report

@@ -7,6 +7,7 @@ import json
 import math
 import urllib.request
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,14 +16,15 @@ import pytest
 from roll_core.errors import RollError, UnsupportedError
 from roll_core.spec.weights import make_manifest
 from roll_testing.infer.engine import Engine, ask, together
-from roll_testing.infer.subject import InferSubject
+from roll_testing.infer.kit import InferKit
+from roll_testing.programs import Raised, expect, raised
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from roll_core.types import Completion, GenerateRequest
     from roll_testing.infer.engine import Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
 PIECE = 40
 """Tokens of a request that is generated between two reads of the metrics."""
@@ -30,37 +32,34 @@ LOOKS = 8
 FORM = {"token_ids": np.int64, "logprobs": np.float32, "versions": np.int32}
 
 
-class InferContractTests(InferSubject):
+class InferContractTests(InferKit):
     """Order of calls, form of completions, and requests that must be refused."""
 
     # -- completions ---------------------------------------------------------------------------------------------------
 
-    def test_answers_have_their_form(self, engine: Engine) -> None:
+    def test_completions_have_their_form(self, engine: Engine) -> None:
         """A completion must have the request's id and `n` outputs.
 
         Arrays must be numpy `[R]` of the dtypes that `CompletionOutput` states; logprobs must be finite and at most 0.
         """
         requests = [ask(self.prompt(3), n=3, max_new_tokens=4), ask(self.prompt(5), max_new_tokens=2)]
         for request, completion in zip(requests, engine.generate(*requests), strict=True):
-            if (completion.id, len(completion.outputs)) != (request.id, request.n):
-                raise AssertionError(
-                    f"{request.n} outputs of {request.id} were asked for, {len(completion.outputs)} of {completion.id}"
-                    " came"
-                )
+            assert (completion.id, len(completion.outputs)) == (request.id, request.n), (
+                f"expected {request.n} outputs of {request.id}, found {len(completion.outputs)} of {completion.id}"
+            )
             for output in completion.outputs:
                 for name, kind in FORM.items():
                     array = getattr(output, name)
                     if not isinstance(array, np.ndarray) or array.dtype != kind:
                         found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
                         raise AssertionError(f"{name} is {found}; expected a numpy array of {kind.__name__}")
-                    if array.shape != (request.params.max_new_tokens,):
-                        raise AssertionError(
-                            f"{name} has shape {array.shape} for {request.params.max_new_tokens} tokens"
-                        )
+                    assert array.shape == (request.params.max_new_tokens,), (
+                        f"{name} has shape {array.shape} for {request.params.max_new_tokens} tokens"
+                    )
                 if not bool(np.isfinite(output.logprobs).all()) or bool((output.logprobs > 0).any()):
                     raise AssertionError(f"logprobs are {output.logprobs}; expected finite ones of at most 0")
 
-    def test_many_requests_at_once_are_each_answered(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_many_concurrent_requests_complete(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Each of 48 concurrent requests must get its own completion, with correct logprobs.
 
         Their lengths and settings differ.
@@ -71,13 +70,13 @@ class InferContractTests(InferSubject):
             for i in range(48)
         ]
         found = engine.generate(*requests)
-        self.check_logprobs(setup, answers, requests, found)
+        self.check_logprobs(setup, oracle, requests, found)
         for request, completion in zip(requests, found, strict=True):
             sizes = [len(output.token_ids) for output in completion.outputs]
             if completion.id != request.id or sizes != [request.params.max_new_tokens] * request.n:
                 raise AssertionError(
-                    f"{request.id} asked for {request.n} outputs of {request.params.max_new_tokens} tokens;"
-                    f" {completion.id} has outputs of {sizes} tokens"
+                    f"{request.id}: expected {request.n} outputs of {request.params.max_new_tokens} tokens;"
+                    f" found {completion.id} with outputs of {sizes} tokens"
                 )
 
     def test_metrics_are_numbers(self, engine: Engine) -> None:
@@ -89,32 +88,30 @@ class InferContractTests(InferSubject):
         for _ in range(2):
             found = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
             wrong = {name: value for name, value in found.items() if not math.isfinite(float(value))}
-            if wrong:
-                raise AssertionError(f"metrics have to be finite: {wrong}")
+            assert not wrong, f"metrics must be finite: {wrong}"
             if unknown := set(engine.strategy.metric_kinds) - set(found):
                 raise AssertionError(f"metric_kinds names {sorted(unknown)}, which metrics() does not have")
-            if names and names != set(found):
-                raise AssertionError(f"metrics change their names: {sorted(names ^ set(found))}")
+            assert not names or names == set(found), f"the names of the metrics changed: {sorted(names ^ set(found))}"
             names = set(found)
             engine.generate(ask(self.prompt(3)))
 
     # -- capabilities and refusals -------------------------------------------------------------------------------------
 
-    def test_what_is_not_declared_is_refused(self, engine: Engine) -> None:
+    def test_undeclared_features_are_refused(self, engine: Engine) -> None:
         """Undeclared features must be refused with `UnsupportedError`: prompt logprobs, and routed experts.
 
         Routed experts must also be refused by an engine that was not started to return them. `endpoint()` must return a
         URL if and only if an endpoint is declared.
         """
         if not self.can.prompt_logprobs:
-            _expect(
-                lambda: engine.generate(ask(self.prompt(4), prompt_logprobs=True)), UnsupportedError, "prompt_logprobs"
-            )
-        request = replace(ask(self.prompt(4)), routed_experts=True)
-        _expect(lambda: engine.generate(request), UnsupportedError, "routed_experts")
+            request = ask(self.prompt(4), prompt_logprobs=True)
+            expect(raised(lambda: engine.generate(request)), UnsupportedError, "a request with prompt_logprobs")
+        routed = replace(ask(self.prompt(4)), routed_experts=True)
+        expect(raised(lambda: engine.generate(routed)), UnsupportedError, "a request with routed_experts")
         url = engine.strategy.endpoint()
-        if bool(url) != self.can.endpoint:
-            raise AssertionError(f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}")
+        assert bool(url) == self.can.endpoint, (
+            f"endpoint is {'' if self.can.endpoint else 'not '}declared, but its URL is {url!r}"
+        )
 
     def test_the_endpoint_lists_its_models(self, engine: Engine) -> None:
         """`GET <endpoint>/models` must list at least one model, as OpenAI's API does.
@@ -128,10 +125,9 @@ class InferContractTests(InferSubject):
             with urllib.request.urlopen(f"{url}/models", timeout=30) as answer:
                 return len(json.load(answer)["data"])
 
-        if not engine.run(lambda: asyncio.to_thread(models)):
-            raise AssertionError(f"{url}/models names no model")
+        assert engine.run(lambda: asyncio.to_thread(models)), f"{url}/models lists no model"
 
-    def test_what_makes_no_sense_is_refused(self, engine: Engine) -> None:
+    def test_invalid_requests_are_refused(self, engine: Engine) -> None:
         """An invalid request must raise a `RollError` with a reason.
 
         A valid request that runs at the same time must succeed.
@@ -147,9 +143,8 @@ class InferContractTests(InferSubject):
         }.items():
             good = ask(self.prompt(3))
             found = _each(engine, request, good)
-            _is_refusal(found[0], RollError, what)
-            if isinstance(found[1], BaseException):
-                raise AssertionError(f"a request beside one with {what} failed") from found[1]
+            expect(_error_of(found[0]), RollError, what)
+            assert _error_of(found[1]) is None, f"a valid request next to one with {what} raised {found[1]}"
 
     def test_a_request_longer_than_the_context_is_refused(self, engine: Engine) -> None:
         """A request must raise a `RollError` if its prompt is too long, or leaves too little room for `max_new_tokens`.
@@ -161,14 +156,18 @@ class InferContractTests(InferSubject):
         for prompt, new in ((self.context + 8, 4), (self.context - 8, 64)):
             numbers = {str(prompt), str(prompt + new), str(self.context)}
             found = _each(engine, ask(self.prompt(prompt), max_new_tokens=new))
-            said = _is_refusal(found[0], RollError, f"a prompt of {prompt} tokens with {new} new ones")
-            if not any(number in said for number in numbers):
-                raise AssertionError(f"the error does not say how long is too long ({self.context}): {said}")
+            error = _error_of(found[0])
+            expect(error, RollError, f"a prompt of {prompt} tokens with {new} new ones")
+            assert error is not None
+            assert any(number in error.message for number in numbers), (
+                f"the error has no length of the prompt, of both together ({prompt + new}) or of the context"
+                f" ({self.context}): {error}"
+            )
         engine.generate(ask(self.prompt(self.context - 8), max_new_tokens=8))
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
-    def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_a_cancelled_call_harms_no_other(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Cancelling a call must not affect the calls beside it and after it."""
         others = [ask(self.prompt(4 + i), temperature=0.0, max_new_tokens=40) for i in range(3)]
 
@@ -181,12 +180,11 @@ class InferContractTests(InferSubject):
             return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
 
         found = engine.run(act)
-        self.check_logprobs(setup, answers, others, found)
+        self.check_logprobs(setup, oracle, others, found)
         sizes = [len(completion.outputs[0].token_ids) for completion in found]
-        if sizes != [40, 40, 40]:
-            raise AssertionError(f"another call was cancelled: of 40 tokens each {sizes} were drawn")
+        assert sizes == [40, 40, 40], f"expected 40 tokens each next to a cancelled call, found {sizes}"
 
-    def test_a_cancelled_call_draws_no_more(self, engine: Engine) -> None:
+    def test_a_cancelled_call_stops_generating(self, engine: Engine) -> None:
         """A cancelled call must soon stop generating, because its tokens slow down other requests.
 
         Only for engines that count `generated_tokens` while they generate.
@@ -198,24 +196,25 @@ class InferContractTests(InferSubject):
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
             await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the other runs
             if cancelled.done():
-                pytest.skip(f"{self.name} had drawn 400 tokens before 6 others: nothing is under way here")
+                pytest.skip(f"{self.name} generates 400 tokens before 6 others: no running request to cancel")
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
-            drawn: list[float] = []
-            while len(drawn) < LOOKS and PIECE not in drawn:
+            counted: list[float] = []
+            while len(counted) < LOOKS and PIECE not in counted:
                 engine.strategy.metrics()
                 await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=PIECE))
-                drawn.append(engine.strategy.metrics()["generated_tokens"])
-            return drawn
+                counted.append(engine.strategy.metrics()["generated_tokens"])
+            return counted
 
-        drawn = engine.run(act)
-        if drawn[-1] != PIECE:
-            raise AssertionError(f"a call was cancelled; while {PIECE} tokens were asked for, {drawn} were drawn")
+        counted = engine.run(act)
+        assert counted[-1] == PIECE, (
+            f"after a cancelled call, requests of {PIECE} tokens counted {counted} generated tokens"
+        )
 
-    def test_calls_before_start_raise(self, setup: Setup, answers: Answers) -> None:
+    def test_calls_before_start_raise(self, setup: Setup, oracle: Oracle) -> None:
         """`generate` and `update_weights` must raise before `start`. `stop` must never raise, even if called twice."""
         engine = Engine(setup)
-        strategy, weights = engine.strategy, self.published(answers.weights(), setup.model)
+        strategy, weights = engine.strategy, self.published(oracle.weights(), setup.model)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "generate": lambda: strategy.generate(ask(self.prompt(3))),
             "update_weights": lambda: strategy.update_weights(
@@ -224,10 +223,14 @@ class InferContractTests(InferSubject):
         }
         try:
             for name, call in calls.items():
-                _expect(lambda call=call: engine.run(call), Exception, f"{name} before start")  # type: ignore[misc]
+                expect(raised(partial(engine.run, call)), Exception, f"{name} before start")
             engine.run(strategy.stop)
         finally:
             engine.close()
+
+
+def _error_of(found: Completion | BaseException) -> Raised | None:
+    return Raised.of(found) if isinstance(found, BaseException) else None
 
 
 async def _at_once(call: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -241,24 +244,3 @@ def _each(engine: Engine, *requests: GenerateRequest) -> list[Completion | BaseE
         return await asyncio.gather(*[engine.strategy.generate(each) for each in requests], return_exceptions=True)
 
     return engine.run(act)
-
-
-def _expect(call: Callable[[], object], kind: type[Exception], doing: str) -> str:
-    """Return the message of the error that `call` raises; fail if it raises none."""
-    try:
-        call()
-    except AssertionError:
-        raise
-    except Exception as error:
-        return _is_refusal(error, kind, doing)
-    raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
-
-
-def _is_refusal(found: object, kind: type[Exception], doing: str) -> str:
-    if not isinstance(found, BaseException):
-        raise AssertionError(f"{doing} raised nothing; expected {kind.__name__}")
-    if not isinstance(found, kind):
-        raise AssertionError(f"{doing} raised {type(found).__name__}: {found}; expected {kind.__name__}") from found
-    if len(str(found).split()) < 3:
-        raise AssertionError(f"{doing} raised {type(found).__name__}: {found}: it gives no reason")
-    return str(found)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from roll_core.errors import UnsupportedError
 from roll_testing.infer.engine import ask
+from roll_testing.infer.kit import FIRST_ORDINARY, InferKit
 from roll_testing.infer.models import CLEAR
-from roll_testing.infer.subject import FIRST_ORDINARY, InferSubject
 
 if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_core.types import CompletionOutput, TokenIds
     from roll_testing.infer.engine import Engine, Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
 LENGTH = 24
 """Tokens of the greedy responses that tests end early."""
 
 
-class EndTests(InferSubject):
+class EndTests(InferKit):
     """A greedy response is the same every time, so tests can compute its expected end."""
 
-    def test_max_new_tokens_are_drawn(self, engine: Engine) -> None:
+    def test_max_new_tokens_are_generated(self, engine: Engine) -> None:
         """A response must have exactly `max_new_tokens` tokens and finish reason `length`.
 
         Requests for 1, 5 and 33 tokens run together.
@@ -50,13 +51,12 @@ class EndTests(InferSubject):
                     _is(output, places[0] + 1, "stop", int(output.token_ids[places[0]]))
                 else:
                     _is(output, 120, "length", None)
-        if not ended:
-            raise AssertionError("no response of 120 tokens had an end token: the model gives it too little")
+        assert ended, "no response of 120 tokens had an end token: the model gives end tokens too little probability"
 
-    def test_stop_token_ids_end_a_response(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_stop_token_ids_end_a_response(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A response must end at the first of its `stop_token_ids`. The token is kept and named by `stop`."""
         self.need_exact(setup)
-        prompt, tokens, at = self._unended(engine, answers)
+        prompt, tokens, at = self._unended(engine, oracle)
         request = ask(
             prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop_token_ids=(tokens[at], tokens[-1])
         )
@@ -65,23 +65,31 @@ class EndTests(InferSubject):
         _is(output, end + 1, "stop", tokens[end])
         _begins(output, tokens)
 
-    def test_ignore_eos_goes_on_whatever_is_drawn(self, engine: Engine) -> None:
-        """With `ignore_eos`, a response must continue past the model's end tokens and its `stop_token_ids`."""
+    def test_ignore_eos_continues_past_every_end(self, engine: Engine, setup: Setup) -> None:
+        """With `ignore_eos`, a response must continue past end tokens, `stop_token_ids` and `stop` strings."""
         everything = tuple(range(self.vocab_size))
         found = engine.generate(
             *[ask(self.prompt(3 + i), max_new_tokens=40, stop_token_ids=everything) for i in (0, 1)]
         )
         for completion in found:
             _is(completion.outputs[0], 40, "length", None)
+        greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": LENGTH}
+        try:
+            engine.generate(ask(self.prompt(5), stop=("no such text",), **greedy))
+        except UnsupportedError:  # `test_a_stop_string_ends_a_response_and_is_kept` checks it
+            return
+        response = engine.generate(ask(self.prompt(5), **greedy))[0].outputs[0].token_ids.tolist()
+        stop = self._text(setup.model, response)[1:3]
+        _is(engine.generate(ask(self.prompt(5), stop=(stop,), **greedy))[0].outputs[0], LENGTH, "length", None)
 
-    def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_min_new_tokens_masks_ends(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """End tokens and stop ids must be masked before `min_new_tokens`.
 
         The most likely of all other tokens is chosen instead.
         """
         self.need_exact(setup)
-        self.answered(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
-        prompt, tokens, at = self._unended(engine, answers)
+        self.generate_or_skip(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
+        prompt, tokens, at = self._unended(engine, oracle)
         ends = {tokens[1], tokens[at], *self.end_ids}
         request = ask(
             prompt,
@@ -92,23 +100,26 @@ class EndTests(InferSubject):
             stop_token_ids=tuple(ends - set(self.end_ids)),
         )
         output = engine.generate(request)[0].outputs[0]
-        self.check_greedy(answers, prompt, output.token_ids, banned=ends, banned_until=8)
+        self.check_greedy(oracle, prompt, output.token_ids, banned=ends, banned_until=8)
         places = [i for i, token in enumerate(output.token_ids.tolist()) if token in ends]
-        if places and places[0] < 8:
-            raise AssertionError(f"{output.token_ids.tolist()} has one of {sorted(ends)} among the first 8 tokens")
+        assert not places or places[0] >= 8, (
+            f"{output.token_ids.tolist()} has one of {sorted(ends)} among the first 8 tokens"
+        )
         if places:
             _is(output, places[0] + 1, "stop", int(output.token_ids[places[0]]))
         else:
             _is(output, 12, "length", None)
 
-    def test_a_stop_string_ends_a_response_and_is_kept(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_a_stop_string_ends_a_response_and_is_kept(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A stop string must end a response at the token that completes it, even if it spans two tokens.
 
         The string is kept and named by `stop`.
         """
         self.need_exact(setup)
-        self.answered(engine, "stop", ask(self.prompt(3), max_new_tokens=1, ignore_eos=False, stop=("no such text",)))
-        prompt, tokens, at = self._unended(engine, answers)
+        self.generate_or_skip(
+            engine, "stop", ask(self.prompt(3), max_new_tokens=1, ignore_eos=False, stop=("no such text",))
+        )
+        prompt, tokens, at = self._unended(engine, oracle)
         text = self._text(setup.model, tokens[: at + 1])
         stop = text[-2:]
         request = ask(prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop=(stop, "no such text"))
@@ -119,7 +130,7 @@ class EndTests(InferSubject):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _unended(self, engine: Engine, answers: Answers) -> tuple[TokenIds, list[int], int]:
+    def _unended(self, engine: Engine, oracle: Oracle) -> tuple[TokenIds, list[int], int]:
         """Return a prompt, the engine's greedy response of ordinary tokens, and an index from 3 on.
 
         The token at the index occurs there for the first time. No order of summation could change the response.
@@ -131,13 +142,12 @@ class EndTests(InferSubject):
                 response = completion.outputs[0].token_ids
                 tokens = response.tolist()
                 places = [i for i in range(3, LENGTH - 4) if tokens.index(tokens[i]) == i]
-                _, gaps = answers.shortfall(request.prompt_ids, response)
+                _, gaps = oracle.shortfall(request.prompt_ids, response)
                 if places and gaps.min() > CLEAR and not {*range(FIRST_ORDINARY), *self.end_ids} & set(tokens):
                     known.setdefault("it", (request.prompt_ids, tokens, places[0]))
             if known:
                 break
-        if not known:
-            raise AssertionError("every greedy response of the model ends or repeats itself: give it larger weights")
+        assert known, "every greedy response of the model ends or repeats itself: give it larger weights"
         found: tuple[TokenIds, list[int], int] = known["it"]
         return found
 
@@ -152,18 +162,15 @@ class EndTests(InferSubject):
 
 def _is(output: CompletionOutput, number: int, reason: str, stop: str | int | None) -> None:
     found = (len(output.token_ids), output.finish_reason, output.stop)
-    if found != (number, reason, stop):
-        raise AssertionError(
-            f"a response of {found[0]} tokens ended by {found[1]!r} with stop {found[2]!r}; expected {number} tokens,"
-            f" {reason!r}, {stop!r}"
-        )
-    if not len(output.logprobs) == len(output.versions) == number:
-        raise AssertionError(
-            f"{number} tokens have {len(output.logprobs)} logprobs and {len(output.versions)} versions"
-        )
+    assert found == (number, reason, stop), (
+        f"a response of {found[0]} tokens ended by {found[1]!r} with stop {found[2]!r}; expected {number} tokens,"
+        f" {reason!r}, {stop!r}"
+    )
+    assert len(output.logprobs) == len(output.versions) == number, (
+        f"{number} tokens have {len(output.logprobs)} logprobs and {len(output.versions)} versions"
+    )
 
 
 def _begins(output: CompletionOutput, tokens: list[int] | tuple[int, ...]) -> None:
     found = output.token_ids.tolist()
-    if found != list(tokens)[: len(found)]:
-        raise AssertionError(f"the response is {found}; most likely is {list(tokens)}")
+    assert found == list(tokens)[: len(found)], f"the response is {found}; the most likely tokens are {list(tokens)}"

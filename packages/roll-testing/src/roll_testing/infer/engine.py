@@ -91,7 +91,7 @@ class Engine:
         except TimeoutError as error:
             if error.args:  # raised by the strategy itself
                 raise
-            raise AssertionError(f"no answer within {deadline:g} s") from error
+            raise AssertionError(f"the engine did not return within {deadline:g} s") from error
 
     def start(self) -> None:
         """Start the engine with the setup's model."""

@@ -58,7 +58,7 @@ def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
     return found
 
 
-class Draws:
+class SampledTokens:
     """Sampled tokens, each compared with the exact distribution that it should come from.
 
     The mass of all tokens that are likelier than the sampled one, plus a random part of its own mass, is uniform in
@@ -74,17 +74,17 @@ class Draws:
     def add(self, logits: Logits, tokens: TokenIds) -> None:
         """Add tokens; `tokens[t]` was sampled from `logits[t]`. Fails if a token has probability 0."""
         probs = probabilities(logits, self.params)
-        drawn = np.take_along_axis(probs, tokens[:, None], -1)
-        judged = clear(logits, self.params)
-        for at in np.flatnonzero(judged & (drawn[:, 0] == 0))[:1]:
+        chosen = np.take_along_axis(probs, tokens[:, None], -1)
+        certain = clear(logits, self.params)
+        for at in np.flatnonzero(certain & (chosen[:, 0] == 0))[:1]:
             rank = int((logits[at] > logits[at, tokens[at]]).sum()) + 1
             raise AssertionError(
-                f"token {tokens[at]} was drawn, which {self.params} rules out: by likelihood it is number {rank}, and"
-                f" only {int((probs[at] > 0).sum())} are to be kept"
+                f"token {tokens[at]} was sampled, but {self.params} excludes it: its rank by probability is {rank}, and"
+                f" only {int((probs[at] > 0).sum())} are kept"
             )
-        above = np.where(probs > drawn, probs, 0).sum(-1)
-        level = np.where(probs == drawn, probs, 0).sum(-1)
-        self._places += (above + level * self._random.random(len(tokens)))[judged].tolist()
+        above = np.where(probs > chosen, probs, 0).sum(-1)
+        level = np.where(probs == chosen, probs, 0).sum(-1)
+        self._places += (above + level * self._random.random(len(tokens)))[certain].tolist()
 
     def statistic(self) -> float:
         """Return the chi-square statistic over equally likely bins."""
@@ -93,16 +93,16 @@ class Draws:
 
     def check(self) -> None:
         """Fail if the p-value of the tokens is below `FALSE_ALARM`, or if there are too few tokens for the test."""
-        if len(self._places) < 10 * BINS:
-            raise AssertionError(f"only {len(self._places)} tokens can be judged: the model's answers are too alike")
+        assert len(self._places) >= 10 * BINS, (
+            f"only {len(self._places)} tokens can be tested: the model's responses are too similar"
+        )
         statistic = self.statistic()
         p = _tail(statistic, BINS - 1)
-        if p < FALSE_ALARM:
-            raise AssertionError(
-                f"{len(self._places)} tokens do not come from the distribution of {self.params}: chi-square"
-                f" {statistic:.1f} on {BINS - 1} degrees of freedom, p = {p:.2g}; tokens by the probability mass of"
-                f" likelier ones, in twentieths: {self._counts().tolist()}"
-            )
+        assert p >= FALSE_ALARM, (
+            f"{len(self._places)} tokens do not come from the distribution of {self.params}: chi-square"
+            f" {statistic:.1f} on {BINS - 1} degrees of freedom, p = {p:.2g}; tokens by the probability mass of"
+            f" likelier ones, in twentieths: {self._counts().tolist()}"
+        )
 
     def _counts(self) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = np.histogram(self._places, bins=BINS, range=(0.0, 1.0))[0]

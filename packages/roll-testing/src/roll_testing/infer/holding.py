@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
-from roll_testing.errors import refused
+from roll_testing.errors import raises_error
 from roll_testing.infer.live import Live, request
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ class HoldingTests:
         """
         live.publish()
         weights = dict(live.model.named_parameters())
-        with refused(UnexpectedTensorError, "actor_infer rank 0", "model.layers.9."):
+        with raises_error(UnexpectedTensorError, "actor_infer rank 0", "model.layers.9."):
             live.publish([*weights.items(), ("model.layers.9.mlp.up_proj.weight", torch.zeros(96, 64))])
         gone = "model.layers.0.mlp.up_proj.weight"
-        with refused(MissingTensorError, gone):
+        with raises_error(MissingTensorError, gone):
             live.publish([(name, each) for name, each in weights.items() if name != gone])
         half = "model.layers.0.self_attn.q_proj.weight"
-        with refused(CorruptTensorError, half, "[32, 64]", "[64, 64]"):
+        with raises_error(CorruptTensorError, half, "[32, 64]", "[64, 64]"):
             live.publish([(name, each[:32] if name == half else each) for name, each in weights.items()])
         with pytest.raises(StaleWeightsError):
             live.publish(version=0)
@@ -98,7 +98,7 @@ class HoldingTests:
         assert set(live.strategy.metrics()) == set(found)
         assert live.strategy.metrics()["generated_tokens"] == 0
 
-    def test_a_sleeping_engine_gives_the_memory_of_its_cache_back(self, live: Live) -> None:
+    def test_sleep_frees_the_memory_of_the_cache(self, live: Live) -> None:
         """`sleep` must free most of the KV cache that different prompts have filled: at least 40 % of its size.
 
         On a CPU, the memory of the engine's processes shows it.
@@ -119,16 +119,16 @@ class HoldingTests:
         live.publish()
         assert len(live.generate("after", PROMPT).outputs[0].token_ids) == 8
 
-    def test_an_engine_that_slept_answers_nobody_before_weights_are_published(self, live: Live) -> None:
+    def test_an_engine_that_slept_refuses_requests_before_a_publish(self, live: Live) -> None:
         """An engine must refuse weights while it sleeps.
 
         After `wake`, it must refuse requests until weights are published.
         """
         live.run(live.strategy.sleep())
-        with refused(RuntimeError):
+        with raises_error(RuntimeError):
             live.publish()
         live.run(live.strategy.wake())
-        with refused(RuntimeError):
+        with raises_error(RuntimeError):
             live.generate("early", PROMPT)
         live.publish()
         live.generate("late", PROMPT)

@@ -17,8 +17,8 @@ from roll_core.errors import WeightSyncError
 from roll_core.spec.weights import make_manifest
 from roll_testing.infer.engine import ask
 from roll_testing.infer.interrupting import result, until_interrupted, was_whole
+from roll_testing.infer.kit import FIRST_ORDINARY, InferKit
 from roll_testing.infer.models import moved
-from roll_testing.infer.subject import FIRST_ORDINARY, InferSubject
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy
     from roll_core.types import Completion, CompletionOutput, GenerateRequest, TokenIds
     from roll_testing.infer.engine import Engine, Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
 LONG = 400
 """Tokens of a response that is interrupted."""
@@ -45,10 +45,10 @@ GROUPS = 10
 between two polls."""
 
 
-class LifecycleTests(InferSubject):
+class LifecycleTests(InferKit):
     """A short request beside a long one shows when the long one is running."""
 
-    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_an_aborted_request_keeps_its_tokens(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """`abort` and `generate` must return the same tokens generated so far, with correct logprobs.
 
         `finish_reason` must be `abort`.
@@ -59,21 +59,21 @@ class LifecycleTests(InferSubject):
             return Attempt(request, lambda: engine.strategy.abort([request.id]))
 
         request, returned, completion = self._interrupted(engine, fresh)
-        if [each.id for each in returned] != [request.id]:
-            raise AssertionError(f"abort returned {[each.id for each in returned]}; expected {[request.id]}")
-        self.check_logprobs(setup, answers, [request, request], [completion, returned[0]])
+        assert [each.id for each in returned] == [request.id], (
+            f"abort returned {[each.id for each in returned]}; expected {[request.id]}"
+        )
+        self.check_logprobs(setup, oracle, [request, request], [completion, returned[0]])
         for output, again in zip(completion.outputs, returned[0].outputs, strict=True):
-            if output.token_ids.tolist() != again.token_ids.tolist():
-                raise AssertionError(
-                    f"abort returned {len(again.token_ids)} tokens, generate {len(output.token_ids)}: they have to be"
-                    " the same"
-                )
-            if output.finish_reason != "abort":
-                raise AssertionError(f"an aborted output ended by {output.finish_reason!r}")
-            if not len(output.token_ids):
-                raise AssertionError(f"tokens were drawn while another request drew {SHORT}, but none was kept")
+            assert output.token_ids.tolist() == again.token_ids.tolist(), (
+                f"abort returned {len(again.token_ids)} tokens, generate returned {len(output.token_ids)}; they must be"
+                " the same"
+            )
+            assert output.finish_reason == "abort", f"an aborted output ended by {output.finish_reason!r}"
+            assert len(output.token_ids), (
+                f"an aborted output has no tokens; another request generated {SHORT} meanwhile"
+            )
 
-    def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_aborting_harms_no_other(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Aborting a request must not affect another one that runs beside it."""
         others: list[GenerateRequest] = []
         beside: list[asyncio.Task[Completion]] = []
@@ -89,19 +89,19 @@ class LifecycleTests(InferSubject):
         self._interrupted(engine, fresh)
         completions = [engine.run(partial(result, each)) for each in beside]
         for completion in completions:
-            if len(completion.outputs[0].token_ids) != 60:
-                raise AssertionError(f"the request beside it has {len(completion.outputs[0].token_ids)} of 60 tokens")
-        self.check_logprobs(setup, answers, others, completions)
+            assert len(completion.outputs[0].token_ids) == 60, (
+                f"a request next to an aborted one has {len(completion.outputs[0].token_ids)} of 60 tokens"
+            )
+        self.check_logprobs(setup, oracle, others, completions)
 
     def test_unknown_and_finished_ids_are_ignored(self, engine: Engine) -> None:
         """`abort` must ignore unknown and finished ids, and return nothing for them."""
         done = ask(self.prompt(3))
         engine.generate(done)
         found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
-        if found:
-            raise AssertionError(f"aborting a request that is done and one that never was returned {found}")
+        assert not found, f"aborting a finished and an unknown request returned {found}"
 
-    def test_requests_go_on_under_new_weights(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_requests_continue_under_new_weights(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """With `in_flight_update`, a running request must continue to its full length under new weights.
 
         Each token must have the version under which it was sampled. Tokens before the update must have the old weights'
@@ -117,11 +117,11 @@ class LifecycleTests(InferSubject):
         request, _, completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         olds = [self._num_old(output, old, new) for output in completion.outputs]
-        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))  # one may start a step later
-        self.check_answers(engine, setup, answers, weights)
+        self.check_logprobs(setup, oracle, [request], [completion], until=min(olds))  # one may start a step later
+        self.check_outputs(engine, setup, oracle, weights)
 
-    def test_nothing_is_drawn_between_an_update_that_broke_off_and_the_next(
-        self, engine: Engine, setup: Setup, answers: Answers
+    def test_nothing_is_generated_between_a_failed_update_and_the_next(
+        self, engine: Engine, setup: Setup, oracle: Oracle
     ) -> None:
         """With `in_flight_update`, an engine must not generate between a failed update and the next one.
 
@@ -150,17 +150,17 @@ class LifecycleTests(InferSubject):
         request, (entered, ended), completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
         if found := set(entered.outputs[0].versions.tolist()) - {new}:
-            raise AssertionError(f"an update to version {new} broke off, and tokens were drawn with versions {found}")
+            raise AssertionError(f"after a failed update to version {new}, tokens were generated with versions {found}")
         if len(ended.outputs[0].token_ids) or ended.outputs[0].finish_reason != "abort":
             raise AssertionError(
-                f"an update broke off, and a request that came then and was aborted has"
+                f"a request that was submitted after a failed update, and aborted, has"
                 f" {len(ended.outputs[0].token_ids)} tokens, ended by {ended.outputs[0].finish_reason!r}"
             )
         olds = [self._num_old(output, old, new) for output in completion.outputs]
-        self.check_logprobs(setup, answers, [request], [completion], until=min(olds))
-        self.check_answers(engine, setup, answers, weights)
+        self.check_logprobs(setup, oracle, [request], [completion], until=min(olds))
+        self.check_outputs(engine, setup, oracle, weights)
 
-    def test_progress_tells_what_is_drawn(self, engine: Engine) -> None:
+    def test_progress_reports_generated_tokens(self, engine: Engine) -> None:
         """`progress` must return growing prefixes of what `generate` returns in the end.
 
         It must show which outputs of a group have finished. Only for engines that report progress.
@@ -173,25 +173,23 @@ class LifecycleTests(InferSubject):
             long = ask(self.prompt(5), max_new_tokens=LONG)
             group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
             running = [asyncio.create_task(engine.strategy.generate(each)) for each in (long, group)]
-            told = await _told(engine.strategy, running)
-            return before, told, [each.result() for each in running]
+            reports = await _reports_of(engine.strategy, running)
+            return before, reports, [each.result() for each in running]
 
         for _ in range(GROUPS):
-            before, told, found = engine.run(act)
-            if before:
-                raise AssertionError(f"nothing runs, and progress is told of {[each.id for each in before]}")
-            parts = [_beginnings(told, completion) for completion in found]
+            before, reports, found = engine.run(act)
+            assert not before, f"progress() reported {[each.id for each in before]} although no request is running"
+            parts = [_beginnings(reports, completion) for completion in found]
             sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
             if max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
-                raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
+                raise AssertionError(f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens")
             ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
             if len(sizes - {0}) >= 2 and {True, False} in ended:
                 return
-        if len(sizes - {0}) < 2:
-            raise AssertionError(f"of a request that drew {LONG} tokens progress told {sorted(sizes)} tokens")
-        raise AssertionError("no output of a group was told to have ended while others of it went on")
+        assert len(sizes - {0}) >= 2, f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens"
+        raise AssertionError("progress() reported no finished output of a group while others of the group were running")
 
-    def test_progress_tells_versions_over_an_update(self, engine: Engine, setup: Setup) -> None:
+    def test_progress_reports_versions_during_an_update(self, engine: Engine, setup: Setup) -> None:
         """`progress` must return prefixes of the final tokens, logprobs and versions, even during a weight update.
 
         Only for engines with `in_flight_update` that report progress.
@@ -199,7 +197,7 @@ class LifecycleTests(InferSubject):
         self.need(self.can.in_flight_update, "in_flight_update")
         self._need_progress(engine)
         weights = self.published(moved(self.stored(setup), 23), setup.model)
-        told: list[Completion] = []
+        reports: list[Completion] = []
         telling: list[asyncio.Task[None]] = []
 
         def fresh() -> Attempt:
@@ -207,7 +205,7 @@ class LifecycleTests(InferSubject):
 
         async def ask_once() -> list[Completion]:
             found = await _progress(engine.strategy)
-            told.extend(found)
+            reports.extend(found)
             return found
 
         async def tell() -> None:
@@ -227,14 +225,15 @@ class LifecycleTests(InferSubject):
             request, updated, found = self._interrupted(engine, fresh)
         finally:
             engine.run(lambda: _cancelled(telling))
-        parts = _beginnings(told, found)
+        parts = _beginnings(reports, found)
         mine = [each for each in updated if each.id == request.id]
         for index, output in enumerate(output for each in mine for output in each.outputs):
             num = len(output.token_ids)
-            if num < LONG and not any(len(each.outputs[index].token_ids) > num for each in parts):
-                raise AssertionError(f"after the update {LONG - num} tokens were drawn, of which progress told none")
+            assert num >= LONG or any(len(each.outputs[index].token_ids) > num for each in parts), (
+                f"{LONG - num} tokens were generated after the update, but progress() reported none of them"
+            )
 
-    def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_numbers_are_the_same_after_a_sleep(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Tokens and logprobs must be the same after `sleep`, `wake` and a publish of the same weights.
 
         The test repeats this once. `sleep` and `wake` must be idempotent.
@@ -248,16 +247,15 @@ class LifecycleTests(InferSubject):
                 engine.run(act)
             engine.publish(weights)
             after = engine.generate(again)[0].outputs[0]
-            if after.token_ids.tolist() != before.token_ids.tolist():
-                raise AssertionError(
-                    f"greedy tokens were {before.token_ids.tolist()} before a sleep, {after.token_ids.tolist()} after"
-                )
+            assert after.token_ids.tolist() == before.token_ids.tolist(), (
+                f"greedy tokens were {before.token_ids.tolist()} before a sleep, {after.token_ids.tolist()} after"
+            )
             if not np.allclose(after.logprobs, before.logprobs, atol=self.bound(setup)):
                 off = float(np.abs(after.logprobs - before.logprobs).max())
                 raise AssertionError(f"logprobs differ by up to {off:.3g} after a sleep")
-        self.check_answers(engine, setup, answers)
+        self.check_outputs(engine, setup, oracle)
 
-    def test_nothing_is_kept_of_shared_tensors_in_a_sleep(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_a_sleeping_engine_keeps_no_shared_tensors(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A sleeping engine must keep no reference to shared tensors, so that the trainer can free their memory."""
         self.need(self.can.sleeps and "shared" in self.can.weight_transports, "sleeps and the transport shared")
         weights = self.published(moved(self.stored(setup), 22), setup.model)
@@ -270,17 +268,14 @@ class LifecycleTests(InferSubject):
             shared[name] = torch.from_numpy(memory).view(each.dtype)
             del memory
         engine.publish(shared, shared=True)
-        self.check_answers(engine, setup, answers, weights)
+        self.check_outputs(engine, setup, oracle, weights)
         engine.run(engine.strategy.sleep)
         shared.clear()
         if kept:  # reference cycles may still hold it; collecting always would be slow
             gc.collect()
         left = sorted(kept)
         engine.run(engine.strategy.wake)
-        if left:
-            raise AssertionError(
-                f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
-            )
+        assert not left, f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -288,19 +283,19 @@ class LifecycleTests(InferSubject):
         """Return the number of tokens before an update; fail unless all others of `LONG` came after it."""
         found: list[int] = output.versions.tolist()
         if len(found) != LONG or output.finish_reason != "length":
-            raise AssertionError(f"{len(found)} of {LONG} tokens were drawn, ended by {output.finish_reason!r}")
+            raise AssertionError(f"{len(found)} of {LONG} tokens were generated, ended by {output.finish_reason!r}")
         num_old = found.count(old)
         if found != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
             changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
             raise AssertionError(
-                f"tokens have the versions {sorted(set(found))}, which change at {changes}; expected some of"
+                f"tokens have the versions {sorted(set(found))}, changing at {changes}; expected some of"
                 f" version {old} and then all of {new}"
             )
         return num_old
 
     def _need_progress(self, engine: Engine) -> None:
         if engine.run(engine.strategy.progress) is None:
-            pytest.skip(f"{self.name} does not tell what it has drawn")
+            pytest.skip(f"{self.name} does not report progress")
 
     def _updated(
         self, engine: Engine, setup: Setup, update: Callable[[], Awaitable[list[Completion]]]
@@ -330,7 +325,7 @@ class LifecycleTests(InferSubject):
         old: list[int] = []
         found = until_interrupted(once, lambda each: each is None or was_whole(each[2], LONG, old[-1]))
         if found is None:
-            pytest.skip(f"{self.name} had drawn {LONG} tokens before {SHORT} others: nothing is under way here")
+            pytest.skip(f"{self.name} generates {LONG} tokens before {SHORT} others: no request can be interrupted")
         return found
 
 
@@ -352,7 +347,7 @@ class Attempt:
 
     request: GenerateRequest
     act: Callable[[], Awaitable[Sequence[Completion]]]
-    """Interrupts it."""
+    """Interrupts the request."""
     begin: Callable[[], object] = lambda: None
     """Called once the request is submitted."""
 
@@ -380,18 +375,17 @@ async def _update(engine: Engine, weights: Mapping[str, Tensor]) -> None:
 
 async def _progress(strategy: InferStrategy) -> list[Completion]:
     found = await strategy.progress()
-    if found is None:
-        raise AssertionError("progress was told before, and is not while requests run")
+    assert found is not None, "progress() returned a list before, but None while requests run"
     return found
 
 
-async def _told(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
+async def _reports_of(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
     """Return all reports of progress until all requests have finished."""
-    told: list[Completion] = []
+    reports: list[Completion] = []
     while not all(each.done() for each in running):
-        told += await _progress(strategy)
+        reports += await _progress(strategy)
         await asyncio.wait(running, timeout=ASK_S, return_when=asyncio.ALL_COMPLETED)
-    return told
+    return reports
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -402,14 +396,14 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
             raise found
 
 
-def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completion]:
+def _beginnings(reports: Sequence[Completion], whole: Completion) -> list[Completion]:
     """Return the reports of this request; fail unless each output is a prefix of the final one."""
-    found = [each for each in told if each.id == whole.id]
-    if not found:
-        raise AssertionError("progress told nothing of a request that ran")
+    found = [each for each in reports if each.id == whole.id]
+    assert found, "progress() did not report a running request"
     for each in found:
-        if len(each.outputs) != len(whole.outputs):
-            raise AssertionError(f"progress told of {len(each.outputs)} outputs; {len(whole.outputs)} were asked for")
+        assert len(each.outputs) == len(whole.outputs), (
+            f"progress() reported {len(each.outputs)} outputs, expected {len(whole.outputs)}"
+        )
         for part, output in zip(each.outputs, whole.outputs, strict=True):
             _check_beginning(part, output)
     return found
@@ -418,13 +412,11 @@ def _beginnings(told: Sequence[Completion], whole: Completion) -> list[Completio
 def _check_beginning(part: CompletionOutput, whole: CompletionOutput) -> None:
     num = len(part.token_ids)
     for name in ("token_ids", "logprobs", "versions"):
-        told, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
-        if told != right:
-            raise AssertionError(f"progress told {name} {told[:8]}… of an output that had {right[:8]}… in the end")
+        reports, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
+        assert reports == right, f"progress() reported {name} {reports[:8]}…, the final output has {right[:8]}…"
     if part.finish_reason == "abort":
         return
-    if (num, part.finish_reason, part.stop) != (len(whole.token_ids), whole.finish_reason, whole.stop):
-        raise AssertionError(
-            f"progress told of an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; the output"
-            f" ended by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
-        )
+    assert (num, part.finish_reason, part.stop) == (len(whole.token_ids), whole.finish_reason, whole.stop), (
+        f"progress() reported an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; it ended"
+        f" by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
+    )

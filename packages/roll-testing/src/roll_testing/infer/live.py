@@ -85,12 +85,14 @@ class Live:
         """Return how many of the other requests finish before one that has a higher priority and is submitted last."""
         ended: list[str] = []
 
-        async def drawn(name: str, priority: int = 0) -> None:
+        async def ended_after(name: str, priority: int = 0) -> None:
             await self.strategy.generate(request(name, [4, 5], priority=priority))
             ended.append(name)
 
         async def together() -> None:
-            await asyncio.gather(*[drawn(f"r{number}") for number in range(num_others)], drawn("urgent", -2))
+            await asyncio.gather(
+                *[ended_after(f"r{number}") for number in range(num_others)], ended_after("urgent", -2)
+            )
 
         self.run(together())
         return ended.index("urgent")

@@ -36,7 +36,7 @@ CLEAR = 1e-2
 """Minimum difference of two logits whose order is certain. Smaller ones may be reordered by rounding in sums."""
 
 
-class Answers:
+class Oracle:
     """Outputs of the reference model with its current weights."""
 
     def __init__(self, model: ReferenceModel) -> None:
@@ -103,10 +103,10 @@ def log_softmax(rows: Logits) -> Logits:
 
 def moved(weights: Mapping[str, Tensor], seed: int, only: str = "") -> dict[str, Tensor]:
     """Return the weights with random noise of about a third of their size added: to all of them, or to `only` one."""
-    drawn = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, each in weights.items():
         scale = 0.3 * float(each.float().std(correction=0)) + 0.05
-        noise = torch.randn(each.shape, generator=drawn, dtype=torch.float32).to(each.dtype)
+        noise = torch.randn(each.shape, generator=generator, dtype=torch.float32).to(each.dtype)
         found[name] = each + scale * noise if only in ("", name) else each.clone()
     return found

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from roll_testing.infer.engine import ask
+from roll_testing.infer.kit import InferKit
 from roll_testing.infer.models import CLEAR, SMALL
-from roll_testing.infer.subject import InferSubject
 from roll_testing.models import write_checkpoint
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MIXTURE: Mapping[str, Any] = {
 }
 
 
-class RoutingTests(InferSubject):
+class RoutingTests(InferKit):
     """Compares with the router's logits as transformers computes them, one whole sequence at a time."""
 
     def mixture(self, folder: Path) -> ModelSpec:
@@ -63,7 +63,7 @@ class RoutingTests(InferSubject):
                 if request.routed_experts:
                     _check(output.routed_experts, np.concatenate([request.prompt_ids, output.token_ids]), module)
                 elif output.routed_experts is not None:
-                    raise AssertionError(f"{request.id} did not ask for routed_experts and got them")
+                    raise AssertionError(f"{request.id} did not request routed_experts but got them")
 
 
 def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
@@ -76,8 +76,8 @@ def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
     if len(wrong):
         at, layer = wrong[0]
         raise AssertionError(
-            f"token {at} went through experts {sorted(found[at, layer].tolist())} of layer {layer}; the router's logits"
-            f" are largest at {chosen[at, layer].tolist()}"
+            f"token {at}: experts {sorted(found[at, layer].tolist())} of layer {layer} were returned; router logits are"
+            f" largest at {chosen[at, layer].tolist()}"
         )
 
 

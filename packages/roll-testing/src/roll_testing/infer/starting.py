@@ -13,9 +13,10 @@ import pytest
 from roll_core.errors import RollError
 from roll_testing.infer.engine import ask
 from roll_testing.infer.interrupting import is_open, result, stopped, until_interrupted
-from roll_testing.infer.subject import TIGHT, InferSubject
+from roll_testing.infer.kit import TIGHT, InferKit
 from roll_testing.infer.trainer import check_against_trainer
-from roll_testing.refusals import RefusalTests
+from roll_testing.packaging import RefusalTests
+from roll_testing.programs import expect, raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from roll_core.types import Completion
     from roll_testing.infer.engine import Engine, Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
     Fresh = Callable[[Setup], Engine]
 
@@ -45,16 +46,16 @@ ARRIVED_S = 0.002
 meanwhile."""
 
 
-class StartingTests(RefusalTests, InferSubject):
+class StartingTests(RefusalTests, InferKit):
     """Each test that needs an engine starts its own."""
 
     _run = CONFIG
 
-    def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+    def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
         """A started engine must have the model's weights, as version 0, without an update."""
         engine = fresh(setup)
         engine.start()
-        self.check_answers(engine, setup, answers)
+        self.check_outputs(engine, setup, oracle)
 
     def test_logprobs_in_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
         """Low-precision logprobs must stay within bounds of a reference with weights rounded alike.
@@ -62,13 +63,13 @@ class StartingTests(RefusalTests, InferSubject):
         The test compares them before and after an update.
         """
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
-        engine, answers = fresh(setup), self.answers_of(setup.model)
-        answers.take(self.stored(setup))
+        engine, oracle = fresh(setup), self.oracle_of(setup.model)
+        oracle.take(self.stored(setup))
         engine.start()
-        self.check_answers(engine, setup, answers)
+        self.check_outputs(engine, setup, oracle)
         if self.can.weight_transports:
             engine.publish(self.published(self.stored(setup), setup.model))
-            self.check_answers(engine, setup, answers)
+            self.check_outputs(engine, setup, oracle)
 
     def test_logprobs_in_lower_precision_are_near_the_train_strategys(
         self, fresh: Fresh, setup: Setup, low_dtype: str
@@ -86,7 +87,7 @@ class StartingTests(RefusalTests, InferSubject):
         ]
         check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
-    def test_a_stopped_engine_says_so(self, fresh: Fresh, setup: Setup) -> None:
+    def test_requests_after_stop_raise(self, fresh: Fresh, setup: Setup) -> None:
         """After `stop`, requests must raise, and `stop` may be called again.
 
         A running request must end, with an error or with the tokens that it has.
@@ -104,21 +105,17 @@ class StartingTests(RefusalTests, InferSubject):
             return ended, late
 
         _, late = engine.run(act)
-        if not isinstance(late, Exception):
-            raise AssertionError(f"a request after stop was answered: {late}")
+        assert isinstance(late, Exception), f"a request after stop returned {late}, expected an error"
 
-    def test_a_model_that_is_not_there_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
+    def test_a_missing_model_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
         """`start` must raise a `RollError` that contains the missing model path. `stop` must not raise afterwards."""
         self.need(bool(setup.model.path), "a model that is loaded from a path")
         nowhere = str(tmp_path / "no-such-model")
         engine = fresh(setup.with_(model=replace(setup.model, path=nowhere)))
-        with pytest.raises(RollError) as caught:
-            engine.start()
-        if nowhere not in str(caught.value):
-            raise AssertionError(f"the error does not say which model: {caught.value}")
+        expect(raised(engine.start), RollError, "starting with a model path that does not exist", nowhere)
         engine.run(engine.strategy.stop)
 
-    def test_more_than_the_cache_holds_is_answered(self, fresh: Fresh, setup: Setup, answers: Answers) -> None:
+    def test_requests_beyond_the_cache_complete(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
         """Requests that exceed the KV cache must be queued or restarted, and each must get its full response.
 
         The test runs 20 sequences of 260 to 300 tokens, of which three fit. Only for engines with a `tight_config`.
@@ -130,13 +127,14 @@ class StartingTests(RefusalTests, InferSubject):
         requests = [ask(self.prompt(4 + i), n=2, max_new_tokens=260 + 4 * i) for i in range(10)]
         assert sum(2 * each.params.max_new_tokens for each in requests) > 5 * TIGHT
         found = engine.generate(*requests)
-        self.check_logprobs(setup, answers, requests, found)
+        self.check_logprobs(setup, oracle, requests, found)
         for request, completion in zip(requests, found, strict=True):
             sizes = [len(output.token_ids) for output in completion.outputs]
-            if sizes != [request.params.max_new_tokens] * 2:
-                raise AssertionError(f"{request.params.max_new_tokens} tokens were asked for twice; {sizes} were drawn")
+            assert sizes == [request.params.max_new_tokens] * 2, (
+                f"{request.params.max_new_tokens} tokens were requested twice, found {sizes}"
+            )
 
-    def test_an_engine_whose_process_dies_says_so(self, fresh: Fresh, setup: Setup) -> None:
+    def test_requests_of_a_killed_engine_raise(self, fresh: Fresh, setup: Setup) -> None:
         """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
 
         `stop` must then work. Only for engines whose author names their `processes`.
@@ -145,7 +143,7 @@ class StartingTests(RefusalTests, InferSubject):
         engine.start()
         processes = self.processes(engine.strategy)
         if not processes:
-            pytest.skip(f"{self.name} names no processes of its own")
+            pytest.skip(f"{self.name} has no processes() to kill")
 
         async def act() -> asyncio.Task[Completion] | None:
             running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
@@ -159,15 +157,7 @@ class StartingTests(RefusalTests, InferSubject):
             return None
 
         running = until_interrupted(lambda: engine.run(act, PROMPT_S), lambda each: each is None)
-        if running is None:
-            raise AssertionError("400 tokens were drawn before the engine could be killed, each time")
-        try:
-            found = engine.run(lambda: result(running), PROMPT_S)
-        except AssertionError:
-            raise
-        except Exception as error:
-            if len(str(error).split()) < 3:
-                raise AssertionError(f"the error does not say what happened: {error!r}") from error
-        else:
-            raise AssertionError(f"the engine was killed, and yet it answered {found}")
+        assert running is not None, "the engine generated 400 tokens before it could be killed, in every attempt"
+        error = raised(lambda: engine.run(lambda: result(running), PROMPT_S))
+        expect(error, Exception, "a request of an engine that was killed")
         engine.run(engine.strategy.stop)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.spec.providers import TrainProvider
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
 from roll_testing.bench import Case, built, outputs
 from roll_testing.bounds import BOUNDS, check_rows
-from roll_testing.part import registry
+from roll_testing.kit import registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,8 +42,8 @@ def check_against_trainer(
             key = f"{request.id}, output {index}"
             tokens = np.concatenate([request.prompt_ids, output.token_ids])
             num_prompt[key] = len(request.prompt_ids)
-            drawn = np.arange(len(tokens)) >= num_prompt[key]
-            sequences.append(TrainSequence(id=key, tokens=tokens, loss_mask=drawn))
+            sampled = np.arange(len(tokens)) >= num_prompt[key]
+            sequences.append(TrainSequence(id=key, tokens=tokens, loss_mask=sampled))
             found[key] = output.logprobs
     case = Case(
         provider=registry().find(TrainProvider, strategy),
@@ -55,6 +55,6 @@ def check_against_trainer(
         timeout_s=setup.timeout_s,
     )
     with built(case, 0) as trainer:
-        rows = outputs(trainer, sequences, Want(logprobs=True, temperature=temperature))["logprobs"]
+        rows = outputs(trainer, sequences, WantedOutputs(logprobs=True, temperature=temperature))["logprobs"]
     expected = {key: row[num_prompt[key] :] for key, row in rows.items()}
     check_rows(f"the logprob beside {strategy}'s", found, expected, BOUNDS[setup.model.dtype].outputs)

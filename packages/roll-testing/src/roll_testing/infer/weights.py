@@ -17,8 +17,9 @@ from roll_core.spec.weights import digest, memory_token
 from roll_core.types import DataRank
 from roll_testing.bounds import check_names
 from roll_testing.infer.engine import ROLE
+from roll_testing.infer.kit import InferKit
 from roll_testing.infer.models import moved
-from roll_testing.infer.subject import InferSubject
+from roll_testing.programs import expect, raised
 from roll_testing.publishing import BUCKET_BYTES, DEADLINE_S, IN_ONE_PROCESS, transport_record
 
 if TYPE_CHECKING:
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
 
     from roll_core.types import WeightReceipt
     from roll_testing.infer.engine import Engine, Setup
-    from roll_testing.infer.models import Answers
+    from roll_testing.infer.models import Oracle
 
     Weights = dict[str, Tensor]
 
 HARMS = {"missing": MissingTensorError, "unexpected": UnexpectedTensorError, "misshapen": CorruptTensorError}
 
 
-class WeightTests(InferSubject):
+class WeightTests(InferKit):
     """After an update, an engine must compute what the reference computes with the new weights."""
 
-    def test_new_weights_are_those_that_answer(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_new_weights_compute_the_outputs(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """After a publish of all tensors, logprobs must be those of the new weights.
 
         Tokens must have the new version, and the receipt the new digests. The test publishes twice.
@@ -48,12 +49,13 @@ class WeightTests(InferSubject):
         for seed in (1, 2):
             weights = self._moved(setup, seed)
             receipt = engine.publish(weights)
-            if receipt.version != engine.version:
-                raise AssertionError(f"the receipt is of version {receipt.version}, published was {engine.version}")
-            _has_digests(receipt, weights, "the new weights")
-            self.check_answers(engine, setup, answers, weights)
+            assert receipt.version == engine.version, (
+                f"the receipt has version {receipt.version}, expected {engine.version}"
+            )
+            has_digests(receipt, weights, "the new weights")
+            self.check_outputs(engine, setup, oracle, weights)
 
-    def test_each_tensor_takes_effect(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_each_tensor_takes_effect(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A publish that changes one tensor must change the logprobs as in the reference, for each tensor in turn."""
         self._can_update()
         self.need_exact(setup)
@@ -62,30 +64,30 @@ class WeightTests(InferSubject):
             weights = moved(stored, 3, only=name)
             engine.publish(weights)
             try:
-                self.check_answers(engine, setup, answers, weights)
+                self.check_outputs(engine, setup, oracle, weights)
             except AssertionError as error:
-                raise AssertionError(f"only {name} was changed: {error}") from error
+                raise AssertionError(f"after a change of {name} alone: {error}") from error
 
-    def test_nothing_computed_under_old_weights_is_used(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_nothing_computed_under_old_weights_is_used(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """An update must invalidate cached prefixes: a long prompt that was just computed must be computed again."""
         self._can_update()
         long = self.prompt(300)
         prompts = [long, long[:270], long]
-        self.check_answers(engine, setup, answers, prompts=prompts)
+        self.check_outputs(engine, setup, oracle, prompts=prompts)
         weights = self._moved(setup, 4)
         engine.publish(weights)
-        self.check_answers(engine, setup, answers, weights, prompts=prompts)
+        self.check_outputs(engine, setup, oracle, weights, prompts=prompts)
 
     # -- receipts ------------------------------------------------------------------------------------------------------
 
-    def test_the_receipt_does_not_repeat_the_manifest(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_the_receipt_does_not_repeat_the_manifest(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """The receipt must have the digests of the tensors that arrived, even if the manifest has others or none."""
         self._can_update()
         announced, arrived = self._moved(setup, 5), self._moved(setup, 6)
-        _has_digests(engine.publish(announced, sent=list(arrived.items())), arrived, "what arrived")
-        _has_digests(engine.publish(arrived, digests=False), arrived, "what arrived")
+        has_digests(engine.publish(announced, sent=list(arrived.items())), arrived, "what arrived")
+        has_digests(engine.publish(arrived, digests=False), arrived, "what arrived")
 
-    def test_the_receipt_is_of_what_is_held(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_the_receipt_describes_the_loaded_weights(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """The receipt must describe the loaded weights, not the sent ones.
 
         Tensors in another dtype must either raise a `WeightSyncError`, or be converted to the engine's dtype before
@@ -100,14 +102,14 @@ class WeightTests(InferSubject):
         except WeightSyncError:
             return
         held = {name: each.to(weights[name].dtype) for name, each in sent.items()}
-        _has_digests(receipt, held, "what is held")
-        self.check_answers(engine, setup, answers, held)
+        has_digests(receipt, held, "what is held")
+        self.check_outputs(engine, setup, oracle, held)
 
     # -- faulty publishes ----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("harm", list(HARMS))
     def test_what_does_not_fit_the_manifest_is_named(
-        self, engine: Engine, setup: Setup, answers: Answers, harm: str
+        self, engine: Engine, setup: Setup, oracle: Oracle, harm: str
     ) -> None:
         """A missing, unknown or misshapen tensor must raise a `WeightSyncError` of its own class that names the tensor.
 
@@ -124,54 +126,43 @@ class WeightTests(InferSubject):
             sent.append((name, torch.ones(3, dtype=sent[0][1].dtype)))
         else:
             sent = [(each, tensor if each != name else torch.ones(7, dtype=tensor.dtype)) for each, tensor in sent]
-        try:
-            engine.publish(weights, sent=sent)
-        except HARMS[harm] as error:
-            if name not in str(error):
-                raise AssertionError(f"the error does not name {name}: {error}") from error
-        except WeightSyncError as error:
-            raise AssertionError(
-                f"a tensor that is {harm} raised {type(error).__name__}: {error}; expected {HARMS[harm].__name__}"
-            ) from error
-        else:
-            raise AssertionError(f"a tensor that is {harm} raised nothing; expected {HARMS[harm].__name__}")
+        error = raised(lambda: engine.publish(weights, sent=sent))
+        expect(error, HARMS[harm], f"a tensor that is {harm}", name)
         engine.publish(weights)
-        self.check_answers(engine, setup, answers, weights)
+        self.check_outputs(engine, setup, oracle, weights)
 
     # -- memory ownership ----------------------------------------------------------------------------------------------
 
-    def test_what_the_sender_writes_afterwards_changes_nothing(
-        self, engine: Engine, setup: Setup, answers: Answers
-    ) -> None:
+    def test_the_engine_copies_what_it_receives(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """An engine must copy each tensor before it requests the next. The sender reuses and overwrites its buffer."""
         self._can_update()
         weights = self._moved(setup, 9)
         receipt = engine.publish(weights, sent=_Reused(weights))
-        _has_digests(receipt, weights, "what was sent")
-        self.check_answers(engine, setup, answers, weights)
+        has_digests(receipt, weights, "what was sent")
+        self.check_outputs(engine, setup, oracle, weights)
 
-    def test_shared_tensors_may_be_a_trainers_own(self, engine: Engine, setup: Setup, answers: Answers) -> None:
+    def test_shared_tensors_may_be_a_trainers_own(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A trainer's in-place step must be visible after the next publish of its shared tensors.
 
         A later publish of other tensors must not write into the trainer's memory.
         """
         self.need("shared" in self.can.weight_transports, "the transport shared")
         live = self._moved(setup, 10)
-        _has_digests(engine.publish(live, shared=True), live, "the shared tensors")
-        self.check_answers(engine, setup, answers, live)
+        has_digests(engine.publish(live, shared=True), live, "the shared tensors")
+        self.check_outputs(engine, setup, oracle, live)
         for name, each in moved(live, 11).items():
             live[name].copy_(each)
-        _has_digests(engine.publish(live, shared=True), live, "the shared tensors after a step")
-        self.check_answers(engine, setup, answers, live)
+        has_digests(engine.publish(live, shared=True), live, "the shared tensors after a step")
+        self.check_outputs(engine, setup, oracle, live)
         kept = {name: each.clone() for name, each in live.items()}
         other = self._moved(setup, 12)
         engine.publish(other)
-        self.check_answers(engine, setup, answers, other)
+        self.check_outputs(engine, setup, oracle, other)
         if changed := [name for name, each in live.items() if not torch.equal(each, kept[name])]:
-            raise AssertionError(f"an update wrote into the trainer's {changed[0]}")
+            raise AssertionError(f"an update changed the trainer's {changed[0]}")
 
     def test_weights_arrive_by_every_transport(
-        self, engine: Engine, setup: Setup, answers: Answers, transport: str, tmp_path: Path
+        self, engine: Engine, setup: Setup, oracle: Oracle, transport: str, tmp_path: Path
     ) -> None:
         """Weights must arrive by every declared transport, in many buckets.
 
@@ -186,8 +177,8 @@ class WeightTests(InferSubject):
             for seed in (14, 15):
                 exporter.weights = self._moved(setup, seed)
                 receipt = self._publish(engine, sender, receiver, transport, tmp_path)
-                _has_digests(receipt, exporter.weights, "what was exported")
-                self.check_answers(engine, setup, answers, exporter.weights)
+                has_digests(receipt, exporter.weights, "what was exported")
+                self.check_outputs(engine, setup, oracle, exporter.weights)
         finally:
             sender.close()
             receiver.close()
@@ -216,8 +207,7 @@ class WeightTests(InferSubject):
             deadline_s=DEADLINE_S,
         )
         handle = sender.prepare(plan)
-        if handle is None:
-            raise AssertionError("the only rank that there is has to send")
+        assert handle is not None, "the only rank does not send"
 
         async def act() -> WeightReceipt:
             receiving = asyncio.create_task(receiver.receive(plan, handle))
@@ -226,8 +216,7 @@ class WeightTests(InferSubject):
             for failure in (received.failure, sent.failure if sent else None):
                 if failure is not None:
                     raise failure
-            if received.receipt is None:
-                raise AssertionError("the receiver has no receipt")
+            assert received.receipt is not None, "the receiver has no receipt"
             return received.receipt
 
         return engine.run(act)
@@ -261,11 +250,11 @@ class _Exporter:
         yield from self.weights.items()
 
 
-def _has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str) -> None:
+def has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str) -> None:
+    """Fail unless the receipt has the digests of exactly these tensors."""
     check_names(receipt.digests, weights)
     # For shared tensors, manifest and receipt have a token of the memory instead of a digest.
     wrong = [name for name, each in weights.items() if receipt.digests[name] not in (digest(each), memory_token(each))]
-    if wrong:
-        raise AssertionError(
-            f"the receipt's digests of {len(wrong)} tensors are not those of {what}, for example of {wrong[0]}"
-        )
+    assert not wrong, (
+        f"the receipt's digests of {len(wrong)} tensors are not those of {what}, for example of {wrong[0]}"
+    )

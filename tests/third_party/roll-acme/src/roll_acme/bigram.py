@@ -25,7 +25,7 @@ from roll_core.errors import (
 )
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, Want
+from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, StepStats, TokenOutputs, TrainStrategy, WantedOutputs
 from roll_core.spec.weights import make_receipt
 from roll_core.types import (
     Completion,
@@ -39,7 +39,7 @@ from roll_modeling.optimizer import adamw, clip_factor, moments, schedule
 from roll_modeling.task_model import finite_loss, plain_metrics
 
 
-def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: Want) -> TokenOutputs:
+def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
     """Logprobs and entropy of each token given the one before it."""
     if want.topk or want.values:
         raise UnsupportedError("a bigram table has neither top-k logprobs nor values")
@@ -70,7 +70,7 @@ class BigramTrainStrategy(TrainStrategy):
             self.optimizer = adamw([self.table_VV], self.training)
             self.schedule = schedule(self.training)
 
-    def forward(self, micro: MicroBatch, want: Want) -> TokenOutputs:
+    def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         with torch.no_grad():
             return logprobs_of(self.table_VV, micro, want)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_core.spec.reward import RewardFunction, RewardRequest
+from roll_core.spec.rollout import RewardFunction, RewardRequest
 from roll_core.types import Reward
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.checks import CheckResult
 from roll_core.spec.config import Dtype
+from roll_core.spec.diagnostics import CheckResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.diagnostics import CheckContext
 
 GIB = 1024**3
 LEAST_BYTES = 16 * GIB
 """Recommended memory of one device, in bytes; 40 GiB are recommended for models of 7 billion parameters."""
-HELD_SHARE = 0.1
+USED_SHARE = 0.1
 """Share of a device's memory in use above which the device counts as occupied."""
 
 
-def dtypes(situation: Situation) -> Iterator[CheckResult]:
+def dtypes(context: CheckContext) -> Iterator[CheckResult]:
     """Check which model dtypes work; an error if fp32 or a dtype that the config uses does not."""
-    platform = situation.platform
+    platform = context.platform
     if platform is None or not platform.device_count():
         return
-    wanted = _dtypes_of(situation)
+    wanted = _dtypes_of(context)
     for dtype in get_args(Dtype):
         why = platform.supports(dtype)
         roles = wanted.get(dtype, [])
@@ -38,9 +38,9 @@ def dtypes(situation: Situation) -> Iterator[CheckResult]:
             yield CheckResult(level="note", subject=dtype, found=why)
 
 
-def device_memory(situation: Situation) -> Iterator[CheckResult]:
+def device_memory(context: CheckContext) -> Iterator[CheckResult]:
     """Check the memory of each device, or that of the host if slots share it."""
-    platform = situation.platform
+    platform = context.platform
     if platform is None:
         return
     for index in range(1 if platform.slots_share_cores else platform.device_count()):
@@ -56,19 +56,19 @@ def device_memory(situation: Situation) -> Iterator[CheckResult]:
         if platform.slots_share_cores:
             yield CheckResult(level="ok", subject=subject, found=found)
         elif total < LEAST_BYTES:
-            remedy = "train small models, adapters (lora_target), or offload"
+            remedy = "train small models or adapters (lora_target), or offload states"
             yield CheckResult(level="warning", subject=subject, found=found, wanted=wanted, remedy=remedy)
-        elif used > HELD_SHARE * total:
-            remedy = "end the programs that hold it, or leave the device out of device_mapping"
+        elif used > USED_SHARE * total:
+            remedy = "end the programs that use it, or remove the device from device_mapping"
             yield CheckResult(level="warning", subject=subject, found=found, wanted="nothing in use", remedy=remedy)
         else:
             yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
 
 
-def _dtypes_of(situation: Situation) -> dict[str, list[str]]:
+def _dtypes_of(context: CheckContext) -> dict[str, list[str]]:
     """Names of the config's roles, by the dtype of their model."""
     found: dict[str, list[str]] = {}
-    for name, role in situation.config.roles().items() if situation.config is not None else ():
+    for name, role in context.config.roles().items() if context.config is not None else ():
         if role.kind != "reward":
             found.setdefault(role.model_args.dtype, []).append(name)
     return found

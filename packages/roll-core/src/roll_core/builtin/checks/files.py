@@ -8,29 +8,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.builtin.checks.host import existing
-from roll_core.config.model_keys import is_hub_id
-from roll_core.spec.checks import CheckResult
 from roll_core.spec.config import DataArguments
+from roll_core.spec.diagnostics import CheckResult
+from roll_core.spec.model import is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pydantic import BaseModel
 
-    from roll_core.spec.checks import Situation
     from roll_core.spec.config import RunConfig
+    from roll_core.spec.diagnostics import CheckContext
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def output(situation: Situation) -> Iterator[CheckResult]:
+def output(context: CheckContext) -> Iterator[CheckResult]:
     """Check that `output_dir` can be created and written.
 
     Writes an unnamed temporary file there, or in the nearest parent that exists.
     """
-    if situation.config is None:
+    if context.config is None:
         return
-    folder = Path(situation.config.output_dir).expanduser()
+    folder = Path(context.config.output_dir).expanduser()
     place = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:
@@ -44,30 +44,30 @@ def output(situation: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=f"{place} can be written", wanted=str(folder.absolute()))
 
 
-def models(situation: Situation) -> Iterator[CheckResult]:
+def models(context: CheckContext) -> Iterator[CheckResult]:
     """Check that models are directories with a `config.json`, or ids of the Hugging Face Hub."""
-    for source, roles in _models_of(situation.config).items():
+    for source, roles in _models_of(context.config).items():
         subject, folder = ", ".join(roles), Path(source).expanduser()
         if folder.is_dir():
             if (folder / "config.json").is_file():
-                yield CheckResult(level="ok", subject=subject, found=f"{source} is there")
+                yield CheckResult(level="ok", subject=subject, found=f"{source} exists")
             else:
-                remedy = "name a folder as save_pretrained writes it"
+                remedy = "name a directory that save_pretrained wrote"
                 found = f"{source} has no config.json"
                 yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
         elif is_hub_id(source):
             yield _on_the_hub(source, subject)
         else:
-            remedy = "mend the path, or let the run that writes it come first"
+            remedy = "correct the path, or start the run that writes it first"
             found = f"there is no {folder.absolute()}"
             yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
 
 
-def data(situation: Situation) -> Iterator[CheckResult]:
+def data(context: CheckContext) -> Iterator[CheckResult]:
     """Check that data files can be read and are not empty. Paths are relative to the working directory."""
-    if situation.config is None:
+    if context.config is None:
         return
-    for key, arguments in _data_of(situation.config):
+    for key, arguments in _data_of(context.config):
         names = [arguments.file_name] if isinstance(arguments.file_name, str) else arguments.file_name or []
         for name in names:
             file = Path(name)
@@ -81,7 +81,7 @@ def data(situation: Situation) -> Iterator[CheckResult]:
                 continue
             if empty:
                 yield CheckResult(
-                    level="error", subject=key, found=f"{name} is empty", wanted="rows", remedy="make it anew"
+                    level="error", subject=key, found=f"{name} is empty", wanted="rows", remedy="write it again"
                 )
             else:
                 size = file.stat().st_size
@@ -95,13 +95,13 @@ def _on_the_hub(source: str, subject: str) -> CheckResult:
     try:
         cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
     except HFValidationError as error:
-        remedy = "mend the name: organisation/model"
+        remedy = "correct the id: organisation/model"
         return CheckResult(level="error", subject=subject, found=str(error), wanted="a model", remedy=remedy)
     if cached:
-        return CheckResult(level="ok", subject=subject, found=f"{source} of the Hub was downloaded")
+        return CheckResult(level="ok", subject=subject, found=f"{source} of the Hub is in the cache")
     if offline := [name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")]:
         remedy = f"download it first (hf download {source}), or unset {offline[0]}"
-        found = f"{source} was not downloaded, and {offline[0]} forbids it"
+        found = f"{source} is not in the cache, and {offline[0]} forbids to download it"
         return CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
     return CheckResult(level="note", subject=subject, found=f"{source} will be downloaded from the Hub")
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from roll_core.host import usable_cores
 from roll_core.openmp import environment, wanted_threads
-from roll_core.spec.checks import CheckResult
+from roll_core.spec.diagnostics import CheckResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Situation
+    from roll_core.spec.diagnostics import CheckContext
 
 GIB = 1024**3
 KERNEL = (5, 15)
@@ -32,11 +32,11 @@ OPEN_FILES = 8192
 """Recommended limit of open files: each worker has sockets to Ray, to its peers and to the engines."""
 
 
-def operating_system(_: Situation) -> Iterator[CheckResult]:
+def operating_system(_: CheckContext) -> Iterator[CheckResult]:
     """Check that the system is Linux with a recent kernel, or WSL 2 on Windows."""
     name, release = platform.system(), platform.release()
     if name == "Windows":
-        remedy = "run it in WSL 2 (wsl --install), with the driver of the GPU installed in Windows"
+        remedy = "use WSL 2 (wsl --install), and install the GPU's driver in Windows"
         yield CheckResult(level="error", found=f"Windows {release}", wanted="Linux", remedy=remedy)
         return
     if name != "Linux":
@@ -44,44 +44,44 @@ def operating_system(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="warning", found=f"{name} {release}", wanted="Linux", remedy=remedy)
         return
     if release.endswith(WSL_1):
-        remedy = "in Windows: wsl --set-version DISTRIBUTION 2, with the driver of the GPU installed there"
-        found = f"Linux {release} in WSL 1, which has no kernel of Linux and reaches no GPU"
+        remedy = "in Windows: wsl --set-version DISTRIBUTION 2, and install the GPU's driver in Windows"
+        found = f"Linux {release} in WSL 1, which has no Linux kernel and no GPU support"
         yield CheckResult(level="error", found=found, wanted="WSL 2", remedy=remedy)
         return
     found = f"Linux {release}{' in WSL 2' if 'microsoft' in release.lower() else ''}"
     version = re.match(r"(\d{1,4})\.(\d{1,4})", release)
     wanted = f"kernel {KERNEL[0]}.{KERNEL[1]} or newer"
     if version is None or (int(version[1]), int(version[2])) < KERNEL:
-        remedy = "take a newer kernel if drivers or many processes make trouble"
+        remedy = "update the kernel if drivers or many processes fail"
         yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
     else:
         yield CheckResult(level="ok", found=found, wanted=wanted)
 
 
-def shared_memory(_: Situation) -> Iterator[CheckResult]:
+def shared_memory(_: CheckContext) -> Iterator[CheckResult]:
     """Check the free space in /dev/shm."""
     if not SHM.is_dir():
-        yield CheckResult(level="note", found=f"no {SHM} on this system; weights travel by other ways")
+        yield CheckResult(level="note", found=f"this system has no {SHM}; the weight transport shm is not available")
         return
     yield _space(
         SHM,
         least=0,
         wanted=SHM_BYTES,
-        remedy="docker run --shm-size=10g (or --ipc=host); in Kubernetes an emptyDir of medium Memory; else remove what"
-        " a killed program left there",
+        remedy="docker run --shm-size=10g (or --ipc=host); in Kubernetes an emptyDir of medium Memory; otherwise delete"
+        " files that killed programs left there",
     )
 
 
-def threads(_: Situation) -> Iterator[CheckResult]:
+def threads(_: CheckContext) -> Iterator[CheckResult]:
     """Check the number of OpenMP threads, their spin settings, and the load of other programs."""
     cores, wanted = usable_cores(), wanted_threads(os.environ)
     spinning = ", ".join(f"{name}={value}" for name, value in environment(os.environ).items())
     number = f"OMP_NUM_THREADS={wanted}" if wanted else "OMP_NUM_THREADS not set"
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    found = f"{cores} usable cores, load {busy:.1f}; {number}; threads wait by {spinning}"
+    found = f"{cores} usable cores, load {busy:.1f}; {number}; waiting threads: {spinning}"
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":
-        remedy = "unset OMP_WAIT_POLICY: one other busy program can make steps ten times as long"
-        yield CheckResult(level="warning", found=found, wanted="threads that stop spinning", remedy=remedy)
+        remedy = "unset OMP_WAIT_POLICY: a single busy program can slow steps down tenfold"
+        yield CheckResult(level="warning", found=found, wanted="threads that do not spin", remedy=remedy)
     elif wanted > cores:
         remedy = "unset OMP_NUM_THREADS, or set it to the number of cores"
         yield CheckResult(level="warning", found=found, wanted=f"at most {cores} threads", remedy=remedy)
@@ -91,7 +91,7 @@ def threads(_: Situation) -> Iterator[CheckResult]:
         yield CheckResult(level="ok", found=found)
 
 
-def open_files(_: Situation) -> Iterator[CheckResult]:
+def open_files(_: CheckContext) -> Iterator[CheckResult]:
     """Check the soft limit of open file descriptors."""
     try:
         import resource
@@ -109,14 +109,14 @@ def open_files(_: Situation) -> Iterator[CheckResult]:
     yield CheckResult(level="warning", found=found, wanted=f"{OPEN_FILES} or more", remedy=more)
 
 
-def disk(situation: Situation) -> Iterator[CheckResult]:
+def disk(context: CheckContext) -> Iterator[CheckResult]:
     """Check the free space on the disk of `output_dir`."""
-    folder = Path(situation.config.output_dir if situation.config is not None else ".").expanduser()
+    folder = Path(context.config.output_dir if context.config is not None else ".").expanduser()
     yield _space(
         existing(folder),
         least=DISK_LEAST_BYTES,
         wanted=DISK_BYTES,
-        remedy="free some, write elsewhere (output_dir), or keep fewer checkpoints (max_ckpt_to_keep)",
+        remedy="free space, change output_dir, or keep fewer checkpoints (max_ckpt_to_keep)",
     )
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.plugins.requirements import core_requirements
-from roll_core.spec.checks import CheckResult
-from roll_core.spec.torch_build import torch_build
+from roll_core.spec.diagnostics import CheckResult
+from roll_core.spec.platform import torch_build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.checks import Level, Situation
+    from roll_core.spec.diagnostics import CheckContext, Level
 
 PYTHON = (3, 11)
 SHOWN = ("torch", "ray", "transformers")
@@ -31,18 +31,18 @@ BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 CONNECT_S = 5.0
 
 
-def python(_: Situation) -> Iterator[CheckResult]:
+def python(_: CheckContext) -> Iterator[CheckResult]:
     """Check the version of the Python interpreter."""
     found = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
     wanted = f"{PYTHON[0]}.{PYTHON[1]} or newer"
     if sys.version_info[:2] < PYTHON:
-        remedy = f"make an environment with it: uv venv --python {PYTHON[0]}.{PYTHON[1]}"
+        remedy = f"create an environment with it: uv venv --python {PYTHON[0]}.{PYTHON[1]}"
         yield CheckResult(level="error", found=found, wanted=wanted, remedy=remedy)
     else:
         yield CheckResult(level="ok", found=found, wanted=wanted)
 
 
-def libraries(_: Situation) -> Iterator[CheckResult]:
+def libraries(_: CheckContext) -> Iterator[CheckResult]:
     """Check roll-core's own requirements: for every command, for runs, and for Ray."""
     for extra, level in EXTRAS:
         for requirement in core_requirements(extra):
@@ -69,10 +69,10 @@ def _built_for_another_torch() -> Iterator[CheckResult]:
         if build is None or spec is None or spec.origin is None:
             continue
         try:
-            said = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+            text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
         except OSError:
             continue
-        version = re.search(r"^__version__ = '(.+?)'$", said, re.MULTILINE)
+        version = re.search(r"^__version__ = '(.+?)'$", text, re.MULTILINE)
         cuda = re.search(r"\+cu(\d+)\d$", version[1]) if version else None
         if version and cuda and cuda[1] != build.cuda.partition(".")[0]:
             remedy = f"pip uninstall -y {' '.join(BUILT_FOR_TORCH)} torchcodec: nothing here needs them"
@@ -80,20 +80,20 @@ def _built_for_another_torch() -> Iterator[CheckResult]:
             yield CheckResult(level="error", subject=name, found=version[1], wanted=wanted, remedy=remedy)
 
 
-def ray_cluster(_: Situation) -> Iterator[CheckResult]:
+def ray_cluster(_: CheckContext) -> Iterator[CheckResult]:
     """Check that `RAY_ADDRESS` accepts connections. Yields nothing if the run would start its own Ray."""
     address = os.environ.get("RAY_ADDRESS", "")
     match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d{1,5})", address)
     if not address or address == "local":
         return
     if match is None:
-        yield CheckResult(level="note", found=f"RAY_ADDRESS={address}", wanted="host:port, which could be tried")
+        yield CheckResult(level="note", found=f"RAY_ADDRESS={address}", wanted="host:port")
         return
     try:
         socket.create_connection((match["host"], int(match["port"])), timeout=CONNECT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
-        remedy = "start it, mend RAY_ADDRESS, or unset it to let runs start a Ray of their own"
-        found = f"nobody answers at RAY_ADDRESS={address}: {error}"
+        remedy = "start it, correct RAY_ADDRESS, or unset it so that runs start their own Ray"
+        found = f"RAY_ADDRESS={address} refuses connections: {error}"
         yield CheckResult(level="error", found=found, wanted="a Ray cluster", remedy=remedy)
     else:
-        yield CheckResult(level="ok", found=f"something answers at RAY_ADDRESS={address}")
+        yield CheckResult(level="ok", found=f"RAY_ADDRESS={address} accepts connections")

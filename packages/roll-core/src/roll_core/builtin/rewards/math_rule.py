@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import DataError
-from roll_core.runtime.workers.judge_pool import JudgePool
-from roll_core.spec.reward import RewardFunction
+from roll_core.runtime.workers.reward_pool import RewardPool
+from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
-    from roll_core.builtin.rewards.config import MathRuleConfig
-    from roll_core.spec.reward import RewardRequest
+    from roll_core.builtin.config import MathRuleConfig
+    from roll_core.spec.rollout import RewardRequest
 
 
 class MathRuleReward(RewardFunction):
@@ -32,8 +32,8 @@ class MathRuleReward(RewardFunction):
     def start(self) -> None:
         """Start the first child process, which loads sympy; the first `score` blocks until that is done."""
         config = self.config
-        self._pool = JudgePool(
-            "roll_core.builtin.rewards.math_judge:prepare",
+        self._pool = RewardPool(
+            "roll_core.builtin.rewards.math_scorer:prepare",
             {"require_boxed": config.require_boxed, "float_rounding": config.float_rounding},
             size=config.processes,
             start_timeout_s=config.start_timeout_s,

@@ -17,11 +17,11 @@ from roll_core.errors import RewardFailure
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-Verdict = dict[str, Any]
+RewardValues = dict[str, Any]
 """`value`, `failure` and `detail` of a `Reward`, as plain values."""
 
 
-def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
+def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
     """Build the function that scores `(prompt, response, metadata)` by calling `options["function"]`.
 
     Raises any exception of importing the user's module, and AttributeError if it has no such function. Raises TypeError
@@ -36,11 +36,11 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., Verdict]:
     if options.get("columns") is not None:
         _check_columns(options["function"], function, accepts, options["columns"])
 
-    def judge(prompt: str, response: str, metadata: Mapping[str, Any]) -> Verdict:
+    def score(prompt: str, response: str, metadata: Mapping[str, Any]) -> RewardValues:
         chosen = {key: value for key, value in metadata.items() if accepts(key)}
-        return verdict(function(prompt, response, **chosen))
+        return reward_values(function(prompt, response, **chosen))
 
-    return judge
+    return score
 
 
 def check(function: str, columns: Collection[str] | None, timeout_s: float) -> str:
@@ -48,11 +48,11 @@ def check(function: str, columns: Collection[str] | None, timeout_s: float) -> s
 
     Loads the function in a child process. Raises `TimeoutError` if that takes longer than `timeout_s` seconds.
     """
-    from roll_core.runtime.workers.judge_pool import JudgePool
+    from roll_core.runtime.workers.reward_pool import RewardPool
 
     options = {"function": function, "columns": None if columns is None else sorted(columns)}
     begun = time.monotonic()
-    pool = JudgePool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
+    pool = RewardPool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
     try:
         pool.start(wait=True)
     except RewardFailure as failure:
@@ -64,7 +64,7 @@ def check(function: str, columns: Collection[str] | None, timeout_s: float) -> s
     return ""
 
 
-def verdict(answer: Any) -> Verdict:
+def reward_values(answer: Any) -> RewardValues:
     """Convert a function's return value: a finite number, a `Reward`, or a dict with `value` or `failure`.
 
     Other entries of a dict become details of the reward. Raises `RewardFailure` for any other return value.

@@ -11,19 +11,18 @@ import sys
 import threading
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from roll_core.errors import MissingRequirementError, PluginError, PythonEnvironmentError
 from roll_core.plugins.requirements import CORE, alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import make_platform
-from roll_core.spec.checks import CheckResult, Level, Situation
 from roll_core.spec.config import RewardConfig
+from roll_core.spec.diagnostics import CheckContext, CheckResult, Level
 from roll_core.spec.providers import (
     CheckProvider,
     InferProvider,
     PlatformProvider,
-    Provider,
     RewardProvider,
     TrainProvider,
 )
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from roll_core.plugins.loader import Plugin
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import EnvironmentConfig, RunConfig, WorkerConfig
-    from roll_core.spec.platform import Platform, Probe
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import Provider
 
 T = TypeVar("T")
 
@@ -64,100 +63,91 @@ class CheckFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _Probed:
     """A platform and the result of its probe."""
 
     record: PlatformProvider
     package: str
     platform: Platform | None
-    probe: Probe | None
-    problem: str = ""
+    """None if the probe failed."""
+    found: bool
+    why: str
 
 
 def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float = DEADLINE_S) -> Iterator[DoctorFinding]:
     """Yield every finding as soon as it is available. Raises only `KeyboardInterrupt`."""
-    seen = [_look(record, plugin, deadline_s) for plugin, record in _records(registry, PlatformProvider)]
-    chosen = _choose(seen, config)
-    yield from _platforms(seen, chosen, config)
-    yield from _plugins(registry)
-    yield from _requirements(registry, config, chosen, deadline_s)
+    records = [(plugin.package, record) for plugin in registry.plugins for record in plugin.providers]
+    probed = [_probe(each, package, deadline_s) for package, each in records if isinstance(each, PlatformProvider)]
+    selected = _select(probed, config)
+    yield from _platforms(probed, selected, config)
+    for plugin in registry.plugins:
+        if plugin.state == "failed":
+            remedy = f"install another version of {plugin.package}, or disable it: --disable-plugin {plugin.package}"
+            yield _finding("plugin", plugin.package, "warning", str(plugin.error), str(plugin), remedy=remedy)
+        else:
+            yield _finding("plugin", plugin.package, "ok", plugin.state, str(plugin))
+    yield from _requirements(registry, records, config, selected, deadline_s)
     yield from _environments(registry, config, deadline_s)
-    situation = Situation(platform=chosen.platform if chosen is not None else None, config=config)
-    name = chosen.record.name if chosen is not None else ""
-    for plugin, record in _records(registry, CheckProvider):
-        if record.platform in ("", name):
-            yield from _check(record, plugin.package, situation, deadline_s)
+    context = CheckContext(platform=selected.platform if selected else None, config=config)
+    for package, record in records:
+        if isinstance(record, CheckProvider) and record.platform in ("", selected.record.name if selected else ""):
+            yield from _check(record, package, context, deadline_s)
 
 
 # -- platforms ---------------------------------------------------------------------------------------------------------
 
 
-def _look(record: PlatformProvider, plugin: Plugin, deadline_s: float) -> _Seen:
-    def probe() -> tuple[Platform, Probe]:
+def _probe(record: PlatformProvider, package: str, deadline_s: float) -> _Probed:
+    def probe() -> tuple[Platform, bool, str]:
         platform = make_platform(record)
-        return platform, platform.probe()
+        result = platform.probe()
+        return platform, bool(result.found), str(result.why)
 
     try:
-        platform, said = guarded(probe, deadline_s)
-        # A malformed probe result fails here instead of where it is displayed.
-        problem = "" if isinstance(said.found, bool) and isinstance(said.why, str) else f"its probe said {said!r}"
-    except (CheckFailedError, AttributeError) as error:
-        return _Seen(record=record, package=plugin.package, platform=None, probe=None, problem=str(error))
-    if problem:
-        return _Seen(record=record, package=plugin.package, platform=None, probe=None, problem=problem)
-    return _Seen(record=record, package=plugin.package, platform=platform, probe=said)
+        platform, found, why = guarded(probe, deadline_s)
+    except CheckFailedError as error:
+        return _Probed(record=record, package=package, platform=None, found=False, why=str(error))
+    return _Probed(record=record, package=package, platform=platform, found=found, why=why)
 
 
-def _choose(seen: list[_Seen], config: RunConfig | None) -> _Seen | None:
+def _select(probed: list[_Probed], config: RunConfig | None) -> _Probed | None:
     """Platform that a run would select: like `select_platform`, except that the first one wins a tie."""
-    wanted = config.platform if config is not None else None
-    if wanted is not None:
-        named = [each for each in seen if wanted in (each.record.name, f"{each.package}/{each.record.name}")]
+    if config is not None and (wanted := config.platform) is not None:
+        named = [each for each in probed if wanted in (each.record.name, f"{each.package}/{each.record.name}")]
         return named[0] if named else None
-    found = [each for each in seen if each.probe is not None and each.probe.found]
-    return max(found, key=lambda each: each.record.priority, default=None)
+    return max((each for each in probed if each.found), key=lambda each: each.record.priority, default=None)
 
 
-def _platforms(seen: list[_Seen], chosen: _Seen | None, config: RunConfig | None) -> Iterator[DoctorFinding]:
-    asked_for = config is not None and config.platform is not None
-    for each in seen:
-        name, why = each.record.name, each.probe.why if each.probe is not None else each.problem
-        here = each.probe is not None and each.probe.found
-        if each is chosen and not here:
-            remedy = "mend that, run where it is, or choose another platform in the config"
-            yield _finding(
-                "platform", each.package, "error", why, name, wanted="asked for by the config", remedy=remedy
-            )
-        elif each is chosen:
-            yield _finding("platform", each.package, "ok", why, name, wanted="chosen")
-        elif each.probe is None:
-            remedy = f"leave it out with --disable-plugin {each.package}, or ask its authors"
-            yield _finding("platform", each.package, "warning", why, name, remedy=remedy)
-        elif not here:
-            yield _finding("platform", each.package, "note", why, name, wanted="not here")
+def _platforms(probed: list[_Probed], selected: _Probed | None, config: RunConfig | None) -> Iterator[DoctorFinding]:
+    named = config is not None and config.platform is not None
+    for each in probed:
+        name, level, wanted, remedy = each.record.name, "note", "", ""
+        if each is selected and each.found:
+            level, wanted = "ok", "selected"
+        elif each is selected:
+            level, wanted = "error", "set in the config"
+            remedy = "fix that, run on a host that has it, or set another platform in the config"
+        elif each.platform is None:
+            level, remedy = "warning", f"disable it with --disable-plugin {each.package}, or report it to its authors"
+        elif not each.found:
+            wanted = "not available"
+        elif selected and each.record.priority == selected.record.priority and not named:
+            level, wanted = "error", "one platform"
+            remedy = f"set platform: {name} or platform: {selected.record.name} in the config"
         else:
-            tie = chosen is not None and each.record.priority == chosen.record.priority
-            if tie and not asked_for:
-                remedy = f"say platform: {name}, or platform: {chosen.record.name if chosen else ''}, in the config"
-                yield _finding("platform", each.package, "error", why, name, wanted="one to choose", remedy=remedy)
-            else:
-                yield _finding("platform", each.package, "note", why, name, wanted="here, but not chosen")
+            wanted = "available, not selected"
+        yield _finding("platform", each.package, level, each.why, name, wanted=wanted, remedy=remedy)
 
 
-# -- plugins -----------------------------------------------------------------------------------------------------------
-
-
-def _plugins(registry: Registry) -> Iterator[DoctorFinding]:
-    for plugin in registry.plugins:
-        if plugin.state == "failed":
-            remedy = f"install another version of {plugin.package}, or leave it out: --disable-plugin {plugin.package}"
-            yield _finding("plugin", plugin.package, "warning", str(plugin.error), str(plugin), remedy=remedy)
-        else:
-            yield _finding("plugin", plugin.package, "ok", plugin.state, str(plugin))
+# -- requirements and Python environments ------------------------------------------------------------------------------
 
 
 def _requirements(
-    registry: Registry, config: RunConfig | None, chosen: _Seen | None, deadline_s: float
+    registry: Registry,
+    records: list[tuple[str, Provider]],
+    config: RunConfig | None,
+    selected: _Probed | None,
+    deadline_s: float,
 ) -> Iterator[DoctorFinding]:
     """Check the requirements of every provider.
 
@@ -165,30 +155,26 @@ def _requirements(
     a platform that is not selected. Otherwise, without a config, it is a warning.
     """
     used = set() if config is None else _names_used(config)
-    told: set[tuple[str, object]] = set()
+    reported: set[tuple[str, object]] = set()
     # Providers that the config uses come first, because equal requirements of one package are reported once.
-    records = sorted(_every_record(registry), key=lambda pair: pair[1].name not in used)
-    for plugin, record in records:
-        if not record.needs or (plugin.package, record.needs) in told:
+    for package, record in sorted(records, key=lambda pair: pair[1].name not in used):
+        if not record.needs or (package, record.needs) in reported:
             continue
-        told.add((plugin.package, record.needs))
+        reported.add((package, record.needs))
         wanted = ", ".join(" or ".join(alternatives(need)) for need in record.needs)
         try:
             guarded(partial(check_requirements, record, owner=registry.owner(record)), deadline_s)
         except CheckFailedError as failed:
+            problem, _, remedy = str(failed).partition(". Run: ")
+            unselected = isinstance(record, PlatformProvider) and (selected is None or record is not selected.record)
+            level = "error" if record.name in used else "note" if config is not None or unselected else "warning"
             if not isinstance(failed.__cause__, MissingRequirementError):
-                remedy = "install the packages anew: what is known of them is damaged"
-                yield _finding("requirements", plugin.package, "warning", str(failed), record.name, remedy=remedy)
-                continue
-            problem, _, command = str(failed).partition(". Run: ")
-            absent = isinstance(record, PlatformProvider) and (chosen is None or record is not chosen.record)
-            unused = config is not None or absent
-            level: Level = "error" if record.name in used else "note" if unused else "warning"
+                level, remedy = "warning", "reinstall the packages: their metadata is damaged"
             yield _finding(
-                "requirements", plugin.package, level, problem, record.name, wanted=wanted, remedy=command or problem
+                "requirements", package, level, problem, record.name, wanted=wanted, remedy=remedy or problem
             )
         else:
-            yield _finding("requirements", plugin.package, "ok", "met", record.name, wanted=wanted)
+            yield _finding("requirements", package, "ok", "met", record.name, wanted=wanted)
 
 
 def _names_used(config: RunConfig) -> set[str]:
@@ -212,7 +198,7 @@ def _environments(registry: Registry, config: RunConfig | None, deadline_s: floa
             python = guarded(partial(_prepared, registry, name, role, role.environment), deadline_s)
         except CheckFailedError as failed:
             problem, _, command = str(failed).partition(". Run: ")
-            remedy = command or "name another one in the role's environment"
+            remedy = command or f"set {name}.environment to another one"
             yield _finding("environment", CORE, "error", problem, name, remedy=remedy)
         else:
             yield _finding("environment", CORE, "ok", str(python), name)
@@ -222,37 +208,44 @@ def _prepared(registry: Registry, name: str, role: WorkerConfig, environment: En
     from roll_core.runtime.cluster.python_environments.prepare import prepare
     from roll_core.runtime.cluster.python_environments.spec import environment_spec
 
-    provider = _provider(registry, role)
-    return prepare(environment_spec(environment, provider, registry.package(provider)), name)
-
-
-def _provider(registry: Registry, role: WorkerConfig) -> Provider:
-    """Provider that a role's config names."""
+    strategy = role.strategy_args.strategy_name if role.strategy_args is not None else ""
+    provider: Provider
     if isinstance(role, RewardConfig):
-        return registry.find(RewardProvider, role.reward)
-    kind = InferProvider if role.kind == "generate" else TrainProvider
-    return registry.find(kind, role.strategy_args.strategy_name if role.strategy_args is not None else "")
+        provider = registry.find(RewardProvider, role.reward)
+    else:
+        provider = registry.find(InferProvider if role.kind == "generate" else TrainProvider, strategy)
+    return prepare(environment_spec(environment, provider, registry.package(provider)), name)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(record: CheckProvider, package: str, situation: Situation, deadline_s: float) -> Iterator[DoctorFinding]:
+def _check(record: CheckProvider, package: str, context: CheckContext, deadline_s: float) -> Iterator[DoctorFinding]:
     def run() -> list[CheckResult]:
-        results = list(load_target(record.target, owner=f"check {record.name}")(situation))
+        results = list(load_target(record.target, owner=f"check {record.name}")(context))
         for result in results:
-            if problem := _nonsense(result):
+            if problem := _problem(result):
                 raise CheckFailedError(problem)
         return results
 
     try:
         results = guarded(run, deadline_s)
     except CheckFailedError as error:
-        remedy = f"it says nothing about your machine: tell the authors of {package}"
+        remedy = f"this is a bug of the check, not of your machine: report it to the authors of {package}"
         yield _finding(record.name, package, "warning", f"the check itself failed: {error}", remedy=remedy)
         return
     for result in results:
         yield DoctorFinding(check=record.name, package=package, result=result)
+
+
+def _problem(result: Any) -> str:
+    """Reason why a result cannot be displayed; empty if it can."""
+    if type(result) is not CheckResult:
+        return f"it yielded {type(result).__name__}, expected CheckResult"
+    wrong = [each.name for each in fields(result) if not isinstance(getattr(result, each.name), str)]
+    if wrong:
+        return f"its result's {', '.join(wrong)} is not str"
+    return "" if result.level in LEVELS else f"its result's level is {result.level!r}, expected {', '.join(LEVELS)}"
 
 
 def guarded(function: Callable[[], T], deadline_s: float) -> T:
@@ -260,12 +253,12 @@ def guarded(function: Callable[[], T], deadline_s: float) -> T:
 
     Raises `CheckFailedError` if the function raises, or if it does not return within `deadline_s` seconds.
     """
-    answers: list[T] = []
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            answers.append(function())
+            results.append(function())
         except BaseException as error:  # plugin code: SystemExit is a finding too
             errors.append(error)
 
@@ -275,48 +268,24 @@ def guarded(function: Callable[[], T], deadline_s: float) -> T:
         thread.start()
         thread.join(deadline_s)
     if errors:
-        text = _one_line(errors[0])
-        raise CheckFailedError(text) from errors[0]
-    if not answers:
-        raise CheckFailedError(f"no answer within {deadline_s:g} s")
-    return answers[0]
-
-
-def _nonsense(result: Any) -> str:
-    """Reason why a result cannot be displayed; empty if it can."""
-    if type(result) is not CheckResult:
-        return f"it yielded {type(result).__name__}, expected CheckResult"
-    odd = [each.name for each in fields(result) if not isinstance(getattr(result, each.name), str)]
-    if odd:
-        return f"{', '.join(odd)} of its result should be text"
-    return "" if result.level in LEVELS else f"it found {result.level!r}, expected one of {', '.join(LEVELS)}"
+        raise CheckFailedError(_one_line(errors[0])) from errors[0]
+    if not results:
+        raise CheckFailedError(f"no result within {deadline_s:g} s")
+    return results[0]
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, (CheckFailedError, PluginError, PythonEnvironmentError)):
-        return " ".join(str(error).split())
     try:
         text = " ".join(str(error).split())
     except Exception:  # a third-party exception whose __str__ raises
         text = ""
+    if isinstance(error, (CheckFailedError, PluginError, PythonEnvironmentError)):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _finding(
-    check: str, package: str, level: Level, found: str, subject: str = "", *, wanted: str = "", remedy: str = ""
+    check: str, package: str, level: str, found: str, subject: str = "", *, wanted: str = "", remedy: str = ""
 ) -> DoctorFinding:
-    result = CheckResult(level=level, found=found, subject=subject, wanted=wanted, remedy=remedy)
+    result = CheckResult(level=cast("Level", level), found=found, subject=subject, wanted=wanted, remedy=remedy)
     return DoctorFinding(check=check, package=package, result=result)
-
-
-R = TypeVar("R", PlatformProvider, CheckProvider)
-
-
-def _records(registry: Registry, kind: type[R]) -> Iterator[tuple[Plugin, R]]:
-    for plugin in registry.plugins:
-        yield from ((plugin, record) for record in plugin.providers if isinstance(record, kind))
-
-
-def _every_record(registry: Registry) -> Iterator[tuple[Plugin, Any]]:
-    for plugin in registry.plugins:
-        yield from ((plugin, record) for record in plugin.providers)

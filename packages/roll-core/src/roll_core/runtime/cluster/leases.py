@@ -26,10 +26,7 @@ Parts = frozenset[str]
 
 
 class SlotUser(Protocol):
-    """A role that occupies slots, as `SlotLeases` sees it.
-
-    `leave` and `enter` are idempotent: parts that are already in place may be named again.
-    """
+    """A role that occupies slots, as `SlotLeases` sees it. `offload` and `onload` are idempotent."""
 
     name: str
 
@@ -44,29 +41,29 @@ class SlotUser(Protocol):
     async def start(self) -> None:
         """Start the role, with every part on the slots."""
 
-    async def leave(self, parts: Parts) -> None:
-        """Offload these parts: release the slots' memory."""
+    async def offload(self, parts: Parts) -> None:
+        """Release the slots' memory of these parts."""
 
-    async def enter(self, parts: Parts) -> None:
-        """Onload these parts: allocate the slots' memory again."""
+    async def onload(self, parts: Parts) -> None:
+        """Allocate the slots' memory of these parts again."""
 
 
 @dataclass(slots=True)
-class _Stay:
+class _State:
     """State of one role's parts: on the slots, unless a part is in one of the two sets."""
 
-    tenant: SlotUser
-    away: set[str] = field(default_factory=set)
-    unsettled: set[str] = field(default_factory=set)
+    role: SlotUser
+    offloaded: set[str] = field(default_factory=set)
+    moving: set[str] = field(default_factory=set)
     """Parts that are moving. A part stays here if its move was interrupted."""
 
 
 @dataclass(eq=False, slots=True)
-class _Turn:
-    """One active lease. Tasks that started within the lease may outlive it; they see from `over` that it ended."""
+class _Lease:
+    """One lease. Tasks that started within it may outlive it; they see from `ended` that it ended."""
 
     roles: frozenset[str]
-    over: bool = False
+    ended: bool = False
 
 
 class SlotLeases:
@@ -78,32 +75,29 @@ class SlotLeases:
     def __init__(self, stage: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()) -> None:
         """`stage` is a context manager factory that records the time of each move: `offload` and `onload`."""
         self._stage = stage
-        self._stays: dict[str, _Stay] = {}
-        self._loans: dict[str, tuple[str, Parts]] = {}
-        """Shared parts by borrower: the lender and its parts."""
-        self._turns: list[_Turn] = []
+        self._states: dict[str, _State] = {}
+        self._shared: dict[str, tuple[str, Parts]] = {}
+        """Parts that a role uses directly: their owner and their names, by user."""
+        self._leases: list[_Lease] = []
         self._ended = asyncio.Event()
         self._moving = asyncio.Lock()
-        self._around: ContextVar[tuple[_Turn, ...]] = ContextVar("turns around this", default=())
+        self._around: ContextVar[tuple[_Lease, ...]] = ContextVar("leases around this", default=())
 
-    async def admit(self, tenant: SlotUser) -> None:
+    async def start(self, role: SlotUser) -> None:
         """Start a role while the roles that share its slots are offloaded.
 
-        Roles that are admitted later have not started yet, so they occupy no memory.
+        Roles that are started later occupy no memory yet.
         """
         async with self._moving:
-            for stay in self._borrowers_first():
-                if stay.tenant.slots & tenant.slots:
-                    await self._leave(stay, stay.tenant.movable)
-            await tenant.start()
-            self._stays[tenant.name] = _Stay(tenant)
+            for state in self._users_first():
+                if state.role.slots & role.slots:
+                    await self._offload(state, state.role.movable)
+            await role.start()
+            self._states[role.name] = _State(role)
 
-    def lend(self, lender: str, parts: Collection[str], borrower: str) -> None:
-        """Let `borrower` use these `parts` of `lender` directly.
-
-        They stay on the slots until the borrower has offloaded.
-        """
-        self._loans[borrower] = lender, frozenset(parts)
+    def share(self, owner: str, parts: Collection[str], user: str) -> None:
+        """Let `user` use these `parts` of `owner` directly. They stay on the slots until `user` has offloaded."""
+        self._shared[user] = owner, frozenset(parts)
 
     @asynccontextmanager
     async def take(self, needs: Mapping[str, Collection[str]]) -> AsyncIterator[None]:
@@ -112,67 +106,64 @@ class SlotLeases:
         Blocks until no conflicting lease is active. A nested lease does not offload roles of the leases around it,
         unless it names them in `needs`.
         """
-        around = tuple(turn for turn in self._around.get() if not turn.over)
-        keep = frozenset().union(*(turn.roles for turn in around))
-        mine = _Turn(frozenset(needs))
-        while any(self._exclude(mine.roles, turn.roles - keep) for turn in self._turns):
+        around = tuple(lease for lease in self._around.get() if not lease.ended)
+        keep = frozenset().union(*(lease.roles for lease in around))
+        mine = _Lease(frozenset(needs))
+        while any(
+            self._overlap(role, other)
+            for lease in self._leases
+            for role in mine.roles
+            for other in lease.roles - keep - mine.roles
+        ):
             await self._ended.wait()
-        self._turns.append(mine)
+        self._leases.append(mine)
         token = self._around.set((*around, mine))
         try:
             async with self._moving:
-                await self._make_room({name: frozenset(parts) for name, parts in needs.items()}, keep)
+                await self._move({name: frozenset(parts) for name, parts in needs.items()}, keep)
             yield
         finally:
             self._around.reset(token)
-            mine.over = True
-            self._turns.remove(mine)
+            mine.ended = True
+            self._leases.remove(mine)
             self._ended.set()
             self._ended = asyncio.Event()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _exclude(self, roles: frozenset[str], others: frozenset[str]) -> bool:
-        """True if a lease of `roles` conflicts with a lease of `others`. A role does not conflict with itself."""
-        return any(self._share(role, other) for role in roles for other in others - roles)
-
-    def _share(self, role: str, other: str) -> bool:
-        if role == other or role not in self._stays or other not in self._stays:
+    def _overlap(self, role: str, other: str) -> bool:
+        """True if two different started roles share slots."""
+        if role == other or role not in self._states or other not in self._states:
             return False
-        return bool(self._stays[role].tenant.slots & self._stays[other].tenant.slots)
+        return bool(self._states[role].role.slots & self._states[other].role.slots)
 
-    async def _make_room(self, needs: Mapping[str, Parts], keep: frozenset[str]) -> None:
+    async def _move(self, needs: Mapping[str, Parts], keep: frozenset[str]) -> None:
         """Offload roles without a lease on these slots. Roles in `needs` offload only the parts that are not needed."""
-        for stay in self._borrowers_first():
-            name = stay.tenant.name
-            if (name in needs or name not in keep) and any(self._share(name, other) for other in needs):
-                await self._leave(stay, stay.tenant.movable - needs.get(name, frozenset()))
+        for state in self._users_first():
+            name = state.role.name
+            if (name in needs or name not in keep) and any(self._overlap(name, other) for other in needs):
+                await self._offload(state, state.role.movable - needs.get(name, frozenset()))
         for name, parts in needs.items():
-            if name in self._stays:
-                await self._enter(self._stays[name], parts & self._stays[name].tenant.movable)
+            if name in self._states:
+                await self._onload(self._states[name], parts & self._states[name].role.movable)
 
-    def _borrowers_first(self) -> list[_Stay]:
-        """All roles, borrowers first: their offload releases the parts that they borrowed."""
-        return sorted(self._stays.values(), key=lambda stay: stay.tenant.name not in self._loans)
+    def _users_first(self) -> list[_State]:
+        """All roles, users of shared parts first: their offload releases those parts."""
+        return sorted(self._states.values(), key=lambda state: state.role.name not in self._shared)
 
-    async def _leave(self, stay: _Stay, parts: Parts) -> None:
-        name = stay.tenant.name
-        going = (
-            parts - stay.away - frozenset().union(*(lent for lender, lent in self._loans.values() if lender == name))
-        )
-        if going:
-            stay.unsettled |= going
+    async def _offload(self, state: _State, parts: Parts) -> None:
+        name = state.role.name
+        shared = frozenset().union(*(parts for owner, parts in self._shared.values() if owner == name))
+        if parts := parts - state.offloaded - shared:
+            state.moving |= parts
             with self._stage("offload"):
-                await stay.tenant.leave(going)
-            stay.unsettled -= going
-            stay.away |= going
-            self._loans.pop(name, None)
+                await state.role.offload(parts)
+            state.moving -= parts
+            state.offloaded |= parts
+            self._shared.pop(name, None)
 
-    async def _enter(self, stay: _Stay, parts: Parts) -> None:
-        coming = parts & (stay.away | stay.unsettled)
-        if coming:
-            stay.away -= coming
-            stay.unsettled |= coming
+    async def _onload(self, state: _State, parts: Parts) -> None:
+        if parts := parts & (state.offloaded | state.moving):
+            state.offloaded -= parts
+            state.moving |= parts
             with self._stage("onload"):
-                await stay.tenant.enter(coming)
-            stay.unsettled -= coming
+                await state.role.onload(parts)
+            state.moving -= parts

@@ -7,6 +7,7 @@ computes: it touches no device and contacts no cluster, so `roll-core plan` can 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -82,7 +83,8 @@ def place_roles(
     }
     for name, workers in slots.items():
         _check_slots(name, workers, platform, per_node, num_nodes)
-    in_use = _slots_in_use(slots, per_node)
+    used = {slot for workers in slots.values() for each in workers for slot in each}
+    in_use = Counter(slot // per_node for slot in used)
     nodes = sorted(in_use) or [0]
     return {
         name: _places(workers, roles[name], platform, per_node, nodes, in_use, host_cores)
@@ -95,7 +97,7 @@ def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
     slots = num_gpus_per_node or platform.device_count()
     if not slots:
         raise PlacementError(
-            f"this host has no slot of platform {platform.name} by which those of a node could be counted: give"
+            f"the slots per node are unknown, because this host has no device of platform {platform.name}: set"
             " num_gpus_per_node"
         )
     return slots
@@ -121,8 +123,8 @@ def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Pl
     """
     if kind in ("train", "score") and len(places) > 1:
         raise UnsupportedError(
-            f"{role} has {len(places)} workers, but the local executor has one process, and so one worker for a role"
-            " that trains or scores: set executor: ray, or give it one slot"
+            f"{role} has {len(places)} workers, but the local executor supports one worker for a role that trains or"
+            " scores: set executor: ray, or give it one slot"
         )
     here = per_node if platform.slots_share_cores else min(per_node, platform.device_count())
     for place in places:
@@ -135,7 +137,15 @@ def _slots_of_workers(
     name: str, worker: WorkerConfig, platform: Platform, computed: int | None
 ) -> list[tuple[int, ...]]:
     """Slots of each worker, by rank; empty tuples for a role without slots."""
-    per_worker = _slots_per_worker(name, worker, computed)
+    given = worker.num_gpus_per_worker
+    if computed is not None and given is not None and computed != given:
+        raise PlacementError(
+            f"{name}: num_gpus_per_worker is {given}, but each worker needs {computed} slots for its strategy_config:"
+            f" remove num_gpus_per_worker"
+        )
+    per_worker = computed or given or 1
+    if worker.kind == "train" and per_worker != 1:
+        raise PlacementError(f"{name}: num_gpus_per_worker is {per_worker}, expected 1 for a role that trains")
     mapping = worker.device_mapping
     if mapping is None:
         world_size = worker.world_size or 1
@@ -144,22 +154,10 @@ def _slots_of_workers(
         mapping = tuple(range(world_size * per_worker))
     if len(mapping) % per_worker:
         raise PlacementError(
-            f"{name}: device_mapping has {len(mapping)} slots, which is not a multiple of the {per_worker} slots that"
-            f" each worker takes (num_gpus_per_worker)"
+            f"{name}: device_mapping has {len(mapping)} slots, expected a multiple of {per_worker}, the slots of each"
+            f" worker (num_gpus_per_worker)"
         )
     return [tuple(mapping[at : at + per_worker]) for at in range(0, len(mapping), per_worker)]
-
-
-def _slots_per_worker(name: str, worker: WorkerConfig, computed: int | None) -> int:
-    stated = worker.num_gpus_per_worker
-    if computed is not None and stated is not None and computed != stated:
-        raise PlacementError(
-            f"{name}: num_gpus_per_worker is {stated}, but its strategy_config makes each worker take {computed} slots:"
-            f" leave num_gpus_per_worker out"
-        )
-    if worker.kind == "train" and (computed or stated or 1) != 1:
-        raise PlacementError(f"{name}: num_gpus_per_worker is {computed or stated}, but a worker that trains takes 1")
-    return computed or stated or 1
 
 
 def _check_slots(
@@ -172,26 +170,20 @@ def _check_slots(
         nodes = sorted({slot // per_node for slot in slots})
         if len(nodes) > 1:
             raise PlacementError(
-                f"{name} rank {rank} takes slots {_listed(slots)}, which lie on nodes {_listed(nodes)} of {per_node}"
-                f" slots each (num_gpus_per_node): the slots of one worker lie on one node"
+                f"{name} rank {rank}: slots {', '.join(map(str, slots))} are on nodes {', '.join(map(str, nodes))} of"
+                f" {per_node} slots each (num_gpus_per_node), but the slots of one worker must be on one node"
             )
 
 
 def no_such_slot(name: str, slot: int, platform: Platform, per_node: int, num_nodes: int) -> str:
     """Error message for a slot that does not exist: the role, the slot, the slots that exist, and what to change."""
     total = per_node * num_nodes
-    there = f"are {total} slots (0 to {total - 1})" if total > 1 else "is one slot (0)" if total else "is none"
+    exist = f"are {total} slots (0 to {total - 1})" if total > 1 else "is one slot (0)" if total else "is none"
     where = f"{num_nodes} nodes with {per_node} slots each" if num_nodes != 1 else "one node"
-    found = f"{name} asks for slot {slot}, but there {there} on {where}"
+    found = f"{name} uses slot {slot}, but there {exist} on {where}"
     if platform.slots_share_cores:
-        return f"{found}. A slot here is a share of the host's cores: num_gpus_per_node: {slot + 1} makes more of them"
-    return f"{found}. Change device_mapping, or num_gpus_per_node if the nodes have more, or join more nodes"
-
-
-def _slots_in_use(roles: Mapping[str, Sequence[tuple[int, ...]]], per_node: int) -> dict[int, int]:
-    used = {slot for workers in roles.values() for slots in workers for slot in slots}
-    nodes = [slot // per_node for slot in used]
-    return {node: nodes.count(node) for node in set(nodes)}
+        return f"{found}. A slot here is a share of the host's cores: set num_gpus_per_node: {slot + 1} for more slots"
+    return f"{found}. Change device_mapping, or num_gpus_per_node if the nodes have more slots, or add nodes"
 
 
 def _places(
@@ -223,7 +215,3 @@ def _places(
         ranks_on[node] = place.local_rank + 1
         placed.append(replace(place, num_threads=place.threads_of(cores)))
     return tuple(placed)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in numbers)

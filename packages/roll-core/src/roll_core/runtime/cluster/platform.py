@@ -33,12 +33,12 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
         probe = _probe(platform, wanted)
         if not probe.found and not elsewhere:
             raise PlacementError(
-                f"platform {wanted} is asked for but not here: {probe.why}. Mend that (roll-core doctor says more), run"
-                " where it is, or choose another platform"
+                f"platform: {wanted} is not available on this host: {probe.why}. Run roll-core doctor for details, use"
+                " a host that has it, or set another platform"
             )
         return platform
     providers = sorted(registry.providers(PlatformProvider), key=lambda each: -each.priority)
-    looked: list[str] = []
+    reasons: list[str] = []
     found: list[tuple[PlatformProvider, Platform]] = []
     for provider in providers:
         if found and provider.priority < found[0][0].priority:
@@ -48,17 +48,17 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
             probe = _probe(platform, provider.name)
         except PluginError as error:  # a broken plugin does not stop a run that can use another platform
             log.warning("%s", error)
-            looked.append(str(error))
+            reasons.append(str(error))
             continue
-        looked.append(f"{provider.name}: {probe.why}")
+        reasons.append(f"{provider.name}: {probe.why}")
         log.info("platform %s %s: %s", provider.name, "found" if probe.found else "not found", probe.why)
         if probe.found:
             found.append((provider, platform))
     if not found:
-        raise PlacementError("no platform was found. " + "; ".join(looked))
+        raise PlacementError("no platform was found. " + "; ".join(reasons))
     if len(found) > 1:
         names = " and ".join(provider.name for provider, _ in found)
-        raise PlacementError(f"platforms {names} are both here with the same priority: choose one with platform:")
+        raise PlacementError(f"platforms {names} are available with the same priority: choose one with platform:")
     return found[0][1]
 
 
@@ -89,3 +89,24 @@ def values_of(variables: Iterable[EnvVar], environ: Mapping[str, str] = os.envir
     own.
     """
     return {each.name: each.value if each.required else environ.get(each.name, each.value) for each in variables}
+
+
+class EnvironmentChange:
+    """Environment variables of this process, set until `undo`."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def make(self, variables: Mapping[str, str]) -> None:
+        """Set the variables. `undo` restores their previous values."""
+        self._before = {name: os.environ.get(name) for name in variables} | self._before
+        os.environ.update(variables)
+
+    def undo(self) -> None:
+        """Restore the previous values. Idempotent."""
+        before, self._before = self._before, {}
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import logging
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
 from roll_core.host import free_memory_bytes
-from roll_core.runtime.cluster.placement import slots_of
-from roll_core.runtime.planning.placing import Placing, place
-from roll_core.runtime.planning.predicting import RoleMemory, predict
+from roll_core.runtime.cluster.placement import slots_of, slots_per_node
+from roll_core.runtime.planning.memory import RoleMemory, predict
+from roll_core.runtime.planning.placement import Placement, pipeline_plan, place, weight_choices
 from roll_core.spec.plan import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
+    from roll_core.runtime.cluster.executors import ExecutorName
+    from roll_core.runtime.cluster.memory_use import MemoryUse
+    from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
-    from roll_core.spec.plan import Act, Use
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import PipelineProvider
+
+log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 500 << 20
 """Host memory of a process that has imported torch and transformers and built no model."""
@@ -58,7 +66,7 @@ class Load:
 class Plan:
     """Placement and predicted memory of a run before it starts."""
 
-    placing: Placing
+    placement: Placement
     memory: tuple[RoleMemory, ...]
     capacity: Capacity
     loads: tuple[Load, ...]
@@ -67,9 +75,9 @@ class Plan:
     @property
     def taken(self) -> Iterator[tuple[str, str, int, int]]:
         """Yield phase, role, and the device and host bytes of one worker of the role."""
-        for phase, roles in _phases(self.placing, self.memory):
+        for phase, roles in _phases(self.placement, self.memory):
             for role in roles:
-                yield phase.name, role.role, *_by_memory(role, phase, self.placing)
+                yield phase.name, role.role, *_by_memory(role, phase, self.placement)
 
     @property
     def fullest(self) -> tuple[Load, ...]:
@@ -94,7 +102,7 @@ class Plan:
     @property
     def starts(self) -> bool:
         """True if every worker has a place."""
-        return not self.placing.problems
+        return not self.placement.problems
 
 
 def make_plan(
@@ -110,49 +118,67 @@ def make_plan(
     `num_nodes`, `slot_bytes` and `host_bytes` describe the machines and override what is detected on this host.
     Raises `PlacementError` if no placement can be computed.
     """
-    placing = place(loaded, registry, num_nodes=num_nodes)
-    capacity = _capacity(placing, slot_bytes=slot_bytes, host_bytes=host_bytes)
-    return plan_with(loaded.config, registry, placing, capacity)
-
-
-def plan_with(config: RunConfig, registry: Registry, placing: Placing, capacity: Capacity) -> Plan:
-    """Make the plan of a config for a given placement and capacity."""
-    slot = capacity.host if placing.platform.slots_share_cores else capacity.slot
-    memory = predict(config, registry, placing, slot)
-    return Plan(placing=placing, memory=memory, capacity=capacity, loads=_loads(placing, memory, capacity))
-
-
-def _capacity(placing: Placing, *, slot_bytes: int | None, host_bytes: int | None) -> Capacity:
-    platform = placing.platform
-    if host_bytes is None and placing.here:
+    placement = place(loaded, registry, num_nodes=num_nodes)
+    if host_bytes is None and placement.here:
         host_bytes = free_memory_bytes()
-    if platform.slots_share_cores:
-        return Capacity(host=host_bytes, slot=None)
-    if slot_bytes is None and placing.here:
-        slot_bytes = _free_on_slots(platform)
-    return Capacity(host=host_bytes, slot=slot_bytes)
+    if placement.platform.slots_share_cores:
+        slot_bytes = None
+    elif slot_bytes is None and placement.here:
+        slot_bytes = _free_on_slots(placement.platform)
+    return plan_with(loaded.config, registry, placement, Capacity(host=host_bytes, slot=slot_bytes))
+
+
+def plan_of_run(
+    config: RunConfig,
+    registry: Registry,
+    pipeline: PipelineProvider,
+    roles: Sequence[RoleSpec],
+    platform: Platform,
+    executor: ExecutorName,
+    places: Mapping[str, tuple[Place, ...]],
+) -> Plan | None:
+    """Plan of a run whose workers are already placed. If planning fails, logs the reason and returns None.
+
+    A run does not depend on its plan.
+    """
+    try:
+        placement = Placement(
+            pipeline=replace(pipeline_plan(pipeline, config), roles=tuple(roles)),
+            platform=platform,
+            per_node=slots_per_node(platform, config.num_gpus_per_node),
+            num_nodes=None,
+            executor=executor,
+            places=places,
+            weights=weight_choices(roles, config, registry, platform, executor, places),
+        )
+        return plan_with(config, registry, placement, Capacity(host=None, slot=None))
+    except RollError as error:
+        log.info("memory of the run is not predicted: %s", error)
+        return None
+
+
+def plan_with(config: RunConfig, registry: Registry, placement: Placement, capacity: Capacity) -> Plan:
+    """Make the plan of a config for a given placement and capacity."""
+    slot = capacity.host if placement.platform.slots_share_cores else capacity.slot
+    memory = predict(config, registry, placement, slot)
+    phases = _phases(placement, memory)
+    loads = tuple(load for phase, roles in phases for load in _phase_loads(phase, placement, roles, capacity))
+    return Plan(placement=placement, memory=memory, capacity=capacity, loads=loads)
 
 
 def _free_on_slots(platform: Platform) -> int | None:
     """Free bytes of the slot with the least free memory; None if unknown."""
     try:
-        found = [platform.memory(index) for index in range(platform.device_count())]
+        slots = [platform.memory(index) for index in range(platform.device_count())]
     except RollError:
         return None
-    return min((each["total"] - each["used"] for each in found), default=None)
+    return min((slot["total"] - slot["used"] for slot in slots), default=None)
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 
-def _loads(placing: Placing, memory: tuple[RoleMemory, ...], capacity: Capacity) -> tuple[Load, ...]:
-    loads: list[Load] = []
-    for phase, roles in _phases(placing, memory):
-        loads += _phase_loads(phase, placing, roles, capacity)
-    return tuple(loads)
-
-
-def _phases(placing: Placing, memory: tuple[RoleMemory, ...]) -> Iterator[tuple[Phase, list[RoleMemory]]]:
+def _phases(placement: Placement, memory: tuple[RoleMemory, ...]) -> Iterator[tuple[Phase, list[RoleMemory]]]:
     """Yield each phase with the roles that exist in it.
 
     Roles start one after the other; earlier roles offload from the slots that they share with the starting role.
@@ -160,69 +186,108 @@ def _phases(placing: Placing, memory: tuple[RoleMemory, ...]) -> Iterator[tuple[
     known = [role for role in memory if not role.unknown]
     for index, role in enumerate(known):
         yield Phase(name=f"start of {role.role}", acts={role.role: "start"}), known[: index + 1]
-    for phase in placing.pipeline.phases:
+    for phase in placement.pipeline.phases:
         yield phase, known
 
 
-def _phase_loads(phase: Phase, placing: Placing, roles: list[RoleMemory], capacity: Capacity) -> list[Load]:
+def _phase_loads(phase: Phase, placement: Placement, roles: list[RoleMemory], capacity: Capacity) -> list[Load]:
     nodes: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     slots: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for role in roles:
-        device, host = _by_memory(role, phase, placing)
-        for each in placing.places[role.role]:
+        device, host = _by_memory(role, phase, placement)
+        for each in placement.places[role.role]:
             nodes[each.node][role.role] += host
-            for slot in each.slots if _on_slots(role, placing) else ():
+            for slot in each.slots if _on_slots(role, placement) else ():
                 slots[slot][role.role] += device
-                slots[slot]["what a process holds"] += CONTEXT_BYTES
-    for node, count in _processes(placing).items():
-        nodes[node]["libraries"] += count * PROCESS_BYTES
-    found = [_load(f"node {node}", phase, by_role, capacity.host) for node, by_role in sorted(nodes.items())]
+                slots[slot]["device context"] += CONTEXT_BYTES
+    nodes[0]["libraries"] += PROCESS_BYTES  # the driver
+    for workers in placement.places.values() if placement.executor == "ray" else ():
+        for each in workers:
+            nodes[each.node]["libraries"] += PROCESS_BYTES
+    found = [(f"node {node}", by_role, capacity.host) for node, by_role in sorted(nodes.items())]
     for slot, by_role in sorted(slots.items()):
-        where = f"node {slot // placing.per_node}, slot {slot}"
-        found.append(_load(where, phase, by_role, capacity.slot))
-    return found
+        found.append((f"node {slot // placement.per_node}, slot {slot}", by_role, capacity.slot))
+    return [
+        Load(
+            where=where,
+            phase=phase.name,
+            num_bytes=sum(by_role.values()),
+            free=free,
+            by_role=tuple((name, count) for name, count in by_role.items() if count),
+        )
+        for where, by_role, free in found
+    ]
 
 
-def _on_slots(role: RoleMemory, placing: Placing) -> bool:
+def _on_slots(role: RoleMemory, placement: Placement) -> bool:
     """True if the role's slots have memory of their own (accelerators)."""
-    return not placing.platform.slots_share_cores and any(each.slots for each in placing.places[role.role])
+    return not placement.platform.slots_share_cores and any(each.slots for each in placement.places[role.role])
 
 
-def _load(where: str, phase: Phase, by_role: dict[str, int], free: int | None) -> Load:
-    parts = tuple((name, count) for name, count in by_role.items() if count)
-    return Load(where=where, phase=phase.name, num_bytes=sum(by_role.values()), free=free, by_role=parts)
-
-
-def _by_memory(role: RoleMemory, phase: Phase, placing: Placing) -> tuple[int, int]:
+def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[int, int]:
     """Device and host bytes of one worker in a phase, after the roles that share slots have offloaded."""
-    act: Act = phase.acts.get(role.role, "wait")
-    mine = slots_of(placing.places[role.role])
-    crowded = any(mine & slots_of(placing.places[other]) for other in phase.acts if other != role.role)
+    act: Activity = phase.acts.get(role.role, "wait")
+    mine = slots_of(placement.places[role.role])
+    crowded = any(mine & slots_of(placement.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
     for use in role.taken(act):
-        if role.makes_room and crowded and use.leaves and _goes(use, act):
+        # While publishing, a role keeps its weights (`cluster.leases`).
+        now = act == "wait" or (act == "publish" and use.what != "weights")
+        if role.offloads and crowded and use.offloads and now:
             # An engine frees this memory; a trainer moves it to the host.
             host += use.num_bytes if role.kind != "generate" and use.on == "device" else 0
         elif use.on == "device":
             device += use.num_bytes
         else:
             host += use.num_bytes
-    return (device, host) if _on_slots(role, placing) else (0, device + host)
+    return (device, host) if _on_slots(role, placement) else (0, device + host)
 
 
-def _goes(use: Use, act: Act) -> bool:
-    """True if the role offloads this use in the phase. While publishing, it keeps its weights (`cluster.leases`)."""
-    if act == "publish":
-        return use.what != "weights"
-    return act == "wait"
+# -- measured memory ---------------------------------------------------------------------------------------------------
 
 
-def _processes(placing: Placing) -> dict[int, int]:
-    """Number of processes per node: the driver on node 0, and with Ray one process per worker."""
-    count: dict[int, int] = defaultdict(int)
-    count[0] = 1
-    if placing.executor == "ray":
-        for workers in placing.places.values():
-            for each in workers:
-                count[each.node] += 1
-    return dict(count)
+def compared(plan: Plan | None, measured: Mapping[str, Iterable[MemoryUse | None]]) -> list[dict[str, Any]]:
+    """One row per process: its roles and ranks, and measured and predicted bytes on host and device.
+
+    `measured` maps each role to its memory in the order of ranks, with None for unknown.
+    """
+    processes: defaultdict[tuple[str, int], list[tuple[str, int, MemoryUse]]] = defaultdict(list)
+    for role, uses in measured.items():
+        for rank, use in enumerate(uses):
+            if use is not None:
+                processes[use.host, use.pid].append((role, rank, use))
+    rows = []
+    for (host, pid), workers in processes.items():
+        roles = list(dict.fromkeys(role for role, _, _ in workers))
+        begun = min(use.begun_bytes for _, _, use in workers)
+        devices = [use.device_bytes for _, _, use in workers if use.device_bytes is not None]
+        rows.append(
+            {
+                "roles": roles,
+                "ranks": [rank for _, rank, _ in workers],
+                "host": host,
+                "pid": pid,
+                "measured_bytes": max(0, max(use.peak_bytes for _, _, use in workers) - begun),
+                "device_measured_bytes": max(devices) if devices else None,
+                **_predicted(plan, roles),
+            }
+        )
+    return rows
+
+
+def _predicted(plan: Plan | None, roles: list[str]) -> dict[str, int | None]:
+    """Predicted bytes of a process with one worker of each role: the maximum over all phases. None if unknown."""
+    mine = [role for role in plan.memory if role.role in roles] if plan is not None else []
+    if plan is None or not mine or any(role.unknown for role in mine):
+        return {"predicted_bytes": None, "device_predicted_bytes": None}
+    host: Counter[str] = Counter()
+    device: Counter[str] = Counter()
+    for phase, role, on_device, on_host in plan.taken:
+        if role in roles:
+            host[phase] += on_host
+            device[phase] += on_device
+    on_slots = not plan.placement.platform.slots_share_cores
+    return {
+        "predicted_bytes": max(host.values(), default=0),
+        "device_predicted_bytes": max(device.values(), default=0) if on_slots else None,
+    }

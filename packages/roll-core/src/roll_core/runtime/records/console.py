@@ -1,4 +1,4 @@
-"""Console output of a run: a progress bar on a terminal, otherwise one line per step; a time table at the end.
+"""Console output of a run: a progress bar on a terminal, otherwise one line per step; the time by stage at the end.
 
 roll · grpo/001 · rlvr on cpu, executor local
 warning: guard logprob_gap: …
@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,6 +31,10 @@ _BAR_WIDTH, _NARROW_BAR_WIDTH = 14, 6
 _NARROW = 100
 """Terminal width in columns below which the progress bar is shortened."""
 _STAGE_WIDTH = 10
+_TASK = TaskID(0)
+"""The only task of the progress bar."""
+_ESTIMATED_FROM = 20
+"""Number of steps from which the remaining time is estimated."""
 _PLAIN_WIDTH = 120
 """Width in columns of tables if there is no terminal."""
 
@@ -58,13 +63,7 @@ HEADLINES = (
 class Console:
     """Console of one run. Call `start`, then `step` for each step, then `finish`; call `close` in any case."""
 
-    def __init__(
-        self,
-        *,
-        stream: TextIO | None = None,
-        terminal: bool | None = None,
-        headlines: Sequence[Headline] = HEADLINES,
-    ) -> None:
+    def __init__(self, *, stream: TextIO | None = None, terminal: bool | None = None) -> None:
         """Write to `stream` (default: stdout). `terminal` forces or disables the progress bar (default: detect)."""
         stream = stream if stream is not None else sys.stdout
         self._terminal = _is_terminal(stream) if terminal is None else terminal
@@ -72,17 +71,12 @@ class Console:
         self._rich = RichConsole(
             file=stream, force_terminal=self._terminal, width=width, highlight=False, soft_wrap=not self._terminal
         )
-        self._headlines = headlines
         self._shown: dict[str, float] = {}
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._total = 0
-        self._clock = _Remaining()
-
-    @property
-    def is_terminal(self) -> bool:
-        """True if the console is a terminal and shows a progress bar."""
-        return self._terminal
+        self._started = time.monotonic()
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_ESTIMATED_FROM + 1)
+        """Number and end of the last steps."""
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line, above the progress bar if there is one."""
@@ -95,7 +89,7 @@ class Console:
     def start(self, *, total_steps: int, done: int = 0) -> None:
         """Start the progress bar. `done` of `total_steps` were completed before this run resumed."""
         self._total = total_steps
-        self._clock.start()
+        self._started = time.monotonic()
         if not self._terminal:
             return
         self._progress = Progress(
@@ -107,7 +101,7 @@ class Console:
             ),
             TextColumn("{task.completed:.0f}/{task.total:.0f}", style="bold", table_column=Column(no_wrap=True)),
             _Rendered(self._figures),
-            _Rendered(lambda: self._clock.text(self._total), style="cyan"),
+            _Rendered(self._clock, style="cyan"),
             TextColumn("{task.fields[stage]}", style="dim", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._rich,
             transient=True,
@@ -115,22 +109,22 @@ class Console:
             redirect_stderr=self._rich.file is sys.stdout,
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=done, stage="")
+        self._progress.add_task("", total=total_steps, completed=done, stage="")
         self._progress.start()
 
     def stage(self, name: str) -> None:
         """Show the current stage beside the progress bar. No effect without a terminal."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, stage=name)
+        if self._progress is not None:
+            self._progress.update(_TASK, stage=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that step `step` is complete, with its metrics."""
         self._take(metrics)
-        self._clock.step(step)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, refresh=True)
+        self._ends.append((step, time.monotonic()))
+        if self._progress is not None:
+            self._progress.update(_TASK, completed=step, refresh=True)
         elif not self._terminal:
-            self.line(self.plain_line(step, metrics))
+            self.line(self._plain_line(step, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of an evaluation on held-out data after `step` steps."""
@@ -141,16 +135,16 @@ class Console:
         else:
             self.line(" ".join([f"step={step}/{self._total}", *(f"{k}={_exact(v)}" for k, v in metrics.items())]))
 
-    def plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
+    def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         """Format `step=3/200 reward=0.512 loss=0.0031 … step_s=1.31 eta_s=258`, the step's metrics in a fixed order."""
         parts = [f"step={step}/{self._total}"]
-        for headline in self._headlines:
+        for headline in HEADLINES:
             value = _first(headline, metrics)
             if value is not None:
                 parts.append(f"{headline.label.replace('/', '_per_')}={_exact(value)}")
         if "time/step" in metrics:
             parts.append(f"step_s={_exact(metrics['time/step'])}")
-        remaining = self._clock.remaining_s(self._total)
+        remaining = self._remaining_s()
         if remaining is not None:
             parts.append(f"eta_s={remaining:.0f}")
         return " ".join(parts)
@@ -185,13 +179,23 @@ class Console:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-            self._task = None
 
     def _take(self, metrics: Mapping[str, float]) -> None:
-        for headline in self._headlines:
+        for headline in HEADLINES:
             value = _first(headline, metrics)
             if value is not None:
                 self._shown[headline.label] = value
+
+    def _remaining_s(self) -> float | None:
+        """Estimate from the last steps, without the first: it is slower and follows an evaluation."""
+        if len(self._ends) < 2:
+            return None
+        (first, begin), (last, end) = self._ends[0], self._ends[-1]
+        return max(0.0, (self._total - last) * (end - begin) / (last - first))
+
+    def _clock(self) -> str:
+        passed, remaining = _duration(time.monotonic() - self._started), self._remaining_s()
+        return passed if remaining is None else f"{passed} < {_duration(remaining)}"
 
     @property
     def _bar_width(self) -> int:
@@ -199,7 +203,7 @@ class Console:
 
     def _figures(self) -> str:
         """Format as many headline metrics as fit on the line."""
-        headlines = [headline for headline in self._headlines if headline.label in self._shown]
+        headlines = [headline for headline in HEADLINES if headline.label in self._shown]
         while True:
             text = "  ".join(self._figure(headline.label) for headline in headlines)
             least = max(headlines, key=lambda headline: headline.dispensable, default=None)
@@ -214,7 +218,7 @@ class Console:
     def _room(self) -> int:
         """Number of characters left for metrics beside the bar, the step count, the clock and the stage."""
         count = 2 * len(str(self._total)) + 1
-        clock = len(self._clock.text(self._total))
+        clock = len(self._clock())
         return max(0, self._rich.width - self._bar_width - count - clock - _STAGE_WIDTH - 4)
 
 
@@ -232,9 +236,9 @@ class _Rendered(ProgressColumn):
 
 def time_table(rows: Sequence[LedgerRow]) -> Table:
     """Table of the run's time by stage. The last line is the sum of the rows."""
-    table = Table(title="where the time went", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title="time by stage", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("stage")
-    for heading in ("seconds", "share", "entered", "tokens/s"):
+    for heading in ("seconds", "share", "calls", "tokens/s"):
         table.add_column(heading, justify="right")
     for row in rows:
         rate = row.tokens_per_s
@@ -249,35 +253,6 @@ def time_table(rows: Sequence[LedgerRow]) -> Table:
     total = sum(row.seconds for row in rows)
     table.add_row("total", f"{total:.2f}", f"{sum(row.share for row in rows):.1%}", "", "", style="bold")
     return table
-
-
-class _Remaining:
-    """Estimates the remaining time from the last steps, without the first: it is slower and follows an evaluation."""
-
-    _WINDOW = 20
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._ends: list[tuple[int, float]] = []
-
-    def start(self) -> None:
-        self._begin = time.monotonic()
-        self._ends = []
-
-    def step(self, step: int) -> None:
-        self._ends.append((step, time.monotonic()))
-        del self._ends[: -self._WINDOW - 1]
-
-    def remaining_s(self, total: int) -> float | None:
-        if len(self._ends) < 2:
-            return None
-        (first, begin), (last, end) = self._ends[0], self._ends[-1]
-        return max(0.0, (total - last) * (end - begin) / (last - first))
-
-    def text(self, total: int) -> str:
-        passed = _clock(time.monotonic() - self._begin)
-        remaining = self.remaining_s(total)
-        return passed if remaining is None else f"{passed} < {_clock(remaining)}"
 
 
 def _first(headline: Headline, metrics: Mapping[str, float]) -> float | None:
@@ -303,7 +278,7 @@ def _exact(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _clock(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

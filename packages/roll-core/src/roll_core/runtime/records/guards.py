@@ -14,56 +14,42 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_core.errors import GuardTrippedError, RollError, UnsupportedError
-from roll_core.spec.config import GuardConfig, GuardsConfig
+from roll_core.spec.config import GuardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roll_core.spec.config import GuardAction
+    from roll_core.spec.config import GuardAction, GuardsConfig
 
 logger = logging.getLogger(__name__)
 
 REMEDIES = {
-    "weights_unchanged": "is learning_rate 0, or too small for the dtype? if not, the trainer exports a stale copy",
-    "zero_gradient": "is what is trained frozen, or does the loss mask or the clip range exclude every token?",
-    "weight_manifest": "the engine does not hold what the trainer sent: update the plugin of the infer strategy",
+    "weights_unchanged": "is learning_rate 0, or too small for the dtype? If not, the trainer exports stale weights",
+    "zero_gradient": "are all trained parameters frozen, or do the loss mask or the clip range exclude every token?",
+    "weight_manifest": "the engine's weights differ from those of the trainer: update the infer strategy's plugin",
     "logprob_probe": (
-        "does the engine load what it confirms, and report logprobs of softmax(logits / temperature)? compare dtype and"
-        " attention of both sides; if all are right, raise the threshold"
+        "does the engine load the weights that it confirms, and are its logprobs those of"
+        " softmax(logits / temperature)? Compare dtype and attention of trainer and engine. If they are correct, raise"
+        " the threshold"
     ),
-    "logprob_gap": "compare temperature, dtype and attention of both sides; if all are right, raise the threshold",
-    "reward_failures": "mend the reward, or give it more time (timeout_s); failed samples are never trained on",
+    "logprob_gap": (
+        "compare temperature, dtype and attention of trainer and engine. If they are correct, raise the threshold"
+    ),
+    "reward_failures": "fix the reward, or raise its timeout_s; failed samples are never trained on",
     "non_finite": "lower learning_rate, clip gradients (max_grad_norm), or compute in bf16 or fp32 instead of fp16",
-    "zero_steps": "raise max_steps above the step that was resumed from, or leave out resume_from_checkpoint",
-    "staleness": "report this: generation runs no further ahead of training than it is allowed to",
-    "token_round_trip": "update that package or report it there: sampled ids must reach the trainer as they are",
+    "zero_steps": "raise max_steps above the step of the checkpoint, or remove resume_from_checkpoint",
+    "staleness": "please report: generation must not run further ahead of training than async_generation_ratio allows",
+    "token_round_trip": "update that package or report the problem there: sampled ids must reach the trainer unchanged",
     "all_groups_filtered": (
         "the prompts are too hard or too easy for the model: try other prompts, SFT first, a larger"
         " num_return_sequences_in_group, a higher temperature, or a reward with partial credit"
     ),
-    "dead_worker": "look for its end in log.txt and in the system's log; exhausted memory is the usual cause",
+    "dead_worker": "look for its exit in log.txt and in the system's log; the usual cause is exhausted memory",
 }
 """Remedy for a tripped guard, by guard id."""
 
-DOCS = "docs/guards.md"
 STEPS = "{steps}"
 """Placeholder in messages for the consecutive steps at which the guard tripped, `step 3` or `steps 3–7`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardInfo:
-    """Documentation of one guard."""
-
-    id: str
-    meaning: str
-    default: GuardAction
-    remedy: str
-    """Remedy when the guard trips; empty for a plugin's guard without one."""
-
-    @property
-    def docs(self) -> str:
-        """Path and anchor of the guard's documentation."""
-        return f"{DOCS}#{self.id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +75,6 @@ class _Stretch:
     """Number of trips; a guard can trip several times in a step."""
 
 
-def guard_table(schema: type[GuardsConfig] = GuardsConfig) -> dict[str, GuardInfo]:
-    """All guards of a schema by id, in the schema's order."""
-    table = {}
-    for name, each in schema.model_fields.items():
-        default = each.get_default(call_default_factory=True)
-        if isinstance(default, GuardConfig):
-            meaning = " ".join((each.description or "").split())
-            table[name] = GuardInfo(id=name, meaning=meaning, default=default.action, remedy=REMEDIES.get(name, ""))
-    return table
-
-
 class Guards:
     """The guards of one run. The run loop updates `step`, which is recorded with each event."""
 
@@ -110,13 +85,12 @@ class Guards:
         self.counts: Counter[str] = Counter()
         self._stretches: dict[str, _Stretch] = {}
         self._on_event = on_event
-        self._table = guard_table(type(config))
 
     def of(self, guard_id: str) -> GuardConfig:
         """Config of a guard. Raises `UnsupportedError` for an unknown id."""
-        found = getattr(self.config, guard_id, None) if guard_id in self._table else None
+        found = getattr(self.config, guard_id, None)
         if not isinstance(found, GuardConfig):
-            raise UnsupportedError(f"there is no guard {guard_id!r}; there are {', '.join(self._table)}")
+            raise UnsupportedError(f"found guard {guard_id!r}, expected {', '.join(type(self.config).model_fields)}")
         return found
 
     def active(self, guard_id: str) -> bool:
@@ -149,6 +123,7 @@ class Guards:
         self._trip(guard_id, str(error), error, fatal)
 
     def _trip(self, guard_id: str, message: str, error: RollError | None, fatal: bool) -> None:
+        """Warn at the 1st, 10th, 100th, … trip within consecutive steps. Log others at INFO level."""
         action = self.of(guard_id).action
         if action == "off":
             return
@@ -160,43 +135,28 @@ class Guards:
             stretch = self._stretches[guard_id] = _Stretch(self.step, self.step)
         stretch.last = self.step
         stretch.count += 1
-        message = message.replace(STEPS, _steps(stretch))
+        first, last = stretch.first + 1, stretch.last + 1  # counted from 1, as in metrics
+        message = message.replace(STEPS, f"step {first}" if first == last else f"steps {first}–{last}")
         if self._on_event is not None:
-            self._on_event(
-                GuardEvent(
-                    guard=guard_id,
-                    action=action,
-                    message=message,
-                    step=self.step,
-                    time=round(time.time(), 3),
-                    since=stretch.first,
-                )
+            event = GuardEvent(
+                guard=guard_id,
+                action=action,
+                message=message,
+                step=self.step,
+                time=round(time.time(), 3),
+                since=stretch.first,
             )
+            self._on_event(event)
+        if error is not None and action == "error":
+            raise error
+        remedy = f"; {REMEDIES[guard_id]}" if guard_id in REMEDIES else ""
+        advised = f"{message}{remedy} (docs/guards.md#{guard_id})"
         if action == "error":
-            if error is not None:
-                raise error
-            raise GuardTrippedError(guard_id, self._advise(guard_id, message))
-        self._warn(guard_id, message, stretch.count)
-
-    def _warn(self, guard_id: str, message: str, count: int) -> None:
-        """Warn at the 1st, 10th, 100th, … trip within consecutive steps, with the remedy at the first.
-
-        Other trips are logged at INFO level and counted in the record.
-        """
+            raise GuardTrippedError(guard_id, advised)
+        count = stretch.count
         if count == 1:
-            logger.warning("guard %s: %s", guard_id, self._advise(guard_id, message))
+            logger.warning("guard %s: %s", guard_id, advised)
         elif count == 10 ** (len(str(count)) - 1):
-            logger.warning("guard %s, for the %dth time: %s", guard_id, count, message)
+            logger.warning("guard %s tripped %d times: %s", guard_id, count, message)
         else:
             logger.info("guard %s: %s", guard_id, message)
-
-    def _advise(self, guard_id: str, message: str) -> str:
-        info = self._table[guard_id]
-        remedy = f"; {info.remedy}" if info.remedy else ""
-        return f"{message}{remedy} ({info.docs})"
-
-
-def _steps(stretch: _Stretch) -> str:
-    """Format the steps, counted from 1 as in metrics: `Guards.step` completed steps precede the current one."""
-    first, last = stretch.first + 1, stretch.last + 1
-    return f"step {first}" if first == last else f"steps {first}–{last}"

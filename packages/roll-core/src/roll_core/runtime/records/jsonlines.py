@@ -23,19 +23,22 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class LineWriter:
-    """Appends objects to a file, unbuffered: each line is passed to the operating system before `write` returns."""
+    """Appends objects to a file, unbuffered: each line is passed to the operating system before `append` returns."""
 
-    def __init__(self, path: Path) -> None:
-        """Open `path` for appending. If its last line is truncated, a line break is written first."""
+    def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
+        """Open `path` for appending. If its last line is truncated, a line break is written first.
+
+        A resumed run first copies the lines of `history` up to `resumed_step`. `history` is the file of the run that
+        this one continues, or `path` itself.
+        """
         self.path = path
-        with writing(path):
-            self._stream = path.open("ab+", buffering=0)
-            if _cut_off(self._stream.seek(0, os.SEEK_END), path):
-                self._stream.write(b"\n")
+        if history is not None:
+            copy_lines(history, path, lambda row: row if _step(row) <= resumed_step else None)
+        self._open()
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Append one object. Raises `RunFileError`."""
-        line = encode(row).encode("utf-8", errors="backslashreplace") + b"\n"
+        line = encode(row)
         with writing(self.path):
             while line:  # a nearly full disk writes only a part
                 line = line[self._stream.write(line) :]
@@ -47,6 +50,14 @@ class LineWriter:
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._stream.close()
+
+    def _open(self) -> None:
+        with writing(self.path):
+            self._stream = self.path.open("ab+", buffering=0)
+            if self._stream.seek(0, os.SEEK_END):
+                self._stream.seek(-1, os.SEEK_END)
+                if self._stream.read(1) != b"\n":
+                    self._stream.write(b"\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -65,7 +76,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except ValueError:
-                logger.debug("%s:%d is not JSON and is left out", path, number)
+                logger.debug("%s:%d: skipping a line that is not JSON", path, number)
                 continue
             if isinstance(row, dict):
                 yield row
@@ -81,18 +92,14 @@ def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], di
         with temporary.open("wb") as stream:
             for row in read_lines(source):
                 if (changed := change(row)) is not None:
-                    stream.write(encode(changed).encode("utf-8", errors="backslashreplace") + b"\n")
+                    stream.write(encode(changed))
         os.replace(temporary, target)
 
 
-def up_to(step: int) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    """A `change` for `copy_lines` that keeps the objects whose `step` is at most `step`."""
-    return lambda row: row if isinstance(row.get("step"), int) and row["step"] <= step else None
-
-
-def encode(row: Mapping[str, Any]) -> str:
-    """Encode an object as one line of JSON, without the line break."""
-    return json.dumps(safe(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": "), default=_plain)
+def encode(row: Mapping[str, Any]) -> bytes:
+    """Encode an object as one line of JSON, with the line break."""
+    text = json.dumps(safe(row), ensure_ascii=False, allow_nan=False, default=_plain)
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
 
 def safe(value: Any) -> Any:
@@ -117,21 +124,12 @@ def number(value: Any) -> float | None:
     return _NON_FINITE.get(value) if isinstance(value, str) else None
 
 
-def finite_number(value: Any) -> float | None:
-    """Parse a decoded value as a finite number; None if it is none."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
-
-
 def _plain(value: Any) -> Any:
     """Convert numpy scalars and arrays, or other objects with `tolist`, to plain values; others to `str`."""
     plain = getattr(value, "tolist", None)
     return safe(plain()) if callable(plain) else str(value)
 
 
-def _cut_off(size: int, path: Path) -> bool:
-    if not size:
-        return False
-    with path.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1) != b"\n"
+def _step(row: Mapping[str, Any]) -> float:
+    step = row.get("step")
+    return step if isinstance(step, int) else math.inf

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.known_errors import KnownError
+    from roll_core.spec.diagnostics import KnownError
 
 log = logging.getLogger(__name__)
 

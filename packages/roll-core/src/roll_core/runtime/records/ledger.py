@@ -9,24 +9,22 @@ add up to the wall time under any concurrency. Time outside all stages is the ro
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Callable, Iterator
 
 OTHER = "other"
-START_UP = "start-up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +46,14 @@ class LedgerRow:
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
 
+@dataclass(slots=True, eq=False)
 class _OpenStage:
     """An open stage of one task."""
 
-    __slots__ = ("children", "name", "open", "parent")
-
-    def __init__(self, name: str, parent: _OpenStage | None) -> None:
-        self.name = name
-        self.parent = parent
-        self.children = 0
-        self.open = True
+    name: str
+    parent: _OpenStage | None
+    children: int = 0
+    open: bool = True
 
 
 class Ledger:
@@ -68,7 +64,7 @@ class Ledger:
         clock: Callable[[], float] = time.perf_counter,
         *,
         before_s: float = 0.0,
-        on_change: Callable[[str], None] | None = None,
+        on_change: Callable[[str], None] = lambda name: None,
     ) -> None:
         """`before_s`: seconds that already passed, counted in the row `start-up`; see `process_age_s`.
 
@@ -86,15 +82,46 @@ class Ledger:
         self._begin = self._settled = clock()
         self._before_s = before_s
         if before_s:
-            self._seconds[START_UP] = before_s
-            self._entries[START_UP] = 1
+            self._seconds["start-up"] = before_s
+            self._entries["start-up"] = 1
         self._mark = self._begin
         self._at_mark: dict[str, float] = {}
         self._tokens_at_mark: Counter[str] = Counter()
 
-    def stage(self, name: str) -> _Stage:
-        """A context manager that attributes the time inside to `name`, except for the time of nested stages."""
-        return _Stage(self, name)
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Attribute the time inside to `name`, except for the time of nested stages."""
+        parent = self._current.get()
+        while parent is not None and not parent.open:  # this task outlived the stage in which it was started
+            parent = parent.parent
+        stage = _OpenStage(name, parent)
+        with self._lock:
+            self._settle()
+            if parent is not None:
+                parent.children += 1
+                if parent.children == 1:
+                    self._drop(parent.name)
+            self._leaves[name] += 1
+            self._entries[name] += 1
+        self._current.set(stage)
+        self._on_change(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._settle()
+                stage.open = False
+                if not stage.children:
+                    self._drop(name)
+                current = ""
+                if parent is not None:
+                    parent.children -= 1
+                    if parent.open and not parent.children:
+                        self._leaves[parent.name] += 1
+                    current = parent.name if parent.open else ""
+                current = current or next(reversed(self._leaves), "")
+            self._current.set(parent)
+            self._on_change(current)
 
     def count_tokens(self, stage: str, tokens: int) -> None:
         """Add tokens that `stage` processed. The stage `step` stands for the whole step."""
@@ -118,11 +145,8 @@ class Ledger:
         with self._lock:
             self._settle()
             whole = self._settled - self._mark
-            times: dict[str, float] = {}
-            for name, seconds in self._seconds.items():
-                spent = seconds - self._at_mark.get(name, 0.0)
-                if spent > 0:
-                    times[name] = spent
+            times = {name: seconds - self._at_mark.get(name, 0.0) for name, seconds in self._seconds.items()}
+            times = {name: spent for name, spent in times.items() if spent > 0}
             times[OTHER] = max(0.0, whole - sum(s for name, s in times.items() if name != OTHER))
             metrics = {f"time/{name}": seconds for name, seconds in times.items()}
             metrics["time/step"] = whole
@@ -132,11 +156,6 @@ class Ledger:
                 if new and spent > 0:
                     metrics[f"tokens_per_s/{name}"] = new / spent
             return metrics
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds since the run began, including `before_s`."""
-        return self._clock() - self._begin + self._before_s
 
     def rows(self) -> list[LedgerRow]:
         """All stages, longest first and `other` last. The seconds add up to the wall time so far."""
@@ -166,68 +185,10 @@ class Ledger:
             for name in self._leaves:
                 self._seconds[name] = self._seconds.get(name, 0.0) + part
 
-    def _enter(self, name: str) -> _OpenStage:
-        parent = self._current.get()
-        while parent is not None and not parent.open:  # this task outlived the stage in which it was started
-            parent = parent.parent
-        frame = _OpenStage(name, parent)
-        with self._lock:
-            self._settle()
-            if parent is not None:
-                parent.children += 1
-                if parent.children == 1:
-                    self._drop(parent.name)
-            self._leaves[name] += 1
-            self._entries[name] += 1
-        self._current.set(frame)
-        if self._on_change is not None:
-            self._on_change(name)
-        return frame
-
-    def _leave(self, frame: _OpenStage) -> None:
-        with self._lock:
-            self._settle()
-            frame.open = False
-            if not frame.children:
-                self._drop(frame.name)
-            parent = frame.parent
-            if parent is not None:
-                parent.children -= 1
-                if parent.open and not parent.children:
-                    self._leaves[parent.name] += 1
-            innermost = next(reversed(self._leaves), "")
-        self._current.set(frame.parent)
-        if self._on_change is not None:
-            self._on_change(parent.name if parent is not None and parent.open else innermost)
-
     def _drop(self, name: str) -> None:
         self._leaves[name] -= 1
         if not self._leaves[name]:
             del self._leaves[name]
-
-
-class _Stage:
-    """One entry into a stage, as a context manager. Not reentrant."""
-
-    __slots__ = ("_frame", "_ledger", "_name")
-
-    def __init__(self, ledger: Ledger, name: str) -> None:
-        self._ledger = ledger
-        self._name = name
-        self._frame: _OpenStage | None = None
-
-    def __enter__(self) -> Self:
-        if self._frame is not None:
-            raise RuntimeError(f"stage {self._name!r} is open already; call stage() once for each `with`")
-        self._frame = self._ledger._enter(self._name)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._frame is not None:
-            self._ledger._leave(self._frame)
-            self._frame = None
 
 
 def process_age_s() -> float:
@@ -235,10 +196,7 @@ def process_age_s() -> float:
 
     On Linux, uses the clock of process start times (`CLOCK_BOOTTIME`); psutil's epoch time is off by up to a second.
     """
-    if sys.platform == "linux":
-        try:
-            fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
-        except (OSError, ValueError, IndexError):
-            return max(0.0, time.time() - psutil.Process().create_time())
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):  # not Linux
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     return max(0.0, time.time() - psutil.Process().create_time())

@@ -63,9 +63,9 @@ def write_portable_state(
     """
     from safetensors.torch import save_file
 
-    from roll_core.weights.pieces import PieceFiles
+    from roll_core.weights.shards import ShardFiles
 
-    pieces = PieceFiles(folder, "state-{:05d}.safetensors", file_bytes)
+    pieces = ShardFiles(folder, "state-{:05d}.safetensors", file_bytes)
     files: dict[str, str] = {}
     for name, shape in state.shapes.items():
         held = state.read(name)

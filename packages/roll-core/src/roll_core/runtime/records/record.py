@@ -6,15 +6,10 @@ Written when the run begins and after each change, always atomically. A killed r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import platform
 import secrets
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,10 +19,11 @@ import psutil
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError, RunFileError, RunPreemptedError
+from roll_core.host import hostname
 from roll_core.runtime.records.jsonlines import safe
+from roll_core.runtime.records.provenance import git_state, host_facts, versions
 from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.records.run_files import writing
-from roll_core.runtime.records.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,8 +37,7 @@ logger = logging.getLogger(__name__)
 Outcome = Literal["running", "finished", "failed", "interrupted", "preempted"]
 
 FORMAT = 1
-_GIT_TIMEOUT_S = 5.0
-_STEPS_S = 1.0
+_STEP_WRITE_INTERVAL_S = 1.0
 _EVENTS_PER_GUARD = 20
 """Events stored per guard. Later events are only counted, so that frequent warnings do not bloat the record."""
 
@@ -90,7 +85,7 @@ class RunRecord:
             "versions": versions(),
             "environments": {},
             "git": git_state(Path.cwd()),
-            "host": host(),
+            "host": host_facts(),
             "process": {"pid": os.getpid(), "created": psutil.Process().create_time()},
             "cwd": str(Path.cwd()),
         }
@@ -121,7 +116,7 @@ class RunRecord:
     def step(self, steps_done: int) -> None:
         """Set the number of completed steps. Writes at most once a second: short steps must not block on the disk."""
         self._data["steps_done"] = steps_done
-        if time.monotonic() - self._written >= _STEPS_S:
+        if time.monotonic() - self._written >= _STEP_WRITE_INTERVAL_S:
             self._write()
 
     def finish(
@@ -138,15 +133,15 @@ class RunRecord:
         outcome: Outcome = "finished"
         if error is not None:
             outcome = _outcome_of(error)
-            told = {"advice": advice} if advice else {}
-            code = {"code": error.code} if isinstance(error, RollError) else {}
-            self._data["error"] = {"type": type(error).__name__, **code, "message": str(error), **told}
+            found = {"type": type(error).__name__, "message": str(error)}
+            found |= {"code": error.code} if isinstance(error, RollError) else {}
+            self._data["error"] = found | ({"advice": advice} if advice else {})
         self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
         try:
             self._write()
         except RunFileError as lost:
             if not self._overwrite():
-                logger.error("the end of the run is not in its record: %s", lost)
+                logger.error("run.json lacks the outcome of the run: %s", lost)
         return outcome
 
     def _overwrite(self) -> bool:
@@ -165,7 +160,7 @@ class RunRecord:
                         stream.write(text.ljust(space))
                     return True
         except OSError as error:
-            logger.debug("the record cannot be overwritten: %s", error)
+            logger.debug("run.json cannot be overwritten: %s", error)
         return False
 
     def _write(self) -> None:
@@ -209,7 +204,7 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
     process = record.get("process")
     if record.get("outcome") != "running" or not isinstance(process, dict):
         return False
-    if not isinstance(record.get("host"), dict) or record["host"].get("name") != socket.gethostname():
+    if not isinstance(record.get("host"), dict) or record["host"].get("name") != hostname():
         return False
     try:
         created = psutil.Process(int(process["pid"])).create_time()
@@ -229,62 +224,3 @@ def write_atomically(path: Path, text: str) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit and branch of `directory`, and whether tracked files have changes; None outside a repository."""
-    commit = _git(directory, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    return {
-        "commit": commit,
-        "branch": _git(directory, "rev-parse", "--abbrev-ref", "HEAD"),
-        "dirty": None if status is None else bool(status),
-    }
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=directory,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.debug("git %s: %s", arguments[0], error)
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def host() -> dict[str, Any]:
-    """Name, operating system, CPU, memory in bytes and Python executable of this host."""
-    return {
-        "name": socket.gethostname(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_model(),
-        "cores": _cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "executable": sys.executable,
-    }
-
-
-def _cores() -> int:
-    """Number of CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model"):
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from roll_core.runtime.records.jsonlines import LineWriter, copy_lines, up_to
+from roll_core.runtime.records.jsonlines import LineWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -12,57 +13,37 @@ if TYPE_CHECKING:
 
     from roll_core.types import Sample, TokenIds
 
+_PER_STEP = 8
+"""Maximum number of samples per step and split."""
+_PER_GROUP = 4
 _METADATA_CHARS = 500
 """Longer metadata strings are truncated to this length."""
 
 
-class SamplesFile:
-    """Writes the first samples of each step: at most `per_step` per split and at most `per_group` per prompt."""
+class SamplesFile(LineWriter):
+    """Writes the first samples of each step: at most 8 per split and at most 4 per prompt."""
 
     def __init__(
-        self,
-        path: Path,
-        decode: Callable[[TokenIds], str],
-        *,
-        per_step: int = 8,
-        per_group: int = 4,
-        ids: bool = False,
-        history: Path | None = None,
-        resumed_step: int = 0,
+        self, path: Path, decode: Callable[[TokenIds], str], *, history: Path | None = None, resumed_step: int = 0
     ) -> None:
-        """`decode` converts token ids to text. `ids` records the ids too.
-
-        `history` and `resumed_step` are as for `MetricsFile`.
-        """
-        if history is not None:
-            copy_lines(history, path, up_to(resumed_step))
-        self._writer = LineWriter(path)
+        """`decode` converts token ids to text. `history` and `resumed_step` are as for `LineWriter`."""
+        super().__init__(path, history=history, resumed_step=resumed_step)
         self._decode = decode
-        self._per_step, self._per_group, self._ids = per_step, per_group, ids
-        self._written: dict[str, int] = {}
+        self._written: Counter[str] = Counter()
         self._step = -1
 
     def write(self, step: int, samples: Sequence[Sample], *, split: str = "train") -> None:
-        """Record the first of `samples`. `per_step` limits all calls of a step together, `per_group` each call."""
+        """Record the first of `samples`. The limit per step covers all calls of a step, that per prompt each call."""
         if step != self._step:
-            self._step, self._written = step, {}
-        in_group: dict[str, int] = {}
+            self._step, self._written = step, Counter()
+        in_group: Counter[str] = Counter()
         for sample in samples:
-            if self._written.get(split, 0) >= self._per_step:
+            if self._written[split] >= _PER_STEP:
                 return
-            if in_group.get(sample.group_id, 0) >= self._per_group:
-                continue
-            in_group[sample.group_id] = in_group.get(sample.group_id, 0) + 1
-            self._written[split] = self._written.get(split, 0) + 1
-            self._writer.write(self._row(step, split, sample))
-
-    def check(self) -> None:
-        """Raise `RunFileError` if the file was deleted or replaced."""
-        self._writer.check()
-
-    def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._writer.close()
+            if in_group[sample.group_id] < _PER_GROUP:
+                in_group[sample.group_id] += 1
+                self._written[split] += 1
+                self.append(self._row(step, split, sample))
 
     def _row(self, step: int, split: str, sample: Sample) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -88,9 +69,6 @@ class SamplesFile:
         metadata = _short(sample.metadata, row["prompt"])
         if metadata:
             row["metadata"] = metadata
-        if self._ids:
-            row["prompt_ids"] = sample.prompt_ids.tolist()
-            row["response_ids"] = sample.response_ids.tolist()
         return row
 
 

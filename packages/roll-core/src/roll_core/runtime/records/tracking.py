@@ -6,71 +6,50 @@ metrics of step n  ─►  MetricsFile ─► metrics.jsonl    {"step": n, "time
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Self
 
 from roll_core.errors import TrackerError
-from roll_core.runtime.records.jsonlines import LineWriter, copy_lines, number, read_lines, up_to
+from roll_core.runtime.records.jsonlines import LineWriter, copy_lines, number, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
-    from roll_core.spec.tracker import Tracker
+    from roll_core.spec.pipeline import Tracker
 
 logger = logging.getLogger(__name__)
 
-_RESERVED = ("step", "time")
 _TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/")
 
 
-class MetricsFile:
+class MetricsFile(LineWriter):
     """Writes `metrics.jsonl`, one line per step. The line is in the file as soon as `log` returns."""
 
     def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
-        """Open `path`. A resumed run first copies the lines of `history` up to `resumed_step`, one for each step.
-
-        `history` is the metrics file of the run that this one continues, or `path` itself.
-        """
-        self._path = path
-        self._copied: set[int] = set()
-        if history is not None:
-            copy_lines(history, path, up_to(resumed_step))
-            self._copied = {row["step"] for row in read_lines(path)}
-            if lost := set(range(1, resumed_step + 1)) - self._copied:
-                logger.warning(
-                    "%s lacks %d of the %d steps before this run: %s. The curves of this run have the same gap.",
-                    history,
-                    len(lost),
-                    resumed_step,
-                    ranges(lost),
-                )
-        self._writer = LineWriter(path)
+        """Open `path`, and warn about steps that `history` lacks; see `LineWriter`."""
+        super().__init__(path, history=history, resumed_step=resumed_step)
+        self._copied = {row["step"] for row in read_lines(path)} if history is not None else set()
+        if history is not None and (lost := set(range(1, resumed_step + 1)) - self._copied):
+            message = "%s lacks %d of the %d steps before this run. The curves of this run lack them too: steps %s"
+            logger.warning(message, history, len(lost), resumed_step, ranges(lost))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of step `step`, or extend the line that was copied for it from `history`.
 
         Raises `ValueError` if a metric is named `step` or `time`.
         """
-        for name in _RESERVED:
-            if name in metrics:
-                raise ValueError(f"a metric cannot be called {name!r}: metrics.jsonl has a field of that name")
+        if reserved := {"step", "time"} & metrics.keys():
+            raise ValueError(f"a metric cannot be named {reserved.pop()!r}: metrics.jsonl has a field of that name")
         if step not in self._copied:
-            self._writer.write({"step": step, "time": round(time.time(), 3), **metrics})
+            self.append({"step": step, "time": round(time.time(), 3), **metrics})
             return
-        self._writer.close()
-        copy_lines(self._path, self._path, lambda row: _joined(row, metrics) if row["step"] == step else row)
-        self._writer = LineWriter(self._path)
-
-    def check(self) -> None:
-        """Raise `RunFileError` if the file was deleted or replaced."""
-        self._writer.check()
-
-    def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._writer.close()
+        self.close()
+        copy_lines(self.path, self.path, lambda row: _joined(row, metrics) if row["step"] == step else row)
+        self._open()
 
 
 def _joined(row: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -127,12 +106,13 @@ class Trackers:
     def opened(cls, factories: Mapping[str, Callable[[], Tracker]]) -> Self:
         """Open trackers by name. If one cannot be opened, closes the earlier ones and raises `TrackerError`."""
         trackers = cls()
-        for name, factory in factories.items():
-            try:
-                trackers._open[name] = factory()
-            except Exception as error:
-                trackers._close_quietly()
-                raise TrackerError(f"tracker {name} could not be opened: {_say(error)}") from error
+        try:
+            for name, factory in factories.items():
+                with _errors_of(name, "could not be opened"):
+                    trackers._open[name] = factory()
+        except TrackerError as error:
+            trackers.__exit__(type(error), error, None)
+            raise
         return trackers
 
     def __enter__(self) -> Self:
@@ -141,49 +121,41 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        try:
             self.close()
-        else:
-            self._close_quietly()
+        except TrackerError as failure:
+            if error is None:
+                raise
+            logger.warning("%s", failure)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Log the resolved config, without secrets, to all trackers. Raises `TrackerError` at the first failure."""
         for name, tracker in self._open.items():
-            try:
+            with _errors_of(name, "failed to record the config"):
                 tracker.log_config(config)
-            except Exception as error:
-                raise TrackerError(f"tracker {name} failed to record the config: {_say(error)}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step's metrics to all trackers. Raises `TrackerError` with the tracker's name at the first failure."""
         for name, tracker in self._open.items():
-            try:
+            with _errors_of(name, f"failed to record step {step}"):
                 tracker.log(step, metrics)
-            except Exception as error:
-                raise TrackerError(f"tracker {name} failed to record step {step}: {_say(error)}") from error
 
     def close(self) -> None:
-        """Close all trackers, then raise `TrackerError` for the first that failed. Idempotent."""
-        errors = self._close_all()
-        if errors:
-            name, error = errors[0]
-            raise TrackerError(f"tracker {name} failed to close: {_say(error)}") from error
-
-    def _close_quietly(self) -> None:
-        """Close all trackers and only log failures, because another error is being raised."""
-        for name, error in self._close_all():
-            logger.warning("tracker %s failed to close: %s", name, _say(error))
-
-    def _close_all(self) -> list[tuple[str, Exception]]:
-        errors = []
-        while self._open:
-            name, tracker = self._open.popitem()
-            try:
-                tracker.close()
-            except Exception as error:
-                errors.append((name, error))
-        return errors
+        """Close all trackers, then raise `TrackerError` for one that failed. Idempotent."""
+        with contextlib.ExitStack() as stack:
+            while self._open:
+                name, tracker = self._open.popitem()
+                stack.enter_context(_errors_of(name, "failed to close"))
+                stack.callback(tracker.close)
 
 
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+@contextlib.contextmanager
+def _errors_of(name: str, what: str) -> Iterator[None]:
+    """Convert an exception of a tracker to `TrackerError`."""
+    try:
+        yield
+    except TrackerError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise TrackerError(f"tracker {name} {what}: {cause}") from error

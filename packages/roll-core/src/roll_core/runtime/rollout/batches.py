@@ -108,7 +108,7 @@ class RunRollouts(Rollouts):
         run.guard(
             "staleness",
             oldest <= bound or self._plan.stale == "reuse",
-            f"step {run.step + 1}: a group was begun {oldest} steps ago, {bound} are allowed",
+            f"step {run.step + 1}: a group was started {oldest} steps ago, but at most {bound} are allowed",
         )
         run.log({**batch_metrics(self._plan, groups, facts), **self._further_metrics()})
         return list(groups)
@@ -165,6 +165,6 @@ def check_experts(groups: Sequence[Group], who: str) -> None:
     samples = [sample for group in groups for sample in group.samples if len(sample.response_ids)]
     if samples and all(sample.routed_experts is None for sample in samples):
         raise DataError(
-            f"{who} returned no experts for router_replay.mode R3 to replay; recorded rollouts have them only if the"
-            " run that recorded them replayed experts, too"
+            f"{who} returned no routed experts, which router_replay.mode R3 needs. Recorded rollouts have them only if"
+            " the recorded run had mode R3, too"
         )

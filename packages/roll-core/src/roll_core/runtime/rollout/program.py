@@ -43,7 +43,8 @@ class GroupTerms:
     params: SamplingParams
     n: int
     seed_of: tuple[int | str, ...] | None
-    """Parts of the seeds besides the prompt's id; None for requests without a seed, unless `params` have one."""
+    """Parts of the seeds besides the prompt's id and the call's key; None for requests without a seed. A seed in
+    `params` replaces them."""
     id_prefix: str = ""
     """Prefix of request ids."""
     routed_experts: bool = False
@@ -51,7 +52,10 @@ class GroupTerms:
 
 
 class GroupContext(RolloutContext):
-    """The calls of one group's program. Between two batches the scheduler pauses it, and `generate` blocks."""
+    """A group's program and its calls. Between two batches the scheduler pauses it, and `generate` blocks."""
+
+    task: asyncio.Task[None]
+    """The running program; set by the scheduler."""
 
     def __init__(
         self,
@@ -60,8 +64,10 @@ class GroupContext(RolloutContext):
         terms: GroupTerms,
         scorer: Scorer | None,
         sampled: Mapping[str, Outputs] | None = None,
+        program: RolloutProgram | None = None,
     ) -> None:
         """`sampled` has the outputs of a restored program's calls, by key. Without `scorer`, groups have no rewards."""
+        self.program = program or SingleTurn()
         self.params, self.n = terms.params, terms.n
         self._queue, self._prompt, self._terms, self._scorer = queue, prompt, terms, scorer
         self._restored = dict(sampled or {})
@@ -78,7 +84,21 @@ class GroupContext(RolloutContext):
             raise ContractError(f"the rollout program of {self._prompt.id} calls generate twice with key {key!r}")
         if not self._open.is_set():
             await self._open.wait()
-        request = request_for(self._prompt, self._terms, prompt_ids, n=n, params=params, key=key)
+        prompt, terms, params = self._prompt, self._terms, params or self._terms.params
+        parts = terms.seed_of if params.seed is None else (params.seed,)
+        request = GenerateRequest(
+            id=f"{terms.id_prefix}{prompt.id}{f':{key}' if key else ''}",
+            prompt_ids=prompt_ids,
+            # Prompts never share a seed: the same random numbers in every response would make averages far too noisy.
+            params=replace(
+                params, seed=None if parts is None else stable_seed(*parts, prompt.id, *([key] if key else []))
+            ),
+            n=n,
+            routed_experts=terms.routed_experts,
+            priority=terms.priority,
+            # The same in later steps and epochs.
+            routing_key=prompt.row or prompt.id,
+        )
         pending = self._pending[key] = self._queue.submit(request, self._restored.pop(key, None))
         try:
             completion = await pending.done
@@ -101,6 +121,11 @@ class GroupContext(RolloutContext):
     def sampled(self) -> dict[str, Outputs]:
         """Outputs by key, possibly partial: of finished calls, restored calls, and calls in progress."""
         return self._restored | self._finished | {key: each.sampled for key, each in self._pending.items()}
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if at least one token is sampled."""
+        return any(output is not None and len(output.token_ids) for each in self.sampled.values() for output in each)
 
     def hold(self) -> None:
         """Block further `generate` calls until `release`."""
@@ -128,36 +153,8 @@ async def run_groups(
     queue: RequestQueue, prompts: Sequence[Prompt], terms: GroupTerms, scorer: Scorer | None
 ) -> list[Group]:
     """Sample one single-turn group per prompt, all concurrently, and return them in prompt order."""
-    return await gather([SingleTurn().run(GroupContext(queue, prompt, terms, scorer), prompt) for prompt in prompts])
-
-
-def request_for(
-    prompt: Prompt,
-    terms: GroupTerms,
-    prompt_ids: TokenIds,
-    *,
-    n: int,
-    params: SamplingParams | None = None,
-    key: str = "",
-) -> GenerateRequest:
-    """Build the request of one `generate` call.
-
-    Its seed depends on the prompt, on `key`, and on the seed of the sampling parameters or else on `seed_of`. Without
-    either, the request has no seed. Prompts never share a seed: the same random numbers in every response would make
-    averages far too noisy. All requests of a row have the same routing key, also in later steps and epochs.
-    """
-    params = params or terms.params
-    parts = terms.seed_of if params.seed is None else (params.seed,)
-    seed = None if parts is None else stable_seed(*parts, prompt.id, *([key] if key else []))
-    return GenerateRequest(
-        id=f"{terms.id_prefix}{prompt.id}{f':{key}' if key else ''}",
-        prompt_ids=prompt_ids,
-        params=replace(params, seed=seed),
-        n=n,
-        routed_experts=terms.routed_experts,
-        priority=terms.priority,
-        routing_key=prompt.row or prompt.id,
-    )
+    contexts = [GroupContext(queue, prompt, terms, scorer) for prompt in prompts]
+    return await gather([each.program.run(each, prompt) for each, prompt in zip(contexts, prompts, strict=True)])
 
 
 def group_of(prompt: Prompt, completion: Completion) -> Group:

@@ -1,7 +1,7 @@
 """The request queue: runs requests on replicas and continues them after a weight update or a lost replica.
 
-    submit ──► queue ──► ReplicaPool ──► result ──► all outputs complete? ──► PendingRequest.done
-                 ▲                         │
+    submit ──► queue ──► Router ──► ReplicaSlot: Replica.submit ──► result ──► all outputs complete? ──► done
+                 ▲                                                    │
                  └── interrupted, or the replica was lost: the rest, from the last known token
 
 A request for n outputs goes to one replica, which computes the prompt once, unless outputs are requested one by one.
@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import RollError
+from roll_core.errors import RollError, WorkerDiedError
 from roll_core.runtime.cluster.executors.calls import retrieve
-from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, ReplicaPool, Router
+from roll_core.runtime.rollout.replicas import ABORT_AGAIN_S, NO_TIMEOUTS, HealthMonitor, ReplicaSlot, Router
 from roll_core.runtime.rollout.requests import (
     FINISHED,
     PAUSED,
@@ -32,6 +33,7 @@ from roll_core.runtime.rollout.requests import (
     PendingRequest,
     SubRequest,
     cut_at,
+    rest_of,
 )
 from roll_core.types import Completion
 
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.rollout.replicas import HealthTimeouts, QueueItem, Replica, Routing
     from roll_core.runtime.rollout.requests import FindStop, Outputs
-    from roll_core.types import CompletionOutput, GenerateRequest, SamplingParams
+    from roll_core.types import CompletionOutput, GenerateRequest
 
 
 class RequestQueue:
@@ -70,35 +72,38 @@ class RequestQueue:
         (`survives_all`), requests wait instead and `no_replicas` is set.
         """
         self._expand, self._find_stop = expand or max_running is not None, find_stop
-        self._pool = ReplicaPool(
-            Router(routing, max_running),
-            timeouts,
-            progress_s,
-            on_result=self._result,
-            on_lost=self._lost,
-        )
-        self._orders, self._ticks = itertools.count(), itertools.count()
+        self._router = Router(routing, max_running)
+        self._monitor = HealthMonitor(timeouts, progress_s, self._terminate)
+        self._numbers = itertools.count()
         self._queue: list[QueueItem] = []
         self._requests: dict[str, PendingRequest] = {}
+        self._full: set[ReplicaSlot] = set()
+        """Slots with sub-requests that wait for their capacity."""
+        self._accepted: dict[ReplicaSlot, list[GenerateRequest]] = {}
+        """Requests to submit at the end of a dispatch."""
         self._holds = 0
         self._dispatching = False
         self._survives_all = survives_all
+        self._last_error: WorkerDiedError | None = None
         self.no_replicas = asyncio.Event()
         """Set while no replica is alive and replacements are expected."""
         self.finished: Counter[str] = Counter()
         """Requests so far that were `completed`, `failed` or `cancelled`."""
+        self.num_lost_replicas = self.num_continued = 0
+        """Numbers of lost replicas, and of interrupted outputs that were continued."""
         for replica in replicas:
-            self._pool.add(replica)
+            self._router.add(ReplicaSlot(replica, next(self._numbers)))
 
     def add(self, replica: Replica) -> None:
         """Add a replica and dispatch queued requests to it."""
-        self._pool.add(replica)
+        self._router.add(ReplicaSlot(replica, next(self._numbers)))
         self.no_replicas.clear()
         self._dispatch_soon()
 
     def remove(self, replica: Replica) -> None:
         """Drop a replica whose worker exited; the exit of an idle one may be unnoticed. Unknown ones are ignored."""
-        self._pool.remove(replica)
+        if (slot := self._slot_of(replica)) is not None:
+            self._lose(slot, _not_running(replica))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -113,19 +118,19 @@ class RequestQueue:
         Raises `RollError` while another request has the same id.
         """
         if request.id in self._requests:
-            raise RollError(f"request {request.id!r} is already pending")
-        outputs = [
-            PartialOutput.resumed(index, part, request.params.max_new_tokens)
-            for index, part in enumerate(sampled or [None] * request.n)
-        ]
+            raise RollError(f"request {request.id!r} is already pending: request ids must be unique")
+        outputs = [PartialOutput(index) for index in range(request.n)]
+        for output, part in zip(outputs, sampled or (), strict=False):
+            if part is not None:
+                output.add(part, request.params.max_new_tokens)
         loop = asyncio.get_running_loop()
-        pending = PendingRequest(request, next(self._orders), outputs, loop.create_future(), replica)
+        pending = PendingRequest(request, next(self._numbers), outputs, loop.create_future(), replica)
         pending.done.add_done_callback(retrieve)
         self._requests[request.id] = pending
         if all(output.complete for output in outputs):
-            loop.call_soon(self._finish, pending)
+            loop.call_soon(self._continue, pending, outputs)
         else:
-            self._enqueue(pending)
+            self._enqueue(pending, outputs)
         return pending
 
     async def generate(
@@ -153,7 +158,7 @@ class RequestQueue:
             each.done.cancel()
             self._close(each, "cancelled")
         if chosen:
-            self._pool.cancel(chosen)
+            self._cancel_running(chosen)
             self._dispatch_soon()
 
     async def pause(self, pending: Iterable[PendingRequest]) -> None:
@@ -161,18 +166,24 @@ class RequestQueue:
         chosen = {each for each in pending if each.wants_tokens}
         for each in chosen:
             each.move(PAUSING if each.state is RUNNING else PAUSED)
-        self._queue = [item for item in self._queue if item[-1].parent not in chosen]
-        heapq.heapify(self._queue)
-        self._pool.drop_waiting(chosen)
+        self._queue = _without(self._queue, chosen)
+        for slot in self._full:
+            slot.waiting = _without(slot.waiting, chosen)
         stopped = asyncio.gather(*[each.stopped.wait() for each in chosen if each.state is PAUSING])
-        await self._pool.abort_until(stopped, lambda sub: sub.parent.state is PAUSING)
+        try:
+            await asyncio.sleep(0)
+            while not stopped.done():
+                await self._abort_pausing()
+                await asyncio.wait([stopped], timeout=ABORT_AGAIN_S)
+        finally:
+            stopped.cancel()
 
     def resume(self, pending: Iterable[PendingRequest]) -> None:
         """Continue paused requests."""
         for each in pending:
             if each.state is PAUSED:
                 each.move(QUEUED)
-                self._enqueue(each)
+                self._enqueue(each, each.outputs)
 
     @asynccontextmanager
     async def paused(self, *, in_flight: bool) -> AsyncIterator[None]:
@@ -181,7 +192,7 @@ class RequestQueue:
         paused = [] if in_flight else [each for each in self._requests.values() if each.wants_tokens]
         try:
             await self.pause(paused)
-            with self._pool.monitor.suspended():
+            with self._monitor.suspended():
                 yield
         finally:
             self._holds -= 1
@@ -189,9 +200,9 @@ class RequestQueue:
             self._dispatch_soon()
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> WorkerDiedError | None:
         """`WorkerDiedError` of the last replica, once no replica is alive; otherwise None."""
-        return self._pool.error
+        return None if self._router.slots else self._last_error
 
     @property
     def num_pending(self) -> int:
@@ -201,32 +212,22 @@ class RequestQueue:
     @property
     def num_running(self) -> int:
         """Number of outputs that replicas are running."""
-        return self._pool.num_running
-
-    @property
-    def num_lost_replicas(self) -> int:
-        """Number of replicas lost so far."""
-        return self._pool.num_lost
-
-    @property
-    def num_continued(self) -> int:
-        """Number of interrupted outputs continued so far."""
-        return self._pool.num_continued
+        return sum(slot.load for slot in self._router.slots.values())
 
     async def close(self) -> None:
         """Cancel all requests and stop health checks."""
         self.cancel(list(self._requests.values()))
-        await self._pool.close()
+        await self._monitor.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- dispatch ------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, pending: PendingRequest, outputs: Sequence[PartialOutput] | None = None) -> None:
+    def _enqueue(self, pending: PendingRequest, outputs: Sequence[PartialOutput]) -> None:
         """Queue the incomplete outputs: as one sub-request while no token is sampled, so that they share the prompt."""
-        left = [output for output in outputs or pending.outputs if not output.complete]
+        left = [output for output in outputs if not output.complete]
         whole = SubRequest(pending, left)
         together = whole.is_whole and not self._expand
         for sub in [whole] if together else [SubRequest(pending, [output]) for output in left]:
-            heapq.heappush(self._queue, (pending.request.priority, pending.order, next(self._ticks), sub))
+            heapq.heappush(self._queue, (pending.request.priority, pending.order, next(self._numbers), sub))
         self._dispatch_soon()
 
     def _dispatch_soon(self) -> None:
@@ -237,7 +238,7 @@ class RequestQueue:
     def _dispatch(self) -> None:
         """Submit queued sub-requests up to capacity; those that were queued together are submitted together."""
         self._dispatching = False
-        if (error := self._pool.error) is not None:
+        if (error := self.error) is not None:
             if self._survives_all():
                 self.no_replicas.set()
             else:
@@ -250,67 +251,172 @@ class RequestQueue:
         while self._queue:
             priority, *_, sub = item = self._queue[0]
             if priority != served:  # sub-requests that wait for their replica precede the following ones of the queue
-                self._pool.accept_waiting(priority)
+                self._accept_waiting(priority)
                 served = priority
-            if sub.parent.wants_tokens and not self._pool.accept(item):
+            if sub.parent.wants_tokens and not self._accept(item):
                 break
             heapq.heappop(self._queue)
-        self._pool.accept_waiting()
-        self._pool.submit_accepted()
+        self._accept_waiting()
+        accepted, self._accepted = self._accepted, {}
+        for slot, requests in accepted.items():
+            slot.replica.submit(requests, partial(self._on_result, slot))
+            self._monitor.start(slot)
 
-    def _result(self, sub: SubRequest, outcome: Completion | BaseException) -> None:
-        """Handle a sub-request's result, which an abort may have truncated, or its error."""
+    def _accept(self, item: QueueItem) -> bool:
+        """Accept a sub-request, or queue it for its only replica. False if no replica has capacity."""
+        sub = item[-1]
+        if (replica := sub.parent.replica) is not None:
+            slot = self._slot_of(replica)
+            if slot is None:
+                error = self._last_error or _not_running(replica)
+                asyncio.get_running_loop().call_soon(self._fail, sub.parent, error)
+            else:
+                self._place(slot, sub)
+            return True
+        slot = self._router.choose(sub.parent.request.routing_key or sub.parent.request.id)
+        if slot is None:
+            return False
+        if self._router.has_capacity(slot):
+            self._place(slot, sub)
+        else:
+            heapq.heappush(slot.waiting, item)
+            self._full.add(slot)
+        return True
+
+    def _accept_waiting(self, priority: float = math.inf) -> None:
+        """Accept sub-requests down to this priority that wait for a certain replica, where it has capacity now."""
+        for slot in list(self._full):
+            while slot.waiting and slot.waiting[0][0] <= priority and self._router.has_capacity(slot):
+                self._place(slot, heapq.heappop(slot.waiting)[-1])
+            if not slot.waiting:
+                self._full.discard(slot)
+
+    def _place(self, slot: ReplicaSlot, sub: SubRequest) -> None:
+        if not sub.parent.wants_tokens:
+            return
+        self.num_continued += sub.outputs[0].num_tokens > 0
+        request = sub.parent.request
+        if not sub.is_whole:
+            output = sub.outputs[0]
+            request = rest_of(request, output, f"{request.id}#{output.index}.{next(self._numbers)}")
+        if not slot.running:
+            self._monitor.heartbeat(slot)
+        slot.running[request.id] = sub
+        sub.parent.started(request.id, slot)
+        self._router.change(slot, len(sub.outputs))
+        self._accepted.setdefault(slot, []).append(request)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _on_result(self, slot: ReplicaSlot, id: str, outcome: Completion | BaseException) -> None:
+        """Handle a replica's result, which an abort may have truncated, or its error.
+
+        Late results of cancelled or re-routed sub-requests are ignored.
+        """
+        if id not in slot.running:
+            return
+        if isinstance(outcome, WorkerDiedError):
+            self._lose(slot, outcome)
+            return
+        self._monitor.heartbeat(slot)
+        sub = self._release(slot, id)
         pending = sub.parent
         if isinstance(outcome, BaseException):
             self._fail(pending, outcome)
         else:
             if outcome.prompt_logprobs is not None:
                 pending.prompt_logprobs = outcome.prompt_logprobs
-            for output, part in zip(sub.outputs, outcome.outputs, strict=True):
-                self._extend(output, part, pending.request.params)
-            self._continue(sub)
+            self._extend(sub, outcome.outputs)
+            self._continue(pending, sub.outputs)
+        self._dispatch_soon()
+
+    def _lose(self, slot: ReplicaSlot, error: WorkerDiedError) -> None:
+        """Remove a lost replica. Requests for this replica fail; the others continue elsewhere."""
+        if not slot.alive:
+            return
+        self._router.remove(slot)
+        self._full.discard(slot)
+        self.num_lost_replicas += 1
+        self._last_error = error
+        running, slot.running = slot.running, {}
+        for id, sub in running.items():
+            sub.parent.returned(id)
+        for abort in slot.aborts:
+            abort.cancel()
+        lost = [*running.values(), *(sub for *_, sub in slot.waiting)]
+        self._lost([sub for sub in lost if sub.parent.replica is None])
+        for sub in lost:
+            if sub.parent.replica is not None:
+                self._fail(sub.parent, error)
         self._dispatch_soon()
 
     def _lost(self, subs: Sequence[SubRequest]) -> None:
         """Continue the sub-requests of a lost replica elsewhere, from the last reported token."""
         for sub in subs:
-            for output, part in zip(sub.outputs, sub.reported, strict=False):
-                self._extend(output, part, sub.parent.request.params)
+            self._extend(sub, sub.reported)
         for sub in subs:
-            self._continue(sub)
-        self._dispatch_soon()
+            self._continue(sub.parent, sub.outputs)
 
-    def _extend(self, output: PartialOutput, part: CompletionOutput, params: SamplingParams) -> None:
-        seam = output.num_tokens
-        output.add(part, params.max_new_tokens)
-        if params.stop and seam and self._find_stop is not None and output.sampled is not None:
-            found = self._find_stop(output.sampled.token_ids, seam, params.stop)
-            if found is not None:
-                output.sampled, output.complete = cut_at(output.sampled, *found), True
+    async def _terminate(self, slot: ReplicaSlot, why: str) -> None:
+        self._lose(slot, await slot.replica.terminate(why))
 
-    def _continue(self, sub: SubRequest) -> None:
-        """Finish the request, or queue what the sub-request left incomplete."""
-        pending = sub.parent
+    def _release(self, slot: ReplicaSlot, id: str) -> SubRequest:
+        sub = slot.running.pop(id)
+        sub.parent.returned(id)
+        self._router.change(slot, -len(sub.outputs))
+        return sub
+
+    def _cancel_running(self, requests: Iterable[PendingRequest]) -> None:
+        """Cancel the running sub-requests of finished requests."""
+        cancelled: dict[ReplicaSlot, list[str]] = {}
+        for request in requests:
+            for id, slot in list(request.running.items()):
+                self._release(slot, id)
+                cancelled.setdefault(slot, []).append(id)
+        for slot, ids in cancelled.items():
+            slot.replica.cancel(ids)
+
+    async def _abort_pausing(self) -> None:
+        """Abort the running sub-requests of pausing requests. An abort is cancelled if its replica is lost."""
+        aborts = []
+        for slot in self._router.slots.values():
+            if ids := [id for id, sub in slot.running.items() if sub.parent.state is PAUSING]:
+                abort = asyncio.ensure_future(slot.replica.abort(ids))
+                slot.aborts.add(abort)
+                abort.add_done_callback(slot.aborts.discard)
+                aborts.append(abort)
+        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, WorkerDiedError):
+                raise outcome
+
+    def _extend(self, sub: SubRequest, parts: Sequence[CompletionOutput]) -> None:
+        """Append newly sampled tokens to the outputs of a sub-request; `parts` may be empty."""
+        params = sub.parent.request.params
+        for output, part in zip(sub.outputs, parts, strict=False):
+            seam = output.num_tokens
+            output.add(part, params.max_new_tokens)
+            if params.stop and seam and self._find_stop is not None and output.sampled is not None:
+                found = self._find_stop(output.sampled.token_ids, seam, params.stop)
+                if found is not None:
+                    output.sampled, output.complete = cut_at(output.sampled, *found), True
+
+    def _continue(self, pending: PendingRequest, outputs: Sequence[PartialOutput]) -> None:
+        """Finish the request, or queue those of `outputs` that are incomplete."""
         if pending.state is FINISHED:
             return
         if all(output.complete for output in pending.outputs):
-            self._finish(pending)
-        elif pending.wants_tokens and not all(output.complete for output in sub.outputs):
-            self._enqueue(pending, sub.outputs)
-
-    def _finish(self, pending: PendingRequest) -> None:
-        if pending.state is FINISHED:
-            return
-        outputs = tuple(output.sampled for output in pending.outputs if output.sampled is not None)
-        self._close(pending, "completed")
-        if not pending.done.done():
-            id = pending.request.id
-            pending.done.set_result(Completion(id=id, outputs=outputs, prompt_logprobs=pending.prompt_logprobs))
+            self._close(pending, "completed")
+            if not pending.done.done():
+                sampled = tuple(output.sampled for output in pending.outputs if output.sampled is not None)
+                completion = Completion(id=pending.request.id, outputs=sampled, prompt_logprobs=pending.prompt_logprobs)
+                pending.done.set_result(completion)
+        elif pending.wants_tokens and not all(output.complete for output in outputs):
+            self._enqueue(pending, outputs)
 
     def _fail(self, pending: PendingRequest, error: BaseException) -> None:
         if pending.state is not FINISHED:
             self._close(pending, "failed")
-            self._pool.cancel([pending])
+            self._cancel_running([pending])
             if not pending.done.done():
                 pending.done.set_exception(error)
 
@@ -319,7 +425,21 @@ class RequestQueue:
         del self._requests[pending.request.id]
         self.finished[how] += 1
 
+    def _slot_of(self, replica: object) -> ReplicaSlot | None:
+        return next((slot for slot in self._router.slots.values() if slot.replica is replica), None)
+
+
+def _without(items: list[QueueItem], requests: set[PendingRequest]) -> list[QueueItem]:
+    """A heap of `items` without sub-requests of these requests."""
+    left = [item for item in items if item[-1].parent not in requests]
+    heapq.heapify(left)
+    return left
+
 
 def _completed(on_completion: Callable[[Completion], None], done: asyncio.Future[Completion]) -> None:
     if not done.cancelled() and done.exception() is None:
         on_completion(done.result())
+
+
+def _not_running(replica: Any) -> WorkerDiedError:
+    return WorkerDiedError(replica.name, 0, "", "", "it is no longer running", "")

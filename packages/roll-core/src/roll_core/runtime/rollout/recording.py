@@ -14,8 +14,9 @@ import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from typing_extensions import override
@@ -27,7 +28,7 @@ from roll_core.spec.pipeline import InferRole
 from roll_core.types import CompletionOutput, Group, Reward, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Self
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import RolloutPlan
     from roll_core.spec.rollout import Prompt
-    from roll_core.types import Completion, GenerateRequest, RoutedExperts
+    from roll_core.types import Completion, GenerateRequest
 
 SCHEMA = 1
 FOLDER = "rollouts"
@@ -64,13 +65,6 @@ class BatchTerms:
             temperature=plan.params.temperature,
         )
 
-    def check(self, recorded: BatchTerms, path: Path) -> None:
-        """Raise `RecordingError` if any setting differs."""
-        for name, mine in asdict(self).items():
-            theirs = getattr(recorded, name)
-            if mine != theirs:
-                raise RecordingError(f"{path} was recorded with {name} {theirs:g}, this config has {mine:g}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBatch:
@@ -96,8 +90,12 @@ class Recorder:
         try:
             self._folder.mkdir(exist_ok=True)
             for step, file in steps_in(self._history).items() if self._history is not None else ():
-                if step <= self._resumed_step:
-                    _take_over(file, self._folder / file.name)
+                if step > self._resumed_step:
+                    continue
+                try:
+                    os.link(file, self._folder / file.name)  # files do not change once they exist
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(file, self._folder / file.name)
         except OSError as error:
             raise RunDirectoryError(f"cannot record rollouts in {self._folder}: {error.strerror or error}") from error
 
@@ -167,10 +165,14 @@ class Recording:
         missing = [step for step in steps if step not in self.steps]
         if missing:
             raise RecordingError(
-                f"{self.run} has recorded rollouts of the steps {ranges(self.steps)}; this run needs step {missing[0]}"
+                f"{self.run} has recorded rollouts of steps {ranges(self.steps)}, but this run needs step {missing[0]}"
             )
-        step = steps[0] if steps else min(self.steps)
-        terms.check(self._head(step)[0], self.steps[step])
+        path = self.steps[steps[0] if steps else min(self.steps)]
+        with _reading(path), path.open("rb") as stream:
+            recorded = _head(path, stream)["terms"]
+            for name, mine in asdict(terms).items():
+                if mine != recorded[name]:
+                    raise RecordingError(f"{path} has {name} {recorded[name]:g}, but this config has {mine:g}")
 
     def batch(self, step: int, plan: RolloutPlan) -> RecordedBatch:
         """The batch of a step, counted from 1. Blocks.
@@ -179,39 +181,31 @@ class Recording:
         """
         self.check(BatchTerms.of(plan), range(step, step + 1))
         path = self.steps[step]
-        head, body = self._read(path)
-        if hashlib.sha256(body).hexdigest() != head.get("sha256"):
-            raise RecordingError(f"{path} is damaged: its contents are not those that were recorded")
-        try:
+        with _reading(path), path.open("rb") as stream:
+            head, body = _head(path, stream), stream.read()
+            if hashlib.sha256(body).hexdigest() != head.get("sha256"):
+                raise RecordingError(f"{path} is damaged: its contents do not match their SHA-256; copy the file again")
             groups = [_group(json.loads(line), plan.prompt, path) for line in body.splitlines()]
             facts = _facts_from(head["facts"])
             return RecordedBatch(groups=groups, facts=facts, weight_version=head["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, RecordingError):
-                raise
-            raise RecordingError(f"{path} cannot be read: {error!r}") from error
 
-    def _head(self, step: int) -> tuple[BatchTerms, int]:
-        path = self.steps[step]
-        head, _ = self._read(path, body=False)
-        try:
-            return BatchTerms(**head["terms"]), head["weight_version"]
-        except (KeyError, TypeError) as error:
-            raise RecordingError(f"{path} cannot be read: {error!r}") from error
 
-    def _read(self, path: Path, *, body: bool = True) -> tuple[Mapping[str, Any], bytes]:
-        try:
-            with path.open("rb") as stream:
-                head = json.loads(stream.readline())
-                schema = head["schema"]
-                rest = stream.read() if body else b""
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RecordingError(f"{path} cannot be read: {error!r}") from error
-        if schema != SCHEMA:
-            raise RecordingError(
-                f"{path} has schema {schema!r}, this roll-core reads {SCHEMA}: replay with the version that recorded it"
-            )
-        return head, rest
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Convert errors of reading a file to `RecordingError`."""
+    try:
+        yield
+    except RecordingError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"{path} cannot be read: {error!r}") from error
+
+
+def _head(path: Path, stream: IO[bytes]) -> dict[str, Any]:
+    head: dict[str, Any] = json.loads(stream.readline())
+    if head["schema"] != SCHEMA:
+        raise RecordingError(f"{path} has schema {head['schema']!r}, roll-core reads {SCHEMA}: replay with its version")
+    return head
 
 
 def _saved_facts(facts: BatchFacts) -> dict[str, Any]:
@@ -239,19 +233,11 @@ def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: 
     expected = prompt(line["tag"], line["position"])
     if expected.id != line["id"] or not np.array_equal(expected.tokens, array_from(line["prompt_ids"], TOKENS)):
         raise RecordingError(
-            f"{path} answers prompt {line['id']}, where this run has {expected.id}"
-            f"{'' if expected.id != line['id'] else ' with other tokens'}: replay with the data, the tokenizer and the"
+            f"{path} has responses to prompt {line['id']}, but this run has prompt {expected.id}"
+            f"{'' if expected.id != line['id'] else ' with other tokens'} there: replay with the data, tokenizer and"
             " seed of the recorded run"
         )
     return group_from(line, expected)
-
-
-def _take_over(file: Path, target: Path) -> None:
-    """Link a file of another run: files do not change once they exist."""
-    try:
-        os.link(file, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(file, target)
 
 
 class ReplayedRole(InferRole):
@@ -270,7 +256,7 @@ class ReplayedRole(InferRole):
     async def generate(
         self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None = None
     ) -> NoReturn:
-        raise UnsupportedError(f"{self.name} is not started: replay_rollouts reads what it generated in another run")
+        raise UnsupportedError(f"{self.name} cannot generate: replay_rollouts does not start it")
 
 
 class Replay:
@@ -286,8 +272,8 @@ class Replay:
         if found.weight_version != here:
             raise RecordingError(
                 f"step {step + 1} of {self._recording.run} was generated after {found.weight_version} optimizer steps,"
-                f" this run has done {here}: a replay needs as many for each batch as the recorded run had (ppo_epochs,"
-                " gradient_accumulation_steps, warm-up, …)"
+                f" but this run has taken {here}: set ppo_epochs, gradient_accumulation_steps and warm-up as in the"
+                " recorded run"
             )
         return found.groups, found.facts
 
@@ -307,8 +293,7 @@ def saved_group(group: Group) -> dict[str, Any]:
                 "id": sample.id,
                 "finish": sample.finish_reason,
                 "reward": _saved_reward(sample.reward),
-                **_saved_experts(sample.routed_experts),
-                **{name: saved_array(getattr(sample, name), dtype) for name, dtype in ARRAYS.items()},
+                **_saved_arrays(sample, ARRAYS),
             }
             for sample in group.samples
         ]
@@ -317,23 +302,20 @@ def saved_group(group: Group) -> dict[str, Any]:
 
 def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
     """Restore a group of `prompt` from the result of `saved_group`."""
-    return Group(
-        id=prompt.id,
-        samples=tuple(
-            Sample(
-                id=each["id"],
-                group_id=prompt.id,
-                prompt_ids=prompt.tokens,
-                finish_reason=each["finish"],
-                tag=prompt.tag,
-                metadata=prompt.metadata,
-                reward=_reward_from(each["reward"]),
-                routed_experts=_experts_from(each),
-                **{name: array_from(each[name], dtype) for name, dtype in ARRAYS.items()},
-            )
-            for each in saved["samples"]
-        ),
+    samples = tuple(
+        Sample(
+            id=each["id"],
+            group_id=prompt.id,
+            prompt_ids=prompt.tokens,
+            finish_reason=each["finish"],
+            tag=prompt.tag,
+            metadata=prompt.metadata,
+            reward=None if each["reward"] is None else Reward(**each["reward"]),
+            **_arrays_from(each, ARRAYS),
+        )
+        for each in saved["samples"]
     )
+    return Group(id=prompt.id, samples=samples)
 
 
 def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, Any] | None]:
@@ -341,12 +323,7 @@ def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, 
     return [
         None
         if output is None
-        else {
-            "finish": output.finish_reason,
-            "stop": output.stop,
-            **_saved_experts(output.routed_experts),
-            **{name: saved_array(getattr(output, name), dtype) for name, dtype in OUTPUT_ARRAYS.items()},
-        }
+        else {"finish": output.finish_reason, "stop": output.stop, **_saved_arrays(output, OUTPUT_ARRAYS)}
         for output in outputs
     ]
 
@@ -356,12 +333,7 @@ def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOu
     return [
         None
         if each is None
-        else CompletionOutput(
-            finish_reason=each["finish"],
-            stop=each["stop"],
-            routed_experts=_experts_from(each),
-            **{name: array_from(each[name], dtype) for name, dtype in OUTPUT_ARRAYS.items()},
-        )
+        else CompletionOutput(finish_reason=each["finish"], stop=each["stop"], **_arrays_from(each, OUTPUT_ARRAYS))
         for each in saved
     ]
 
@@ -372,24 +344,21 @@ def _saved_reward(reward: Reward | None) -> dict[str, Any] | None:
     return {"value": reward.value, "failure": reward.failure, "detail": dict(reward.detail)}
 
 
-def _reward_from(saved: Mapping[str, Any] | None) -> Reward | None:
-    return None if saved is None else Reward(**saved)
+def _saved_arrays(record: Sample | CompletionOutput, dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """The arrays of a record as JSON, and its routed experts, if it has any."""
+    saved: dict[str, Any] = {}
+    if (experts := record.routed_experts) is not None:
+        dtype = experts.dtype.newbyteorder("<").str
+        saved["experts"] = {"dtype": dtype, "shape": list(experts.shape), "data": saved_array(experts, dtype)}
+    return saved | {name: saved_array(getattr(record, name), dtype) for name, dtype in dtypes.items()}
 
 
-def _saved_experts(experts: RoutedExperts | None) -> dict[str, Any]:
-    """Routed experts as JSON; empty if the model has none."""
-    if experts is None:
-        return {}
-    dtype = experts.dtype.newbyteorder("<").str
-    return {"experts": {"dtype": dtype, "shape": list(experts.shape), "data": saved_array(experts, dtype)}}
-
-
-def _experts_from(saved: Mapping[str, Any]) -> RoutedExperts | None:
-    found = saved.get("experts")
-    if found is None:
-        return None
-    experts: RoutedExperts = array_from(found["data"], found["dtype"]).reshape(found["shape"])
-    return experts
+def _arrays_from(saved: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """Restore the fields from the result of `_saved_arrays`."""
+    fields = {name: array_from(saved[name], dtype) for name, dtype in dtypes.items()}
+    if (experts := saved.get("experts")) is not None:
+        fields["routed_experts"] = array_from(experts["data"], experts["dtype"]).reshape(experts["shape"])
+    return fields
 
 
 def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:

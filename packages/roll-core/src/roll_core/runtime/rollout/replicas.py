@@ -1,7 +1,6 @@
 """Replicas of an engine: routing of sub-requests and health checks.
 
-    RequestQueue ── accept, submit_accepted ──► ReplicaSlot: Replica.submit ──► on_result(sub-request, outcome)
-                                                replica exited or timed out ──► on_lost(sub-requests)
+    RequestQueue ── Router.choose ──► ReplicaSlot: Replica.submit ──► result, or the replica exited
     HealthMonitor ── progress() of each busy slot ──► more tokens? ── none for too long ──► terminate
 
 Everything here runs on one event loop and does not depend on an engine: replicas are workers of a role, or simulated.
@@ -11,28 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
 
 from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.executors.calls import retrieve
+from roll_core.runtime.workers.infer import InferWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from typing import TypeAlias
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
-    from roll_core.runtime.rollout.requests import PendingRequest, SubRequest
+    from roll_core.runtime.rollout.requests import SubRequest
     from roll_core.types import Completion, GenerateRequest
 
     OnResult: TypeAlias = Callable[[str, Completion | BaseException], None]
@@ -55,6 +54,8 @@ BUSIER_BY, BUSIER_TIMES = 64, 1.5
 SGLang's router (`cache_aware`: balance_abs_threshold, balance_rel_threshold)."""
 ABORT_AGAIN_S = 0.5
 """Seconds between repeated aborts: an abort may overtake the request that it should end."""
+NO_DEADLINE = math.inf
+"""Calls of replicas have no deadline: a busy engine queues requests, and the health monitor detects hangs."""
 POLLS = 4
 """A progress poll times out after `replica_timeout / POLLS`, since engines report only between two steps."""
 PAUSES = 20
@@ -97,17 +98,16 @@ class WorkerReplica(Replica):
     def __init__(self, group: WorkerGroup, rank: int) -> None:
         self.name = f"{group.role} rank {rank}"
         self._group, self._rank = group, rank
+        self._workers = WorkerStub[InferWorker](group)
         self._submitting: set[asyncio.Future[None]] = set()
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._cancelling: set[asyncio.Task[None]] = set()
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Call without a deadline: a busy engine queues requests, and the health monitor detects hangs."""
-        return await self._group.call_rank(self._rank, method, *args, deadline_s=math.inf)
-
     @override
     def submit(self, requests: Sequence[GenerateRequest], on_result: OnResult) -> None:
-        submitting = asyncio.ensure_future(self._call("submit", list(requests)))
+        submitting = asyncio.ensure_future(
+            self._workers(InferWorker.submit, NO_DEADLINE).at(self._rank, list(requests))
+        )
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
         submitting.add_done_callback(retrieve)
@@ -119,7 +119,7 @@ class WorkerReplica(Replica):
         outcome: Completion | BaseException
         try:
             await asyncio.shield(submitting)
-            outcome = await self._call("result", id)
+            outcome = await self._workers(InferWorker.result, NO_DEADLINE).at(self._rank, id)
         except Exception as error:  # the queue decides what it means
             outcome = error
         if self._waiting.get(id) is asyncio.current_task():
@@ -130,16 +130,15 @@ class WorkerReplica(Replica):
     async def abort(self, ids: Sequence[str]) -> None:
         if self._submitting:
             await asyncio.wait(list(self._submitting))
-        await self._call("abort", list(ids))
+        await self._workers(InferWorker.abort, NO_DEADLINE).at(self._rank, list(ids))
 
     @override
     async def progress(self) -> list[Completion] | None:
-        found: list[Completion] | None = await self._call("progress")
-        return found
+        return await self._workers(InferWorker.progress, NO_DEADLINE).at(self._rank)
 
     @override
     async def terminate(self, why: str) -> WorkerDiedError:
-        error = await self._group.give_up(self._rank, why)
+        error = await self._group.kill(self._rank, why)
         waiting, self._waiting = self._waiting, {}
         for task in (*waiting.values(), *self._submitting):
             task.cancel()
@@ -148,9 +147,8 @@ class WorkerReplica(Replica):
     @override
     def cancel(self, ids: Sequence[str]) -> None:
         for id in ids:
-            task = self._waiting.pop(id, None)
-            if task is not None:
-                task.cancel()
+            if (waiting := self._waiting.pop(id, None)) is not None:
+                waiting.cancel()
         task = background(self._cancel(list(ids)), name=f"{self.name}: cancel")
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
@@ -159,7 +157,7 @@ class WorkerReplica(Replica):
         try:
             if self._submitting:
                 await asyncio.wait(list(self._submitting))
-            await self._group.call_rank(self._rank, "forget", ids)
+            await self._workers(InferWorker.forget).at(self._rank, ids)
         except RollError as error:  # the worker exited or the run ends, which cancels the requests too
             log.debug("%s: %s", self.name, error)
 
@@ -186,6 +184,8 @@ class ReplicaSlot:
     """Observed time without a heartbeat."""
     reports: bool = True
     """False if its engine does not report progress."""
+    warned: bool = False
+    """True if a failed progress report was logged."""
 
 
 class Router:
@@ -194,7 +194,8 @@ class Router:
     def __init__(self, routing: Routing, max_running: int | None) -> None:
         """At most `max_running` outputs run on a replica."""
         self._routing, self._max = routing, max_running
-        self._slots: dict[int, ReplicaSlot] = {}
+        self.slots: dict[int, ReplicaSlot] = {}
+        """Live slots by number, in order of addition."""
         self._heap: list[tuple[int, int]] = []
         """Load and number; entries that differ from their slot's load are stale."""
         self._homes: OrderedDict[str, ReplicaSlot] = OrderedDict()
@@ -202,42 +203,36 @@ class Router:
 
     def add(self, slot: ReplicaSlot) -> None:
         """Add a slot to the candidates."""
-        self._slots[slot.number] = slot
+        self.slots[slot.number] = slot
         heapq.heappush(self._heap, (slot.load, slot.number))
 
     def remove(self, slot: ReplicaSlot) -> None:
         """Stop routing to a slot."""
         slot.alive = False
-        self._slots.pop(slot.number, None)
+        self.slots.pop(slot.number, None)
 
     def change(self, slot: ReplicaSlot, by: int) -> None:
         """Update a slot's load."""
         slot.load += by
         if slot.alive:
             heapq.heappush(self._heap, (slot.load, slot.number))
-            if len(self._heap) > 64 + 8 * len(self._slots):
-                self._heap = [(each.load, each.number) for each in self._slots.values()]
+            if len(self._heap) > 64 + 8 * len(self.slots):
+                self._heap = [(each.load, each.number) for each in self.slots.values()]
                 heapq.heapify(self._heap)
 
     def has_capacity(self, slot: ReplicaSlot) -> bool:
         """True if more outputs may run there."""
         return self._max is None or slot.load < self._max
 
-    def home(self, key: str) -> ReplicaSlot | None:
-        """The slot whose capacity this routing key must wait for; None if any slot may run it."""
-        slot = self._homes.get(key) if self._routing == "sticky" else None
-        return slot if slot is not None and slot.alive else None
-
     def choose(self, key: str) -> ReplicaSlot | None:
-        """A slot with capacity; None if there is none."""
+        """The slot for a routing key: one with capacity, or with `sticky` its home, which may be full. None if no slot
+        has capacity."""
         if self._routing != "least_loaded":
-            slot = self._homes.get(key)
-            if slot is not None and slot.alive:
+            home = self._homes.get(key)
+            if home is not None and home.alive:
                 self._homes.move_to_end(key)
-                if self._routing == "sticky":
-                    return slot if self.has_capacity(slot) else None
-                if self.has_capacity(slot) and not self._is_far_busier(slot):
-                    return slot
+                if self._routing == "sticky" or (self.has_capacity(home) and not self._is_far_busier(home)):
+                    return home
         slot = self._least_loaded()
         if slot is None or not self.has_capacity(slot):
             return None
@@ -255,199 +250,11 @@ class Router:
     def _least_loaded(self) -> ReplicaSlot | None:
         while self._heap:
             load, number = self._heap[0]
-            slot = self._slots.get(number)
+            slot = self.slots.get(number)
             if slot is not None and slot.load == load:
                 return slot
             heapq.heappop(self._heap)
         return None
-
-
-class ReplicaPool:
-    """The live replicas of a request queue. Calls the queue back, but never from within `accept`, `submit_accepted`."""
-
-    def __init__(
-        self,
-        router: Router,
-        timeouts: HealthTimeouts,
-        progress_s: float,
-        *,
-        on_result: Callable[[SubRequest, Completion | BaseException], None],
-        on_lost: Callable[[Sequence[SubRequest]], None],
-    ) -> None:
-        """Poll progress every `progress_s` seconds (0: never). `on_lost` gets the sub-requests of a lost replica."""
-        self._router, self._on_result, self._on_lost = router, on_result, on_lost
-        self.monitor = HealthMonitor(timeouts, progress_s, self._terminate)
-        self._slots: list[ReplicaSlot] = []
-        self._numbers, self._attempts = itertools.count(), itertools.count()
-        self._slot_of: dict[str, ReplicaSlot] = {}
-        """Slot by the request id that the replica received."""
-        self._accepted: dict[ReplicaSlot, list[GenerateRequest]] = {}
-        self._with_waiting: set[ReplicaSlot] = set()
-        self.num_running = self.num_lost = self.num_continued = 0
-        """Numbers of running outputs, lost replicas, and interrupted outputs that were continued."""
-        self._last_error: WorkerDiedError | None = None
-
-    def add(self, replica: Replica) -> None:
-        """Add a replica."""
-        slot = ReplicaSlot(replica, next(self._numbers))
-        self._slots.append(slot)
-        self._router.add(slot)
-
-    def remove(self, replica: Replica) -> None:
-        """Drop a replica whose worker exited; the exit of an idle one may be unnoticed. Unknown ones are ignored."""
-        if (slot := self._find(replica)) is not None:
-            self._lose(slot, _gone(replica))
-
-    @property
-    def error(self) -> WorkerDiedError | None:
-        """`WorkerDiedError` of the last replica, once no replica is alive; otherwise None."""
-        return None if self._slots else self._last_error
-
-    def _find(self, replica: object) -> ReplicaSlot | None:
-        return next((slot for slot in self._slots if slot.replica is replica), None)
-
-    async def _terminate(self, slot: ReplicaSlot, why: str) -> None:
-        self._lose(slot, await slot.replica.terminate(why))
-
-    def _lose(self, slot: ReplicaSlot, error: WorkerDiedError) -> None:
-        if not slot.alive:
-            return
-        self._router.remove(slot)
-        self._slots.remove(slot)
-        self._with_waiting.discard(slot)
-        self.num_running -= slot.load
-        self.num_lost += 1
-        running, slot.running = slot.running, {}
-        for id, sub in running.items():
-            del self._slot_of[id]
-            sub.parent.returned(id)
-        for abort in slot.aborts:
-            abort.cancel()
-        self._last_error = error
-        lost = [*running.values(), *(sub for *_, sub in slot.waiting)]
-        self._on_lost([sub for sub in lost if sub.parent.replica is None])
-        for sub in lost:
-            if sub.parent.replica is not None:
-                self._on_result(sub, error)
-
-    # -- what starts ---------------------------------------------------------------------------------------------------
-
-    def accept(self, item: QueueItem) -> bool:
-        """Accept a sub-request, or keep it until the replica that it must run on has capacity. False if no replica has
-        capacity."""
-        sub = item[-1]
-        request = sub.parent.request
-        if sub.parent.replica is not None:
-            slot = self._find(sub.parent.replica)
-            if slot is None:
-                error = self._last_error or _gone(sub.parent.replica)
-                asyncio.get_running_loop().call_soon(self._on_result, sub, error)
-            else:
-                self._place(slot, sub)
-            return True
-        key = request.routing_key or request.id
-        slot = self._router.choose(key)
-        if slot is not None:
-            self._place(slot, sub)
-            return True
-        home = self._router.home(key)
-        if home is None:
-            return False
-        heapq.heappush(home.waiting, item)
-        self._with_waiting.add(home)
-        return True
-
-    def accept_waiting(self, priority: float = math.inf) -> None:
-        """Accept sub-requests down to this priority that wait for a certain replica, where it has capacity now."""
-        for slot in list(self._with_waiting):
-            while slot.waiting and slot.waiting[0][0] <= priority and self._router.has_capacity(slot):
-                self._place(slot, heapq.heappop(slot.waiting)[-1])
-            if not slot.waiting:
-                self._with_waiting.discard(slot)
-
-    def submit_accepted(self) -> None:
-        """Submit the accepted sub-requests, those of one replica together."""
-        accepted, self._accepted = self._accepted, {}
-        for slot, requests in accepted.items():
-            slot.replica.submit(requests, partial(self._result, slot))
-            self.monitor.start(slot)
-
-    def _place(self, slot: ReplicaSlot, sub: SubRequest) -> None:
-        if not sub.parent.wants_tokens:
-            return
-        self.num_continued += sub.outputs[0].num_tokens > 0
-        request = sub.wire(next(self._attempts))
-        if not slot.running:
-            self.monitor.heartbeat(slot)
-        slot.running[request.id] = sub
-        self._slot_of[request.id] = slot
-        sub.parent.started(request.id, sub)
-        self._router.change(slot, sub.size)
-        self.num_running += sub.size
-        self._accepted.setdefault(slot, []).append(request)
-
-    # -- what ends -----------------------------------------------------------------------------------------------------
-
-    def _result(self, slot: ReplicaSlot, id: str, outcome: Completion | BaseException) -> None:
-        """Handle a replica's result. Late results of cancelled or re-routed sub-requests are ignored."""
-        if self._slot_of.get(id) is not slot:
-            return
-        if isinstance(outcome, WorkerDiedError):
-            self._lose(slot, outcome)
-        else:
-            self.monitor.heartbeat(slot)
-            self._on_result(self._release(slot, id), outcome)
-
-    def _release(self, slot: ReplicaSlot, id: str) -> SubRequest:
-        sub = slot.running.pop(id)
-        del self._slot_of[id]
-        sub.parent.returned(id)
-        self._router.change(slot, -sub.size)
-        self.num_running -= sub.size
-        return sub
-
-    def cancel(self, requests: Iterable[PendingRequest]) -> None:
-        """Cancel the running sub-requests of finished requests."""
-        gone: dict[ReplicaSlot, list[str]] = {}
-        for request in requests:
-            for id in list(request.running):
-                slot = self._slot_of[id]
-                self._release(slot, id)
-                gone.setdefault(slot, []).append(id)
-        for slot, ids in gone.items():
-            slot.replica.cancel(ids)
-
-    def drop_waiting(self, requests: set[PendingRequest]) -> None:
-        """Drop sub-requests of these requests that wait for a certain replica."""
-        for slot in self._with_waiting:
-            slot.waiting = [item for item in slot.waiting if item[-1].parent not in requests]
-            heapq.heapify(slot.waiting)
-
-    async def abort_until(self, waiting: Awaitable[Any], which: Callable[[SubRequest], bool]) -> None:
-        """Abort the running sub-requests that `which` selects, repeatedly, until `waiting` is done."""
-        done = asyncio.ensure_future(waiting)
-        try:
-            await asyncio.sleep(0)
-            while not done.done():
-                chosen = [(slot, [id for id, sub in slot.running.items() if which(sub)]) for slot in self._slots]
-                aborts = [self._abort(slot, ids) for slot, ids in chosen if ids]
-                for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-                    if isinstance(outcome, Exception) and not isinstance(outcome, WorkerDiedError):
-                        raise outcome
-                await asyncio.wait([done], timeout=ABORT_AGAIN_S)
-        finally:
-            done.cancel()
-
-    def _abort(self, slot: ReplicaSlot, ids: Sequence[str]) -> asyncio.Future[None]:
-        """Call the replica; the call is cancelled if the replica is lost."""
-        task = asyncio.ensure_future(slot.replica.abort(ids))
-        slot.aborts.add(task)
-        task.add_done_callback(slot.aborts.discard)
-        return task
-
-    async def close(self) -> None:
-        """Stop health checks."""
-        await self.monitor.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,7 +283,6 @@ class HealthMonitor:
         self._timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
         self._limit_s = max(poll_s, timeouts.token_s / POLLS)
         self._tasks: dict[ReplicaSlot, asyncio.Task[None]] = {}
-        self._warned: set[ReplicaSlot] = set()
         self._suspended = 0
 
     def start(self, slot: ReplicaSlot) -> None:
@@ -532,12 +338,12 @@ class HealthMonitor:
         except InvalidCompletionError:
             raise
         except (TimeoutError, WorkerDiedError) as error:  # a lost replica's requests fail with its error
-            log.debug("%s did not report its progress: %r", slot.replica.name, error)
+            log.debug("%s: progress report failed: %r", slot.replica.name, error)
             return 0.0
         except RollError as error:
-            if slot not in self._warned:
-                self._warned.add(slot)
-                log.warning("%s did not report its progress: %s", slot.replica.name, error)
+            if not slot.warned:
+                slot.warned = True
+                log.warning("%s: progress report failed: %s", slot.replica.name, error)
             return 0.0
         slot.reports = reported is not None
         for completion in reported or ():
@@ -562,7 +368,3 @@ class HealthMonitor:
             f"{work} waited {silent_s:.0f} s for a result, rpc_timeout allows {limit_s:g} s (its engine does not report"
             " progress)"
         )
-
-
-def _gone(replica: Any) -> WorkerDiedError:
-    return WorkerDiedError(replica.name, 0, "", "", "it is gone", "")

@@ -25,9 +25,9 @@ from roll_core.types import Completion, CompletionOutput, GenerateRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Self, TypeAlias
+    from typing import Any, TypeAlias
 
-    from roll_core.types import Floats, RoutedExperts, TokenIds
+    from roll_core.types import Floats, TokenIds
 
     FindStop: TypeAlias = Callable[[TokenIds, int, Sequence[str]], "tuple[int, str] | None"]
     """Takes tokens, the number of tokens before the interruption, and stop strings. Returns the end of a stop string
@@ -67,14 +67,6 @@ class PartialOutput:
     """The output's tokens so far; None before the first."""
     complete: bool = False
 
-    @classmethod
-    def resumed(cls, index: int, sampled: CompletionOutput | None, max_new_tokens: int) -> Self:
-        """An output that was sampled before: complete if it had ended or reached its maximum length."""
-        output = cls(index)
-        if sampled is not None:
-            output.add(sampled, max_new_tokens)
-        return output
-
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far."""
@@ -103,8 +95,8 @@ class PendingRequest:
     replica: object | None = None
     """The only replica that may run it, if the caller chose one."""
     state: RequestState = QUEUED
-    running: dict[str, SubRequest] = field(default_factory=dict)
-    """Running sub-requests, by the request id that the replica received."""
+    running: dict[str, Any] = field(default_factory=dict)
+    """`ReplicaSlot` of each running sub-request, by the request id that the replica received."""
     prompt_logprobs: Floats | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a pausing request is paused or finished."""
@@ -119,11 +111,11 @@ class PendingRequest:
         """True unless the request is pausing, paused or finished."""
         return self.state in (QUEUED, RUNNING)
 
-    def started(self, id: str, sub: SubRequest) -> None:
-        """Record that a replica started `sub` under the request id `id`."""
+    def started(self, id: str, slot: Any) -> None:
+        """Record that a sub-request was placed in `slot` under the request id `id`."""
         if not self.running:
             self.move(RUNNING)
-        self.running[id] = sub
+        self.running[id] = slot
 
     def returned(self, id: str) -> None:
         """Record that the sub-request `id` ended or was lost."""
@@ -135,14 +127,11 @@ class PendingRequest:
         """Change the state. Raises `RollError` for a transition that the diagram does not contain."""
         if state not in TRANSITIONS[self.state]:
             raise RollError(
-                f"internal error: request {self.request.id} cannot go from {self.state.value} to {state.value};"
+                f"internal error: request {self.request.id} cannot change from {self.state.value} to {state.value};"
                 " please report"
             )
         self.state = state
-        if state in (PAUSED, FINISHED):
-            self.stopped.set()
-        else:
-            self.stopped.clear()
+        (self.stopped.set if state in (PAUSED, FINISHED) else self.stopped.clear)()
 
 
 @dataclass(eq=False, slots=True)
@@ -155,14 +144,9 @@ class SubRequest:
     """Last progress report of the replica, in the order of `outputs`."""
 
     @property
-    def size(self) -> int:
-        """Number of outputs."""
-        return len(self.outputs)
-
-    @property
     def is_whole(self) -> bool:
         """True if it covers the whole request and no token is sampled. Replicas then receive the request unchanged."""
-        return self.size == self.parent.request.n and not any(output.num_tokens for output in self.outputs)
+        return len(self.outputs) == self.parent.request.n and not any(output.num_tokens for output in self.outputs)
 
     def report(self, outputs: Sequence[CompletionOutput]) -> bool:
         """Store progress. True if it has more tokens than the report before."""
@@ -170,36 +154,24 @@ class SubRequest:
         self.reported = outputs
         return sum(len(output.token_ids) for output in outputs) > before
 
-    def wire(self, attempt: int) -> GenerateRequest:
-        """The request that a replica receives: the parent's, or the rest of one output under an id of its own."""
-        request = self.parent.request
-        if self.is_whole:
-            return request
-        output = self.outputs[0]
-        return rest_of(request, output, f"{request.id}#{output.index}.{attempt}")
-
 
 def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
     """Concatenate two parts of one output; the finish reason is that of the second part.
 
     The replica of the second part recomputed the tokens of the first part, possibly with other experts. The result has
-    the experts under which the tokens were sampled.
+    the experts under which the tokens were sampled. The rows of both parts start at the prompt's first token.
     """
+    experts = then.routed_experts if first.routed_experts is None else first.routed_experts
+    if first.routed_experts is not None and then.routed_experts is not None:
+        experts = np.concatenate([first.routed_experts, then.routed_experts[len(first.routed_experts) :]])
     return CompletionOutput(
         token_ids=np.concatenate([first.token_ids, then.token_ids]),
         logprobs=np.concatenate([first.logprobs, then.logprobs]),
         versions=np.concatenate([first.versions, then.versions]),
         finish_reason=then.finish_reason,
         stop=then.stop,
-        routed_experts=joined_experts(first.routed_experts, then.routed_experts),
+        routed_experts=experts,
     )
-
-
-def joined_experts(first: RoutedExperts | None, then: RoutedExperts | None) -> RoutedExperts | None:
-    """Experts of two parts; the rows of both start at the prompt's first token."""
-    if first is None or then is None:
-        return then if first is None else first
-    return np.concatenate([first, then[len(first) :]])
 
 
 def cut_at(output: CompletionOutput, num_tokens: int, stop: str) -> CompletionOutput:

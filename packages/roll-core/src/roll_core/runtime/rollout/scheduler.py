@@ -21,24 +21,25 @@ import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError, ContractError
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
-from roll_core.runtime.rollout.program import GroupContext, GroupTerms, SingleTurn
+from roll_core.runtime.rollout.program import GroupContext, GroupTerms
 from roll_core.runtime.rollout.recording import REPLAYED, group_from, outputs_from, saved_group, saved_outputs
 from roll_core.runtime.rollout.requests import PAUSED
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs
     from roll_core.spec.pipeline import RolloutPlan
-    from roll_core.spec.rollout import Prompt, RolloutProgram
+    from roll_core.spec.rollout import Prompt
     from roll_core.types import Group
 
 
@@ -51,34 +52,13 @@ class GroupSlot:
     """Position of the prompt in the order of its tag."""
     born: int
     """Step at which the group was started; the earliest step of its tokens."""
-    rollout: Rollout | None = None
+    rollout: GroupContext | None = None
+    """Its running program."""
     saved: SavedRollout | None = None
     """State of an unfinished rollout, restored from a checkpoint."""
     group: Group | None = None
-    left_out: bool = False
-    """True if the filter rejected the group."""
     waited: bool = False
     """True if it was in the queue when the batch was requested."""
-
-    @property
-    def is_begun(self) -> bool:
-        """True if it may have tokens."""
-        return self.group is not None or self.rollout is not None or self.saved is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A running program."""
-
-    program: RolloutProgram
-    context: GroupContext
-    task: asyncio.Task[None]
-
-    @property
-    def has_tokens(self) -> bool:
-        """True if at least one token is sampled."""
-        outputs = (output for each in self.context.sampled.values() for output in each)
-        return any(output is not None and len(output.token_ids) for output in outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +91,12 @@ class GroupQueue:
     """Position of the next prompt to join."""
     tried: int = 0
     """Prompts that joined for this batch."""
-    unsettled: int = 0
+    slots: dict[int, GroupSlot] = field(default_factory=dict)
+    """The groups by position, in prompt order. Rejected groups are removed."""
+    num_unfinished: int = 0
     """Groups that are not done."""
-    _order: list[GroupSlot] = field(default_factory=list)
-    """All groups in prompt order, including those that the filter rejected since the last batch."""
-    _num_left_out: int = 0
-    _front: int = 0
-    """Index in `_order` of the first group that is not done."""
-    _num_in_front: int = 0
-    """Done groups before that index."""
-    _num_awaited: int = 0
-    """Unfinished groups with `waited`."""
+    _blocking: GroupSlot | None = None
+    """An unfinished group that the batch needs, so that `is_complete` rarely searches for one."""
 
     @classmethod
     def of(cls, tag: str, count: int, plan: RolloutPlan) -> GroupQueue:
@@ -129,81 +104,61 @@ class GroupQueue:
         extra = math.floor(plan.ahead * count)
         return cls(tag, count, extra, math.ceil(plan.max_tries * count) + extra, plan.first_ready)
 
-    def __len__(self) -> int:
-        return len(self._order) - self._num_left_out
-
-    @property
-    def slots(self) -> list[GroupSlot]:
-        """The groups, in prompt order."""
-        return [slot for slot in self._order if not slot.left_out]
-
     @property
     def is_complete(self) -> bool:
         """True if the batch has all its groups of this tag, or if no more prompts may join and all are done."""
-        if self.unsettled == 0 and self.tried >= self.limit:
+        if self.num_unfinished == 0 and self.tried >= self.limit:
             return True
-        if self.first_ready:
-            return len(self) - self.unsettled >= self.count and not self._num_awaited
-        return self._num_in_front >= self.count
+        if len(self.slots) - self.num_unfinished < self.count:
+            return False
+        if self._blocking is None:
+            slots = self.slots.values()
+            needed = (slot for slot in slots if slot.waited) if self.first_ready else islice(slots, self.count)
+            self._blocking = next((slot for slot in needed if slot.group is None), None)
+        return self._blocking is None
 
     def begin(self) -> None:
         """Begin a batch: reset the count of joined prompts and mark the queued groups as `waited`."""
-        self.tried = 0
-        for slot in self._order:
+        self.tried, self._blocking = 0, None
+        for slot in self.slots.values():
             slot.waited = True
-        self._num_awaited = self.unsettled
 
     def join(self, capacity: int, prompt: Callable[[str, int], Prompt], step: int) -> list[GroupSlot]:
         """Add the next prompts until the queue has `capacity` groups or the batch's limit of prompts is reached."""
-        joined = []
-        for _ in range(min(capacity - len(self), self.limit - self.tried)):
-            joined.append(GroupSlot(prompt(self.tag, self.next), self.next, step))
-            self.next += 1
-            self.tried += 1
-        self._order += joined
-        self.unsettled += len(joined)
+        num = max(0, min(capacity - len(self.slots), self.limit - self.tried))
+        joined = [
+            GroupSlot(prompt(self.tag, position), position, step) for position in range(self.next, self.next + num)
+        ]
+        self.next += num
+        self.tried += num
+        self.num_unfinished += num
+        self.slots.update((slot.position, slot) for slot in joined)
         return joined
 
-    def settle(self, slot: GroupSlot, group: Group | None) -> None:
-        """Mark a slot as done with its `group`; None marks it as rejected by the filter."""
-        self.unsettled -= 1
-        self._num_awaited -= slot.waited
-        slot.rollout = None
+    def finish(self, slot: GroupSlot, group: Group | None) -> None:
+        """Store the group of a slot. If the filter rejected it (None), remove the slot."""
+        self.num_unfinished -= 1
+        slot.rollout, slot.group = None, group
+        if slot is self._blocking:
+            self._blocking = None
         if group is None:
-            slot.left_out = True
-            self._num_left_out += 1
-        else:
-            slot.group = group
-        self._advance()
+            del self.slots[slot.position]
 
     def take(self) -> tuple[list[GroupSlot], int]:
         """Remove and return the batch, and the number of remaining groups that it passed over."""
-        slots = self.slots
-        taken = slots[: self.count]
+        slots = list(self.slots.values())
         if self.first_ready:
-            done = [slot for slot in slots if slot.group is not None]
-            taken = sorted(done, key=lambda slot: not slot.waited)[: self.count]
-            taken.sort(key=lambda slot: slot.position)
-        gone = {slot.position for slot in taken}
-        left = [slot for slot in slots if slot.position not in gone]
-        self.replace(left)
-        return taken, sum(slot.position < taken[-1].position for slot in left) if taken else 0
+            slots = sorted((slot for slot in slots if slot.group is not None), key=lambda slot: not slot.waited)
+        taken = sorted(slots[: self.count], key=lambda slot: slot.position)
+        for slot in taken:
+            del self.slots[slot.position]
+        return taken, sum(position < taken[-1].position for position in self.slots) if taken else 0
 
-    def replace(self, slots: Sequence[GroupSlot]) -> None:
+    def replace(self, slots: Iterable[GroupSlot]) -> None:
         """Replace the contents of the queue."""
-        self._order = list(slots)
-        self.unsettled = sum(slot.group is None for slot in slots)
-        self._num_awaited = sum(slot.group is None and slot.waited for slot in slots)
-        self._num_left_out = self._front = self._num_in_front = 0
-        self._advance()
-
-    def _advance(self) -> None:
-        while self._front < len(self._order):
-            slot = self._order[self._front]
-            if slot.group is None and not slot.left_out:
-                break
-            self._num_in_front += not slot.left_out
-            self._front += 1
+        self.slots = {slot.position: slot for slot in slots}
+        self.num_unfinished = sum(slot.group is None for slot in self.slots.values())
+        self._blocking = None
 
 
 class RolloutScheduler:
@@ -257,7 +212,8 @@ class RolloutScheduler:
                 raise
             finally:
                 self._wanted = False
-            taken, passed_over = self._take()
+            takes = [queue.take() for queue in self._queues]
+            taken = [slot for slots, _ in takes for slot in slots]
             if not self.plan.concurrent:
                 await self._pause()
         if self.plan.concurrent:
@@ -266,23 +222,14 @@ class RolloutScheduler:
             ages=tuple(step - slot.born for slot in taken),
             left_out=self._counts.pop("left out", 0),
             stale=self._counts.pop("stale", 0),
-            surplus=sum(map(len, self._queues)),
-            passed_over=passed_over,
+            surplus=sum(len(queue.slots) for queue in self._queues),
+            passed_over=sum(passed_over for _, passed_over in takes),
             positions=tuple(slot.position for slot in taken),
             rewards=self._stats,
             restarted=self._counts.pop("restarted", 0),
         )
         self._stats = RewardStats()
         return [slot.group for slot in taken if slot.group is not None], facts
-
-    def _take(self) -> tuple[list[GroupSlot], int]:
-        taken: list[GroupSlot] = []
-        passed_over = 0
-        for queue in self._queues:
-            slots, passed = queue.take()
-            taken += slots
-            passed_over += passed
-        return taken, passed_over
 
     async def close(self) -> None:
         """Cancel all programs."""
@@ -297,7 +244,7 @@ class RolloutScheduler:
         """The group queues as plain values. Running rollouts include the tokens that were sampled until their last
         interruption."""
         return {
-            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots]}
+            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots.values()]}
             for queue in self._queues
         }
 
@@ -308,8 +255,7 @@ class RolloutScheduler:
         """
         if state.get(REPLAYED) is True:
             raise CheckpointMismatchError(
-                "the checkpoint is of a run that replayed rollouts, and has no position in the prompts: resume it with"
-                " replay_rollouts"
+                "the checkpoint is from a run that replayed rollouts and has no prompt positions: set replay_rollouts"
             )
         for queue in self._queues:
             saved = state.get(queue.tag)
@@ -342,32 +288,32 @@ class RolloutScheduler:
             lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
         if lengths and len(lengths) != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, this config samples {self.plan.n}:"
-                " keep num_return_sequences_in_group as it was"
+                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, but this config samples"
+                f" {self.plan.n}: set num_return_sequences_in_group to {len(lengths)}"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
-                f"the checkpoint has a response of {longest} tokens to prompt {prompt.id}, this config allows {limit}:"
-                " keep response_length (max_new_tokens) as it was"
+                f"the checkpoint has a response of {longest} tokens to prompt {prompt.id}, but this config allows"
+                f" {limit}: set response_length (max_new_tokens) as in the run that saved it"
             )
         return slot
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _all(self) -> Iterator[tuple[GroupQueue, GroupSlot]]:
-        return ((queue, slot) for queue in self._queues for slot in queue.slots)
+        return ((queue, slot) for queue in self._queues for slot in queue.slots.values())
 
     def _resume(self) -> None:
         """Continue or start the groups that have waited since the last batch."""
         for _, slot in self._all():
             if slot.rollout is not None:
-                slot.rollout.context.release()
-                self._requests.resume(slot.rollout.context.pending)
-        self._start((queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None)
+                slot.rollout.release()
+                self._requests.resume(slot.rollout.pending)
+        self._start([(queue, slot) for queue, slot in self._all() if slot.group is None and slot.rollout is None])
 
     def _admit(self) -> None:
         """Start as many of the next prompts as the queues' capacities allow."""
-        if not self.plan.ahead and any(queue.unsettled for queue in self._queues):
+        if not self.plan.ahead and any(queue.num_unfinished for queue in self._queues):
             return
         self._start(
             (queue, slot)
@@ -388,22 +334,21 @@ class RolloutScheduler:
                 id_prefix=f"train/{self._step}/",
                 routed_experts=plan.routed_experts,
             )
-            program = SingleTurn() if plan.program is None else plan.program()
+            sampled, program = saved.sampled if saved else None, plan.program() if plan.program else None
+            rollout = slot.rollout = GroupContext(self._requests, slot.prompt, terms, self._scorer, sampled, program)
             if saved is not None:
-                program.restore(saved.state)
-            context = GroupContext(self._requests, slot.prompt, terms, self._scorer, saved.sampled if saved else None)
-            task = background(self._run(queue, slot, program, context), name=f"rollout of {slot.prompt.id}")
-            slot.rollout = Rollout(program, context, task)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+                rollout.program.restore(saved.state)
+            rollout.task = background(self._run(queue, slot, rollout), name=f"rollout of {slot.prompt.id}")
+            self._tasks.add(rollout.task)
+            rollout.task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, queue: GroupQueue, slot: GroupSlot, program: RolloutProgram, context: GroupContext) -> None:
+    async def _run(self, queue: GroupQueue, slot: GroupSlot, rollout: GroupContext) -> None:
         try:
-            group = await program.run(context, slot.prompt)
+            group = await rollout.program.run(rollout, slot.prompt)
             if group.id != slot.prompt.id or len(group.samples) != self.plan.n:
                 raise ContractError(
-                    f"{type(program).__name__} returned {len(group.samples)} samples of group {group.id!r} instead of"
-                    f" {self.plan.n} of {slot.prompt.id!r}"
+                    f"{type(rollout.program).__name__} returned {len(group.samples)} samples of group {group.id!r},"
+                    f" expected {self.plan.n} of {slot.prompt.id!r}"
                 )
             self._settle(queue, slot, group)
         except Exception as error:
@@ -412,7 +357,7 @@ class RolloutScheduler:
     def _cancel(self, slot: GroupSlot) -> None:
         """Cancel the running program of a group, if any. The group can be started again."""
         if slot.rollout is not None:
-            self._requests.cancel(slot.rollout.context.pending)
+            self._requests.cancel(slot.rollout.pending)
             slot.rollout.task.cancel()
             slot.rollout = None
 
@@ -422,9 +367,10 @@ class RolloutScheduler:
             return
         bound = math.ceil(self.plan.ahead)
         for queue in self._queues:
-            kept = queue.slots
+            kept = list(queue.slots.values())
             for at, slot in enumerate(kept):
-                if slot.is_begun and self._step + at // queue.count - slot.born > bound:
+                begun = slot.group is not None or slot.rollout is not None or slot.saved is not None
+                if begun and self._step + at // queue.count - slot.born > bound:
                     self._cancel(slot)
                     kept[at] = GroupSlot(slot.prompt, slot.position, self._step, waited=slot.waited)
                     self._counts["stale"] += 1
@@ -435,22 +381,20 @@ class RolloutScheduler:
 
         Cancels groups without tokens, and all interrupted groups unless `keep_partials`; they restart later.
         """
-        running = [slot for _, slot in self._all() if slot.rollout is not None]
-        rollouts = [slot.rollout for slot in running if slot.rollout is not None]
-        for rollout in rollouts:
-            rollout.context.hold()
-        await self._requests.pause([pending for rollout in rollouts for pending in rollout.context.pending])
-        for slot in running:
-            if slot.rollout is None or not any(each.state is PAUSED for each in slot.rollout.context.pending):
-                continue
-            if not (self.plan.keep_partials and slot.rollout.has_tokens):
+        running = [(slot, slot.rollout) for _, slot in self._all() if slot.rollout is not None]
+        for _, rollout in running:
+            rollout.hold()
+        await self._requests.pause([pending for _, rollout in running for pending in rollout.pending])
+        for slot, rollout in running:
+            is_paused = slot.rollout is not None and any(each.state is PAUSED for each in rollout.pending)
+            if is_paused and not (self.plan.keep_partials and rollout.has_tokens):
                 self._cancel(slot)
 
     def _settle(self, queue: GroupQueue, slot: GroupSlot, group: Group) -> None:
         self._stats += RewardStats.of([group])
         kept = self.plan.keep is None or self.plan.keep(group)
         self._counts["left out"] += not kept
-        queue.settle(slot, group if kept else None)
+        queue.finish(slot, group if kept else None)
         if self._wanted or self.plan.concurrent:
             self._admit()
         if queue.is_complete:
@@ -474,7 +418,7 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
         state = slot.rollout.program.snapshot()
         if state is None:
             return found | {"restarts": True}
-        saved = SavedRollout(slot.rollout.context.sampled if slot.rollout.has_tokens else {}, state)
+        saved = SavedRollout(slot.rollout.sampled if slot.rollout.has_tokens else {}, state)
     if saved is not None:
         calls = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
         found["drawn"] = calls.pop("", None)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import DataError, WorkerDiedError
-from roll_core.runtime.workers.reward import THREADS
-from roll_core.spec.reward import RewardRequest
+from roll_core.runtime.cluster.executors.base import WorkerStub
+from roll_core.runtime.workers.reward import THREADS, RewardWorker
+from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Group, Reward
 
 if TYPE_CHECKING:
@@ -42,25 +43,22 @@ class RewardRouter:
     def __init__(self, roles: Mapping[str, RewardRole], tags: Mapping[str, Sequence[str]]) -> None:
         """`roles` by domain; `tags[domain]` lists further tags that the domain's role scores."""
         self._roles = roles
-        self._by_tag = {domain: domain for domain in roles} | {
-            tag: domain for domain, included in tags.items() for tag in included
-        }
+        self._by_tag = dict(roles) | {tag: roles[domain] for domain, included in tags.items() for tag in included}
 
     @property
     def domains(self) -> frozenset[str]:
         """Domains that have a role."""
         return frozenset(self._roles)
 
-    def domain_of(self, tag: str) -> str:
-        """The domain whose role scores a tag. Raises `DataError` for an unknown tag."""
-        if len(self._roles) == 1:
-            return next(iter(self._roles))
-        if tag not in self._by_tag:
-            known = ", ".join(sorted(self._by_tag))
+    def role_of(self, tag: str) -> RewardRole:
+        """The role that scores a tag. Raises `DataError` for an unknown tag."""
+        role = next(iter(self._roles.values())) if len(self._roles) == 1 else self._by_tag.get(tag)
+        if role is None:
             raise DataError(
-                f"no reward scores rows with tag {tag!r}: rewards know {known}; see rewards.<domain>.tag_included"
+                f"no reward scores rows with tag {tag!r}, expected one of {', '.join(sorted(self._by_tag))}: see"
+                " rewards.<domain>.tag_included"
             )
-        return self._by_tag[tag]
+        return role
 
     @property
     def retries(self) -> int:
@@ -74,7 +72,7 @@ class RewardRouter:
 
     async def score(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
         """Score a group and return it with rewards. Raises `DataError` if its tag is unknown."""
-        role = self._roles[self.domain_of(prompt.tag)]
+        role = self.role_of(prompt.tag)
         rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
         samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
         return Group(id=group.id, samples=tuple(samples))
@@ -86,6 +84,7 @@ class RewardRole:
     def __init__(self, name: str, config: RewardConfig, group: WorkerGroup, redactor: Redactor | None = None) -> None:
         """`redactor` removes secrets from failures and details, which are shown with samples."""
         self.name, self.config, self.group = name, config, group
+        self._workers = WorkerStub[RewardWorker](group)
         self._redactor = redactor or Redactor()
         self._turns = itertools.cycle(range(group.world_size))
         self._room = [asyncio.Semaphore(GROUPS_AT_ONCE) for _ in range(group.world_size)]
@@ -96,7 +95,7 @@ class RewardRole:
 
     async def start(self) -> None:
         """Load the reward function on every worker."""
-        await self.group.call("start")
+        await self._workers(RewardWorker.start).all()
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score the samples of a group together, on one worker.
@@ -130,7 +129,7 @@ class RewardRole:
         rank = await self._next()
         try:
             async with self._room[rank]:
-                found: list[Reward] = await self.group.call_rank(rank, "score", requests)
+                found = await self._workers(RewardWorker.score).at(rank, requests)
         except WorkerDiedError as death:
             if rank not in self.group.lost:  # this group cannot replace workers, so the run ends
                 raise
@@ -151,9 +150,9 @@ class RewardRole:
     async def _replace(self, rank: int) -> None:
         try:
             await self.group.replace(rank)
-            await self.group.call_rank(rank, "start")
+            await self._workers(RewardWorker.start).at(rank)
         except Exception as failure:  # raised to callers once no rank is left
-            log.warning("%s rank %d died and could not be replaced: %s", self.name, rank, failure)
+            log.warning("%s rank %d exited and could not be restarted: %s", self.name, rank, failure)
             raise
         del self._replacing[rank]
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from typing_extensions import override
 
+from roll_core.data.encode import encode_prompts, encode_sft
+from roll_core.data.rows import read_rows
 from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.leases import SlotLeases
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from roll_core.data.rows import Rows
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.ledger import Ledger
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.recording import Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
-    from roll_core.runtime.run.data import RunData
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.run.weight_sync import WeightSyncController
     from roll_core.spec.algorithms import AdvantageEstimator
@@ -53,6 +55,20 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class DatasetCache:
+    """Rows of each `data_args`, read once for all roles."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Rows] = {}
+
+    def rows(self, data: DataArguments) -> Rows:
+        """The rows of `data`, read on first use."""
+        key = data.model_dump_json()
+        if key not in self._rows:
+            self._rows[key] = read_rows(data)
+        return self._rows[key]
+
+
 class ActiveRun(Run):
     """The `Run` of this process. The loop owns it; `start_roles` adds the roles."""
 
@@ -63,15 +79,16 @@ class ActiveRun(Run):
         run_dir: RunDir,
         registry: Registry,
         tokenizer: PreTrainedTokenizerBase,
-        data: RunData,
+        data: DatasetCache,
         ledger: Ledger,
         guards: Guards,
         samples: SamplesFile,
         recorder: Recorder,
     ) -> None:
-        self.config, self.dir, self.tokenizer = config, run_dir.path, tokenizer
+        self.config, self.tokenizer = config, tokenizer
+        self.run_dir, self.dir = run_dir, run_dir.path
         self.step = 0
-        self.turns = SlotLeases(ledger.stage)
+        self.leases = SlotLeases(ledger.stage)
         self.vocab_sizes: dict[str, int] = {}
         """Vocabulary size of each role's model, by role."""
         self.train_roles: dict[str, GroupTrainRole] = {}
@@ -84,7 +101,7 @@ class ActiveRun(Run):
         """Roles whose rollouts are replayed from another run's recording, by name."""
         self.weight_sync: WeightSyncController
         self.guards = guards
-        self._registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
+        self.registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
         self._recorder = recorder
         self._metrics: dict[str, float] = {}
         self._retries = 0
@@ -139,7 +156,7 @@ class ActiveRun(Run):
         with self.stage("weight_sync"):
             self.log(await self.weight_sync.publish(source, target))
 
-    async def bring_back(self, target: str) -> None:
+    async def restart(self, target: str) -> None:
         """Publish again to an engine that has lost all replicas."""
         with self.stage("weight_sync"):
             self.log(await self.weight_sync.republish(target))
@@ -158,18 +175,18 @@ class ActiveRun(Run):
                 seed_of=(self.config.seed, split, self.step) if seeded else None,
                 priority=ROLLOUT if split == "train" else EVALUATION,
             )
-            async with engine.turn():
+            async with engine.lease():
                 groups = await engine.served(run_groups(engine.queue, prompts, terms, self._scorer))
-        self.check_tokens(role, groups)
-        self.check_rewards(RewardStats.of(groups))
+        self._check_batch(role, groups, RewardStats.of(groups))
         return groups
 
     @override
     def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
+        check = partial(self._check_batch, role, mixed=plan.ahead > 0)
         if plan.replay:
             replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
             source: BatchSource = Replay(Path(plan.replay), plan, replayed)
-            return RunRollouts(self, role, plan, source, check=partial(self._check_batch, role, plan))
+            return RunRollouts(self, role, plan, source, check=check)
         self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
@@ -181,17 +198,37 @@ class ActiveRun(Run):
             engine.queue,
             self._scorer,
             seed=self.config.seed if seeded else None,
-            lease=engine.turn,
+            lease=engine.lease,
             serve=engine.served,
         )
         self._schedulers.append(scheduler)
         source = RecordedSource(scheduler, plan, self._recorder, engine) if plan.record else scheduler
-        check, metrics = partial(self._check_batch, role, plan), partial(self._rollout_metrics, engine)
-        return RunRollouts(self, role, plan, source, check=check, metrics=metrics)
+        return RunRollouts(self, role, plan, source, check=check, metrics=partial(self._rollout_metrics, engine))
 
-    def _check_batch(self, role: str, plan: RolloutPlan, groups: Sequence[Group], stats: RewardStats) -> None:
-        self.check_tokens(role, groups, mixed=plan.ahead > 0)
-        self.check_rewards(stats)
+    def _check_batch(self, role: str, groups: Sequence[Group], stats: RewardStats, *, mixed: bool = False) -> None:
+        """Trip the guards `token_round_trip` and `reward_failures` if a batch cannot be trained on.
+
+        Every sampled token must have the engine's current weight version, or if `mixed`, this or an earlier version.
+        """
+        size, version = self.vocab_size(role), self.infer_role(role).weight_version
+        samples = [sample for group in groups for sample in group.samples]
+        problems = {
+            sample.id: problem
+            for sample in samples
+            if (problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed))
+        }
+        if problems:  # one guard event per batch, because each event rewrites the run's record
+            sample_id, problem = next(iter(problems.items()))
+            found = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
+            self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({found})")
+        if stats.failed:
+            threshold = self.config.guards.reward_failures.threshold
+            self.guards.check(
+                "reward_failures",
+                stats.failed <= threshold * stats.scored,
+                f"{stats.failed} of {stats.scored} rewards failed, more than the {threshold:.0%} allowed; the first:"
+                f" {stats.first_failure}",
+            )
 
     @property
     def _scorer(self) -> Scorer | None:
@@ -212,10 +249,10 @@ class ActiveRun(Run):
         configured = {name for name, role in self.config.roles().items() if role.kind == "reward"}
         listed = self.rewards.domains if self.rewards is not None else frozenset()
         if missing := sorted(configured - {f"rewards.{domain}" for domain in listed}):
-            owner = self._registry.owner(self._registry.find(PipelineProvider, self.config.pipeline))
+            owner = self.registry.owner(self.registry.find(PipelineProvider, self.config.pipeline))
             raise PluginError(
-                f"{owner}: its roles() lists no role for {', '.join(missing)}, which the config has: samples would be"
-                ' generated and not scored; add RoleSpec(name=..., kind="reward") for each entry of rewards'
+                f"{owner}: roles() has no {', '.join(missing)}, which the config has, so samples would not be scored:"
+                ' add RoleSpec(name=..., kind="reward") for each entry of rewards'
             )
 
     async def close(self) -> None:
@@ -226,23 +263,6 @@ class ActiveRun(Run):
             await role.queue.close()
         if self.rewards is not None:
             await self.rewards.close()
-
-    def check_tokens(self, role: str, groups: Sequence[Group], *, mixed: bool = False) -> None:
-        """Trip the guard `token_round_trip` if sampled tokens cannot be trained on; see `token_problem`.
-
-        Every sampled token must have the engine's current weight version, or if `mixed`, this or an earlier version.
-        """
-        size, version = self.vocab_size(role), self.infer_role(role).weight_version
-        samples = [sample for group in groups for sample in group.samples]
-        problems = {
-            sample.id: problem
-            for sample in samples
-            if (problem := token_problem(sample, vocab_size=size, version=version, mixed=mixed))
-        }
-        if problems:  # one guard event per batch, because each event rewrites the run's record
-            sample_id, problem = next(iter(problems.items()))
-            found = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
-            self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({found})")
 
     def vocab_size(self, role: str) -> int:
         """Vocabulary size of a role's model. Falls back to the policy role's, then to the tokenizer's length."""
@@ -255,22 +275,12 @@ class ActiveRun(Run):
             return f"{role}: a recorded rollout"
         worker = self.config.roles()[role]
         name = worker.strategy_args.strategy_name if worker.strategy_args else ""
-        return f"{role}: {self._registry.owner(self._registry.find(InferProvider, name))}"
-
-    def check_rewards(self, stats: RewardStats) -> None:
-        """Trip the guard `reward_failures` if the share of failed rewards exceeds the configured threshold."""
-        if stats.failed:
-            threshold = self.config.guards.reward_failures.threshold
-            self.guards.check(
-                "reward_failures",
-                stats.failed <= threshold * stats.scored,
-                f"{stats.failed} of {stats.scored} rewards could not be computed, more than the"
-                f" {threshold:.0%} allowed; the first: {stats.first_failure}",
-            )
+        return f"{role}: {self.registry.owner(self.registry.find(InferProvider, name))}"
 
     @override
     def prompts(self, data: DataArguments) -> Sequence[Prompt]:
-        return self._data.prompts(data, self.tokenizer)
+        rows, limit = self._data.rows(data), self.config.prompt_length
+        return encode_prompts(rows, data, self.tokenizer, prompt_length=limit)[0]
 
     @override
     def sequences(
@@ -281,9 +291,17 @@ class ActiveRun(Run):
         on_prompt: bool = False,
         require_response: bool = True,
     ) -> Sequence[TrainSequence]:
-        return self._data.sequences(
-            data, self.tokenizer, overlong=overlong, on_prompt=on_prompt, require_response=require_response
+        sequences, _ = encode_sft(
+            self._data.rows(data),
+            data,
+            self.tokenizer,
+            prompt_length=self.config.prompt_length,
+            response_length=self.config.response_length,
+            overlong=overlong,
+            on_prompt=on_prompt,
+            require_response=require_response,
         )
+        return sequences
 
     @override
     def columns(self, data: DataArguments) -> Sequence[str]:
@@ -294,19 +312,19 @@ class ActiveRun(Run):
         provider = self.advantage_provider(name)
         critic = "critic" in self.config.roles()
         if provider.needs_critic and not critic:
-            raise UnsupportedError(f"adv_estimator {name} reads a critic's values: give the run the role critic")
+            raise UnsupportedError(f"adv_estimator {name} requires values of a critic: add the role critic")
         if critic and not provider.needs_critic:
-            raise UnsupportedError(f"adv_estimator {name} reads no values, so the role critic would not be used")
+            raise UnsupportedError(f"adv_estimator {name} uses no values: remove the role critic")
         found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
         return found
 
     @override
     def advantage_provider(self, name: str) -> AdvantageProvider:
-        return self._registry.find(AdvantageProvider, name)
+        return self.registry.find(AdvantageProvider, name)
 
     @override
     def policy_loss(self, name: str) -> str:
-        return self._registry.find(PolicyLossProvider, name).target
+        return self.registry.find(PolicyLossProvider, name).target
 
 
 def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
@@ -316,23 +334,23 @@ def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool 
     logprobs are finite and not positive. Sampled tokens must be of weight version `version`. If `mixed`, versions may
     also increase along the response up to `version`.
     """
-    ids, drawn = sample.response_ids, sample.loss_mask
+    ids = sample.response_ids
     for name in ("logprobs", "loss_mask", "versions"):
         if len(getattr(sample, name)) != len(ids):
             return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        return f"token ids from {ids.min()} to {ids.max()}, but the model has {vocab_size}"
+        return f"token ids from {ids.min()} to {ids.max()}, but the vocabulary size is {vocab_size}"
     if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
-        return "logprobs that are not the logarithms of probabilities"
-    versions = sample.versions[drawn]
+        return "logprobs that are not finite or are positive"
+    versions = sample.versions[sample.loss_mask]
     if mixed and len(versions) and versions.max() <= version and (np.diff(versions) >= 0).all():
         return ""
     if (versions != version).any():
-        return f"tokens drawn at weight versions {sorted(set(sample.versions[drawn].tolist()))}, not at {version}"
+        return f"tokens sampled at weight versions {sorted(set(versions.tolist()))}, expected {version}"
     return ""
 
 
 def _role(roles: Mapping[str, T], name: str, does: str) -> T:
     if name not in roles:
-        raise RollError(f"no role {name!r} {does} in this run; there are {', '.join(roles) or 'none'}")
+        raise RollError(f"this run has no role {name!r} that {does}; it has {', '.join(roles) or 'none'}")
     return roles[name]

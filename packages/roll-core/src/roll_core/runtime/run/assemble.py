@@ -6,7 +6,6 @@ roles() -> place_roles -> executor.start(group_specs) -> GroupTrainRole | GroupI
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,8 @@ from roll_core.errors import UnsupportedError
 from roll_core.runtime.cluster.executors import choose_executor, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
-from roll_core.runtime.planning.comparing import plan_of_run
-from roll_core.runtime.planning.models import vocab_size_of
+from roll_core.runtime.planning.memory import vocab_size_of
+from roll_core.runtime.planning.plan import plan_of_run
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
@@ -23,28 +22,25 @@ from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.runtime.workers.build import (
     group_specs,
-    kept_apart,
-    makes_room,
     model_spec,
+    offloads,
     provider_of,
     role_config,
+    separate_processes_reason,
     slots_per_worker,
 )
 from roll_core.spec.config import RewardConfig
-from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.spec.providers import InferCapabilities
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
-    from pathlib import Path
 
     from roll_core.config.secrets import Redactor
-    from roll_core.plugins.registry import Registry
-    from roll_core.runtime.cluster.executors.base import Executor, WorkerGroup
+    from roll_core.runtime.cluster.executors.base import Executor
     from roll_core.runtime.planning.plan import Plan
     from roll_core.runtime.records.record import RunRecord
     from roll_core.runtime.run.active_run import ActiveRun
-    from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.pipeline import Pipeline, RoleSpec
+    from roll_core.spec.pipeline import Pipeline
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import PipelineProvider
 
@@ -56,28 +52,21 @@ POLLS_OF_LIFE = 10
 """Minimum number of health checks of a busy replica within `replica_timeout`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assembly:
-    """Inputs of `start_roles`."""
-
-    pipeline: Pipeline[Any]
-    pipeline_record: PipelineProvider
-    registry: Registry
-    platform: Platform
-    record: RunRecord
-    redactor: Redactor
-    tokenizer: Path
-    """Directory of the run's tokenizer."""
-
-
-async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack) -> tuple[Executor, Plan | None]:
+async def start_roles(
+    run: ActiveRun,
+    pipeline: Pipeline[Any],
+    pipeline_record: PipelineProvider,
+    platform: Platform,
+    record: RunRecord,
+    redactor: Redactor,
+    stack: AsyncExitStack,
+) -> tuple[Executor, Plan | None]:
     """Start every role in the order of `Pipeline.roles` and add it to `run`. `stack` closes the roles.
 
     Returns the executor and the plan, which predicts the roles' memory (see `plan_of_run`).
     """
-    platform = assembly.platform
-    config, registry = run.config, assembly.registry
-    roles = assembly.pipeline.roles()
+    config, registry, tokenizer = run.config, run.registry, run.run_dir.tokenizer
+    roles = pipeline.roles()
     configs = {role.name: role_config(config, role.name) for role in roles}
     places = place_roles(
         configs,
@@ -85,76 +74,62 @@ async def start_roles(run: ActiveRun, assembly: Assembly, stack: AsyncExitStack)
         num_gpus_per_node=config.num_gpus_per_node,
         slots_per_worker=slots_per_worker(roles, config, registry),
     )
-    apart = kept_apart(roles, config, registry)
+    apart = separate_processes_reason(roles, config, registry)
     executor_name = choose_executor(config, places, apart=bool(apart))
     if apart and executor_name == "local":
-        raise UnsupportedError(f"{apart}: executor local has only one; leave it out, or write ray")
+        raise UnsupportedError(f"{apart}: executor local has one process; remove executor, or set executor: ray")
     per_node = slots_per_node(platform, config.num_gpus_per_node)
     executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
-    assembly.record.update(executor=executor_name)
-    plan = plan_of_run(config, registry, assembly.pipeline_record, roles, platform, executor_name, places)
+    record.update(executor=executor_name)
+    plan = plan_of_run(config, registry, pipeline_record, roles, platform, executor_name, places)
     forget_peak()
     log.info("executor %s on platform %s", executor_name, platform.name)
-    tokenizer = assembly.tokenizer
     groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
-    assembly.record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
+    record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
     rewards: dict[str, RewardRole] = {}
     for role in roles:
         worker, group = configs[role.name], groups[role.name]
         if isinstance(worker, RewardConfig):
-            rewards[role.name.partition(".")[2]] = reward = RewardRole(role.name, worker, group, assembly.redactor)
+            rewards[role.name.partition(".")[2]] = reward = RewardRole(role.name, worker, group, redactor)
             await reward.start()
             continue
-        spec = model_spec(role, config, assembly.tokenizer)
-        run.vocab_sizes[role.name] = vocab_size_of(spec, config, tokens=len(run.tokenizer))
-        if role.kind == "generate":
-            engine = _infer_role(run, assembly, role, worker, group, shares_memory=executor.shares_memory)
-            run.infer_roles[role.name] = engine
-            await run.turns.admit(engine)
+        run.vocab_sizes[role.name] = vocab_size_of(
+            model_spec(role, config, tokenizer), config, tokens=len(run.tokenizer)
+        )
+        capabilities = provider_of(role, worker, registry).capabilities
+        can_offload = offloads(role, config, registry, platform)
+        if isinstance(capabilities, InferCapabilities):
+            poll_s = config.replica_timeout / POLLS_OF_LIFE
+            run.infer_roles[role.name] = engine = GroupInferRole(
+                role.name,
+                worker,
+                group,
+                leases=run.leases,
+                sleeps=can_offload,
+                receives_weights=bool(role.model_from),
+                capabilities=capabilities,
+                routing=config.router_args.router_name,
+                max_running=config.max_running_requests,
+                expand=config.is_num_return_sequences_expand,
+                progress_s=poll_s if executor.shares_memory else min(PROGRESS_S, poll_s),
+                timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
+                find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
+                restart=partial(run.restart, role.name) if role.model_from else None,
+            )
+            await run.leases.start(engine)
         else:
-            run.train_roles[role.name] = trainer = _train_role(run, assembly, role, worker, group)
-            await run.turns.admit(trainer)
+            run.train_roles[role.name] = trainer = GroupTrainRole(
+                role.name,
+                worker,
+                group,
+                trains=role.kind == "train",
+                leases=run.leases,
+                offloads=can_offload,
+                capabilities=capabilities,
+            )
+            await run.leases.start(trainer)
     if rewards:
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)
-    run.weight_sync = WeightSyncController(run, roles, registry, executor, assembly.record)
+    run.weight_sync = WeightSyncController(run, roles, registry, executor, record)
     return executor, plan
-
-
-def _train_role(
-    run: ActiveRun, assembly: Assembly, role: RoleSpec, worker: WorkerConfig, group: WorkerGroup
-) -> GroupTrainRole:
-    provider = provider_of(role, worker, assembly.registry)
-    return GroupTrainRole(
-        role.name,
-        worker,
-        group,
-        trains=role.kind == "train",
-        turns=run.turns,
-        offloads=makes_room(role, run.config, assembly.registry, assembly.platform),
-        capabilities=provider.capabilities if isinstance(provider, TrainProvider) else None,
-    )
-
-
-def _infer_role(
-    run: ActiveRun, assembly: Assembly, role: RoleSpec, worker: WorkerConfig, group: WorkerGroup, *, shares_memory: bool
-) -> GroupInferRole:
-    config, provider = run.config, provider_of(role, worker, assembly.registry)
-    poll_s = config.replica_timeout / POLLS_OF_LIFE
-    has_source = bool(role.model_from)
-    return GroupInferRole(
-        role.name,
-        worker,
-        group,
-        turns=run.turns,
-        sleeps=makes_room(role, config, assembly.registry, assembly.platform),
-        fed=has_source,
-        capabilities=provider.capabilities if isinstance(provider, InferProvider) else None,
-        routing=config.router_args.router_name,
-        max_running=config.max_running_requests,
-        expand=config.is_num_return_sequences_expand,
-        progress_s=poll_s if shares_memory else min(PROGRESS_S, poll_s),
-        timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
-        find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
-        bring_back=partial(run.bring_back, role.name) if has_source else None,
-    )

@@ -22,15 +22,16 @@ import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config import dump
 from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDiedError, chain
-from roll_core.plugins.events import Events
+from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.planning.comparing import compared
+from roll_core.runtime.planning.plan import compared
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards
@@ -43,9 +44,8 @@ from roll_core.runtime.records.samples import SamplesFile
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import summary
-from roll_core.runtime.run.active_run import ActiveRun
-from roll_core.runtime.run.assemble import Assembly, start_roles
-from roll_core.runtime.run.data import RunData
+from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
+from roll_core.runtime.run.assemble import start_roles
 from roll_core.runtime.run.resuming import check_fits, load_run
 from roll_core.runtime.run.saving import RunSaver
 from roll_core.runtime.run.stopping import StopSignals, ignoring_sigterm
@@ -54,19 +54,21 @@ from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from pathlib import Path
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import Executor
     from roll_core.runtime.planning.plan import Plan
     from roll_core.runtime.records.checkpoints import Checkpoint
+    from roll_core.runtime.records.logs import RunLogging
     from roll_core.runtime.records.record import Outcome
-    from roll_core.spec.config import RunConfig
-    from roll_core.spec.pipeline import Pipeline
-    from roll_core.spec.providers import PipelineProvider
-    from roll_core.spec.tracker import Tracker
+    from roll_core.spec.pipeline import Pipeline, Tracker
 
 log = logging.getLogger(__name__)
+
+TOKENS_OF_STAGES = (("rollout", "tokens/generated"), ("train", "tokens/trained"), ("step", "tokens/trained"))
+"""Stages of the time ledger and the metric with the number of tokens that each processes in a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,26 +116,13 @@ def execute(
         started=started,
     )
     record = RunRecord(run_dir.record, facts, redactor)
-    driver = _Driver(
-        config=config,
-        pipeline_record=loaded.pipeline,
-        registry=registry,
-        run_dir=run_dir,
-        record=record,
-        ledger=ledger,
-        console=console,
-        redactor=redactor,
-        stop=StopSignals(config.preemption_timeout),
-    )
     error: BaseException | None = None
+    advice = ""
     with run_logging(run_dir.log, console.warn, redactor) as logs:
-        driver.adopt_logs, driver.file_checks = logs.adopt, [logs.check]
         for warning in loaded.warnings:
             log.warning("%s", warning)
+        driver = _Driver(loaded, registry, run_dir, record, ledger, console, redactor, logs)
         try:
-            with ledger.stage("load libraries"):
-                owner = registry.owner(loaded.pipeline)
-                driver.pipeline = load_target(loaded.pipeline.target, owner=owner)(config)
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
             error = explained(raised, run_dir.path)
@@ -142,7 +131,6 @@ def execute(
                 if isinstance(link, RollError) and link.trace:
                     log.debug("traceback in the worker:\n%s", link.trace)
         with ignoring_sigterm():
-            advice = ""
             if isinstance(error, Exception) and not isinstance(error, RunFileError):
                 advice = summary.advice(error, registry, run_dir)
             outcome = record.finish(error, advice=advice, time_rows=[asdict(row) for row in ledger.rows()])
@@ -170,67 +158,58 @@ def execute(
     )
 
 
-@dataclass(kw_only=True)
 class _Driver:
-    """State and collaborators of one run while it executes."""
+    """State of one run while it executes. `main` and the methods below it are in the order of events."""
 
-    config: RunConfig
-    pipeline: Pipeline[Any] = field(init=False)
-    pipeline_record: PipelineProvider
-    registry: Registry
-    run_dir: RunDir
-    record: RunRecord
-    ledger: Ledger
-    console: Console
-    redactor: Redactor
-    stop: StopSignals
-    adopt_logs: Callable[[], None] = lambda: None
-    file_checks: list[Callable[[], None]] = field(default_factory=list)
-    """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the end."""
-    plan: Plan | None = None
-    """Predicted memory of the roles."""
-    steps_done: int = 0
-    last_metrics: dict[str, float] = field(default_factory=dict)
-    evaluation_due: bool = False
-    """True if SIGTERM interrupted the evaluation of the last step, in this run or in the resumed run."""
+    pipeline: Pipeline[Any]
+    guards: Guards
+    metrics_file: MetricsFile
+    trackers: Trackers
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        registry: Registry,
+        run_dir: RunDir,
+        record: RunRecord,
+        ledger: Ledger,
+        console: Console,
+        redactor: Redactor,
+        logs: RunLogging,
+    ) -> None:
+        self.config, self.provider = loaded.config, loaded.pipeline
+        self.registry, self.run_dir, self.record = registry, run_dir, record
+        self.ledger, self.console, self.redactor, self.logs = ledger, console, redactor, logs
+        self.stop = StopSignals(self.config.preemption_timeout)
+        self.file_checks = [logs.check]
+        """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the
+        end."""
+        self.steps_done = 0
+        self.last_metrics: dict[str, float] = {}
+        self.evaluation_due = False
+        """True if SIGTERM interrupted the evaluation of the last step, in this run or in the resumed run."""
 
     async def main(self) -> None:
         """Run from loading libraries to the final export and memory measurement."""
         config, ledger = self.config, self.ledger
         self.console.line(f"roll · {self.run_dir.name} · {config.pipeline}", style="bold")
-        self._load_libraries()
+        with ledger.stage("load libraries"):
+            import torch  # noqa: F401 - imported here so that the ledger attributes its import time
+            import transformers
+
+            transformers.utils.logging.disable_progress_bar()
+            self.logs.adopt()
+            owner = self.registry.owner(self.provider)
+            self.pipeline = load_target(self.provider.target, owner=owner)(config)
         # A user-provided Ray cluster may have its devices on other hosts than the driver.
         elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
         checkpoint = self._find_checkpoint()
-        history = checkpoint.path.parent.parent if checkpoint is not None else None
-        resumed_step = checkpoint.step if checkpoint is not None else 0
-        with ledger.stage("data"):
-            data = RunData(config)
-            with writing(self.run_dir.tokenizer):
-                tokenizer = prepare_tokenizer(config, data, self.run_dir.tokenizer)
         async with contextlib.AsyncExitStack() as stack:
-            samples = SamplesFile(
-                self.run_dir.samples,
-                lambda ids: str(tokenizer.decode(ids.tolist())),
-                history=history / self.run_dir.samples.name if history else None,
-                resumed_step=resumed_step,
-            )
-            stack.callback(samples.close)
-            guards = Guards(config.guards, on_event=self.record.guard_event)
-            run = ActiveRun(
-                config=config,
-                run_dir=self.run_dir,
-                registry=self.registry,
-                tokenizer=tokenizer,
-                data=data,
-                ledger=ledger,
-                guards=guards,
-                samples=samples,
-                recorder=Recorder(self.run_dir.path, history=history, resumed_step=resumed_step),
-            )
+            run = self._prepare_run(checkpoint, stack)
             with ledger.stage("data"):
                 num_steps = self.pipeline.prepare(run)
+            resumed_step = checkpoint.step if checkpoint is not None else 0
             self.record.update(
                 steps_asked=num_steps,
                 platform=platform.name,
@@ -238,43 +217,28 @@ class _Driver:
                 steps_done=resumed_step,
                 resumed_from=str(checkpoint.path) if checkpoint is not None else "",
             )
-            self._check_work_is_left(checkpoint, num_steps, guards)
+            self._check_work_is_left(checkpoint, num_steps)
             with ledger.stage("build roles"):
-                assembly = Assembly(
-                    pipeline=self.pipeline,
-                    pipeline_record=self.pipeline_record,
-                    registry=self.registry,
-                    platform=platform,
-                    record=self.record,
-                    redactor=self.redactor,
-                    tokenizer=self.run_dir.tokenizer,
+                executor, plan = await start_roles(
+                    run, self.pipeline, self.provider, platform, self.record, self.redactor, stack
                 )
-                executor, self.plan = await start_roles(run, assembly, stack)
                 await self.pipeline.setup(run)
             if checkpoint is not None:
                 with ledger.stage("resume"):
-                    saved = await load_run(run, self.pipeline, checkpoint, self.registry)
+                    saved = await load_run(run, self.pipeline, checkpoint)
                     self.evaluation_due = saved.evaluation_due and bool(config.eval_steps)
-            metrics_file = MetricsFile(
-                self.run_dir.metrics,
-                history=history / self.run_dir.metrics.name if history else None,
-                resumed_step=resumed_step,
-            )
-            stack.callback(metrics_file.close)
-            self.file_checks += [samples.check, metrics_file.check]
+            self._open_metrics(checkpoint, stack)
             if resumed_step >= num_steps:  # no step will run, so no new metrics replace these
                 self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
-            trackers = stack.enter_context(Trackers.opened(self._tracker_factories()))
-            trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
             events = Events(self.registry)
             failure: BaseException | None = None
             try:
                 events.run_started(run)
                 store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
                 async with RunSaver(run, self.pipeline, store) as saver:
-                    await self._steps(run, num_steps, executor, guards, saver, metrics_file, trackers, events)
+                    await self._steps(run, num_steps, executor, saver, events)
                 await self._export(run)
-                await self._measure_memory(run)
+                await self._measure_memory(run, plan)
                 self._check_files()
             except BaseException as error:
                 failure = error
@@ -282,16 +246,6 @@ class _Driver:
             finally:
                 self.console.close()
                 events.run_finished(run, failure)
-
-    def _load_libraries(self) -> None:
-        with self.ledger.stage("load libraries"):
-            import torch  # noqa: F401 - imported here so that the ledger attributes its import time
-            import transformers
-
-            transformers.utils.logging.disable_progress_bar()
-            self.adopt_logs()
-            target, owner = self.pipeline_record.target, f"pipeline {self.config.pipeline}"
-            self.pipeline = load_target(target, owner=owner)(self.config)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """Find and check the checkpoint to resume from; None if there is none. Removes incomplete checkpoints.
@@ -311,29 +265,80 @@ class _Driver:
             check_fits(checkpoint, config, self.registry)
         return checkpoint
 
-    async def _steps(
-        self,
-        run: ActiveRun,
-        num_steps: int,
-        executor: Executor,
-        guards: Guards,
-        saver: RunSaver,
-        metrics_file: MetricsFile,
-        trackers: Trackers,
-        events: Events,
-    ) -> None:
+    def _prepare_run(self, checkpoint: Checkpoint | None, stack: contextlib.AsyncExitStack) -> ActiveRun:
+        """Load the tokenizer and create the run, without roles. A resumed run continues the files of its history."""
+        config, run_dir = self.config, self.run_dir
+        history, resumed_step = _history(checkpoint)
+        with self.ledger.stage("data"):
+            data = DatasetCache()
+            with writing(run_dir.tokenizer):
+                tokenizer = prepare_tokenizer(config, data, run_dir.tokenizer)
+        samples = SamplesFile(
+            run_dir.samples,
+            lambda ids: str(tokenizer.decode(ids.tolist())),
+            history=history / run_dir.samples.name if history else None,
+            resumed_step=resumed_step,
+        )
+        stack.callback(samples.close)
+        self.file_checks.append(samples.check)
+        self.guards = Guards(config.guards, on_event=self.record.guard_event)
+        return ActiveRun(
+            config=config,
+            run_dir=run_dir,
+            registry=self.registry,
+            tokenizer=tokenizer,
+            data=data,
+            ledger=self.ledger,
+            guards=self.guards,
+            samples=samples,
+            recorder=Recorder(run_dir.path, history=history, resumed_step=resumed_step),
+        )
+
+    def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int) -> None:
+        """Trip `zero_steps` if the checkpoint leaves no work.
+
+        At the last step, work is left unless an earlier run finished: the evaluation and the export may be missing.
+        """
+        step = checkpoint.step if checkpoint is not None else 0
+        done = f"step {step} of {num_steps} is done"
+        if checkpoint is None or step > num_steps:
+            self.guards.check("zero_steps", step < num_steps, f"{done}: no work is left")
+        elif step == num_steps:
+            finished = finished_run(checkpoint, self.run_dir)
+            self.guards.check("zero_steps", finished is None, f"{done}, and {finished} finished: no work is left")
+            log.info("%s: only the evaluation and the export of the last step are left", done)
+
+    def _open_metrics(self, checkpoint: Checkpoint | None, stack: contextlib.AsyncExitStack) -> None:
+        """Open `metrics.jsonl` and the trackers."""
+        config, run_dir = self.config, self.run_dir
+        history, resumed_step = _history(checkpoint)
+        self.metrics_file = MetricsFile(
+            run_dir.metrics,
+            history=history / run_dir.metrics.name if history else None,
+            resumed_step=resumed_step,
+        )
+        stack.callback(self.metrics_file.close)
+        self.file_checks.append(self.metrics_file.check)
+        factories: dict[str, Callable[[], Tracker]] = {}
+        for name in config.track_with:
+            provider = self.registry.find(TrackerProvider, name)
+            tracker: type[Tracker] = load_target(provider.target, owner=self.registry.owner(provider))
+            factories[name] = partial(tracker, run_dir.path, run_dir.name, config.tracker_kwargs.get(name, {}))
+        self.trackers = stack.enter_context(Trackers.opened(factories))
+        self.trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
+
+    async def _steps(self, run: ActiveRun, num_steps: int, executor: Executor, saver: RunSaver, events: Events) -> None:
         config, ledger = self.config, self.ledger
-        self.steps_done = guards.step = run.step
+        self.steps_done = self.guards.step = run.step
         self.stop.defer = True
         self.console.start(total_steps=num_steps, done=run.step)
         if config.eval_steps and (run.step == 0 or self.evaluation_due):
             ledger.start_step()
             metrics = await self._evaluate(run)
             if metrics and not self.evaluation_due:
-                metrics |= await run.engine_metrics()
-                self._record(run.step, metrics | ledger.step_times(), metrics_file, trackers)
+                self._record(run.step, metrics | await run.engine_metrics() | ledger.step_times())
         while run.step < num_steps:
-            if self.stop.asked:
+            if self.stop.requested:
                 # SIGTERM arrived before or during the save of this step.
                 await saver.finish()
                 raise self.stop.saved(f"step {run.step} is saved" if run.step else "no step was done yet")
@@ -342,58 +347,38 @@ class _Driver:
             try:
                 await _watched(executor, self.pipeline.step(run))
             except NonFiniteError as error:
-                guards.failed("non_finite", error)
+                self.guards.failed("non_finite", error)
                 raise
             except WorkerDiedError as error:
-                guards.failed("dead_worker", error)
+                self.guards.failed("dead_worker", error)
                 raise
             metrics = run.take_metrics()
+            for stage, name in TOKENS_OF_STAGES:
+                if name in metrics:
+                    ledger.count_tokens(stage, int(metrics[name]))
             run.step += 1
-            self.steps_done = guards.step = run.step
+            self.steps_done = self.guards.step = run.step
             self.record.step(run.step)
             last = run.step == num_steps
-            self._count_tokens(metrics)
             if config.eval_steps and (run.step % config.eval_steps == 0 or last):
                 metrics |= await self._evaluate(run)
-            metrics |= await run.engine_metrics()
-            metrics |= ledger.step_times()
-            self._record(run.step, metrics, metrics_file, trackers)
+            metrics |= await run.engine_metrics() | ledger.step_times()
+            self._record(run.step, metrics)
             self.console.step(run.step, metrics)
             events.step_finished(run, run.step, metrics)
             self._check_files()
-            if self.stop.asked or (config.save_steps and (run.step % config.save_steps == 0 or last)):
+            if self.stop.requested or (config.save_steps and (run.step % config.save_steps == 0 or last)):
                 await saver.save(evaluation_due=self.evaluation_due)
         if self.evaluation_due:
             await saver.finish()
-            raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left to do")
-
-    def _check_files(self) -> None:
-        for check in self.file_checks:
-            check()
-        for path in (self.run_dir.config, self.run_dir.record):
-            if not path.is_file():
-                raise RunFileError(f"{path} was deleted while the run was in progress")
-
-    def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int, guards: Guards) -> None:
-        """Trip `zero_steps` if the checkpoint leaves no work.
-
-        At the last step, work is left unless an earlier run finished: the evaluation and the export may be missing.
-        """
-        step = checkpoint.step if checkpoint is not None else 0
-        done = f"step {step} of {num_steps} is done"
-        if checkpoint is None or step > num_steps:
-            guards.check("zero_steps", step < num_steps, f"{done}: nothing is left to do")
-        elif step == num_steps:
-            finished = finished_run(checkpoint, self.run_dir)
-            guards.check("zero_steps", finished is None, f"{done}, and {finished} finished: nothing is left to do")
-            log.info("%s: what follows the last step is left to do", done)
+            raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left")
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
-            found = await self.stop.unless_asked(self.pipeline.evaluate(run))
+            found = await self.stop.unless_requested(self.pipeline.evaluate(run))
             self.evaluation_due = found is None
             if self.evaluation_due:
-                log.info("SIGTERM: the evaluation of step %d is left to the run that resumes", run.step)
+                log.info("SIGTERM: the resumed run will repeat the evaluation of step %d", run.step)
             metrics = dict(found or {}) | run.take_metrics()
         if metrics:
             self.console.evaluated(
@@ -401,16 +386,18 @@ class _Driver:
             )
         return metrics
 
-    def _record(self, step: int, metrics: Mapping[str, float], metrics_file: MetricsFile, trackers: Trackers) -> None:
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         self.last_metrics.update(metrics)
-        metrics_file.log(step, metrics)
+        self.metrics_file.log(step, metrics)
         if step % self.config.logging_steps == 0:
-            trackers.log(step, metrics)
+            self.trackers.log(step, metrics)
 
-    def _count_tokens(self, metrics: Mapping[str, float]) -> None:
-        for stage, name in (("rollout", "tokens/generated"), ("train", "tokens/trained"), ("step", "tokens/trained")):
-            if name in metrics:
-                self.ledger.count_tokens(stage, int(metrics[name]))
+    def _check_files(self) -> None:
+        for check in self.file_checks:
+            check()
+        for path in (self.run_dir.config, self.run_dir.record):
+            if not path.is_file():
+                raise RunFileError(f"{path} was deleted while the run was in progress")
 
     async def _export(self, run: ActiveRun) -> None:
         name = self.pipeline.export_role()
@@ -423,29 +410,22 @@ class _Driver:
                     shutil.rmtree(self.run_dir.export, ignore_errors=True)  # remove the incomplete export
                     raise
 
-    async def _measure_memory(self, run: ActiveRun) -> None:
-        """Record measured memory of every role beside the prediction. Reward roles have no model and are skipped.
+    async def _measure_memory(self, run: ActiveRun, plan: Plan | None) -> None:
+        """Record the measured memory of train and infer roles beside the prediction `plan`.
 
         Runs after the export, so a worker that fails here loses the measurements and does not fail the run.
         """
         try:
-            measured = {name: await role.memory_use() for name, role in run.train_roles.items()}
-            measured |= {name: await role.memory_use() for name, role in run.infer_roles.items()}
+            measured = {name: await role.memory_use() for name, role in (run.train_roles | run.infer_roles).items()}
         except RollError as error:
-            log.warning("what the workers took of memory is not known: %s", error)
+            log.warning("the memory of the workers was not measured: %s", error)
             return
-        self.record.update(memory=compared(self.plan, measured))
+        self.record.update(memory=compared(plan, measured))
 
-    def _tracker_factories(self) -> dict[str, Callable[[], Tracker]]:
-        config = self.config
 
-        def factory(name: str) -> Callable[[], Tracker]:
-            provider = self.registry.find(TrackerProvider, name)
-            tracker_class: type[Tracker] = load_target(provider.target, owner=self.registry.owner(provider))
-            options = config.tracker_kwargs.get(name, {})
-            return lambda: tracker_class(self.run_dir.path, self.run_dir.name, options)
-
-        return {name: factory(name) for name in config.track_with}
+def _history(checkpoint: Checkpoint | None) -> tuple[Path | None, int]:
+    """Run directory and step of the checkpoint from which the run resumes; None and 0 for a new run."""
+    return (checkpoint.path.parent.parent, checkpoint.step) if checkpoint is not None else (None, 0)
 
 
 async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:

@@ -105,16 +105,16 @@ async def logprob_probe(
     return {rank: reading(rank) for rank in sorted(fixed.keys() | sampled.keys())}
 
 
-def require_following(who: str, version: int, before: ProbeReading | None, now: ProbeReading) -> None:
+def check_follows(who: str, version: int, before: ProbeReading | None, now: ProbeReading) -> None:
     """Raise `StaleWeightsError` if a replica still computes with the weights of the probe `before`."""
     if before is None:
         return
     for one, other in ((before.fixed, now.fixed), (before.sampled, now.sampled)):
         if one is not None and other is not None and other.is_stale(one):
             raise StaleWeightsError(
-                f"{who} confirmed weight version {version}, but computes with older weights: on the same tokens the"
-                f" trainer's logprobs moved by {_distance(other.trainer, one.trainer):.4g} since the probe before, its"
-                f" own by {_distance(other.engine, one.engine):.4g}"
+                f"{who} confirmed weight version {version}, but computes with older weights: since the last probe the"
+                f" trainer's logprobs of the same tokens changed by {_distance(other.trainer, one.trainer):.4g}, the"
+                f" engine's by {_distance(other.engine, one.engine):.4g}"
             )
 
 
@@ -129,8 +129,8 @@ def _exist(ids: TokenIds, vocab_size: int) -> bool:
 def _fixed(completion: Completion, tokens: TokenIds, expected: Floats, who: str) -> Compared:
     found = completion.prompt_logprobs
     if found is None or len(found) != len(expected):
-        what = "no logprobs" if found is None else f"{len(found)} logprobs"
-        raise WeightSyncError(f"{who} returned {what} for the {len(expected)} probe tokens")
+        num = 0 if found is None else len(found)
+        raise WeightSyncError(f"{who} returned {num} logprobs for {len(expected)} probe tokens")
     _require_finite(who, found)
     return Compared(tokens[1:], found[1:], expected[1:])
 
@@ -142,4 +142,4 @@ def _distance(one: Floats, other: Floats) -> float:
 def _require_finite(who: str, logprobs: Floats) -> None:
     wrong = np.flatnonzero(~np.isfinite(logprobs))
     if len(wrong):
-        raise NonFiniteError(f"{who} gives probe token {wrong[0]} the logprob {logprobs[wrong[0]]}")
+        raise NonFiniteError(f"{who}: the logprob of probe token {wrong[0]} is {logprobs[wrong[0]]}, not finite")

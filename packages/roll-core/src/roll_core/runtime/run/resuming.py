@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.checkpoints import Checkpoint
     from roll_core.runtime.run.active_run import ActiveRun
-    from roll_core.runtime.run.roles import GroupTrainRole
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import Pipeline
 
@@ -63,23 +62,19 @@ class SavedRun:
                 roles={name: SavedRole(**role) for name, role in state["roles"].items()},
                 evaluation_due=state.get("evaluation_due", False),
             )
-            _check_types(saved, dict)
-            for name, role in saved.roles.items():
-                _check_types(role, dict, type(None))
+            records: list[SavedRun | SavedRole] = [saved, *saved.roles.values()]
+            for record in records:
+                for each in fields(record):
+                    value, known = getattr(record, each.name), {"str": str, "int": int, "bool": bool}
+                    expected = known.get(str(each.type), dict)
+                    if type(value) is not expected and not (each.name == "model" and value is None):
+                        raise TypeError(f"{each.name} is {value!r:.100}")
+            for name in saved.roles:
                 if not is_inside(name) or "/" in name:
-                    raise TypeError(f"{name!r:.100} is no name of a role")
-            return saved
+                    raise TypeError(f"{name!r:.100} is not a name of a role")
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{checkpoint.path}: its state is not that of a run: {error!r}") from error
-
-
-def _check_types(record: SavedRun | SavedRole, *others: type) -> None:
-    """Raise `TypeError` unless `str`, `int` and `bool` fields match their annotations and the rest are of `others`."""
-    known = {"str": (str,), "int": (int,), "bool": (bool,)}
-    for each in fields(record):
-        value = getattr(record, each.name)
-        if type(value) not in known.get(str(each.type), others):
-            raise TypeError(f"{each.name} is {value!r:.100}")
+            raise CheckpointError(f"{checkpoint.path}: state.json is not the state of a run: {error!r}") from error
+        return saved
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) -> None:
@@ -90,60 +85,51 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, registry: Registry) ->
     saved = SavedRun.of(checkpoint)
     if saved.pipeline != config.pipeline:
         raise CheckpointMismatchError(
-            f"{checkpoint.path} is of the pipeline {saved.pipeline}, this config's is {config.pipeline}; to start from"
-            " that model, give its export as model_name_or_path"
+            f"{checkpoint.path} is a checkpoint of pipeline {saved.pipeline}, but the config has pipeline"
+            f" {config.pipeline}; to start from that model, set model_name_or_path to its export"
         )
     roles = config.roles()
     for name, role in saved.roles.items():
         worker = roles.get(name)
         if worker is None or worker.strategy_args is None:
-            raise CheckpointMismatchError(f"{checkpoint.path} holds {name}, which this config does not have")
+            raise CheckpointMismatchError(f"{checkpoint.path} contains role {name}, which this config does not train")
         asked = worker.strategy_args.strategy_name
         if asked == role.strategy:
             continue
-        holds = f"{checkpoint.path} holds {name} in the format of {role.strategy}, which {asked} does not read"
+        other = f"{checkpoint.path} contains {name} in the format of {role.strategy}, which {asked} cannot load"
         if not registry.find(TrainProvider, asked).capabilities.portable_state:
             raise CheckpointMismatchError(
-                f"{holds}, nor does it read the state of other strategies: set {name}.strategy_args.strategy_name to"
-                f" {role.strategy}, or leave resume_from_checkpoint out and start from an export of that run"
+                f"{other}, and {asked} does not support portable states: set {name}.strategy_args.strategy_name to"
+                f" {role.strategy}, or remove resume_from_checkpoint and start from an export of that run"
             )
         if not role.portable:
             raise CheckpointMismatchError(
-                f"{holds}, and no portable state: go on with {name}.strategy_args.strategy_name={role.strategy} and"
-                " portable_checkpoints=true, and change the strategy at the next checkpoint, which will have one; or"
-                " leave resume_from_checkpoint out and start from an export of that run"
+                f"{other}, and it has no portable state: resume with {name}.strategy_args.strategy_name={role.strategy}"
+                " and portable_checkpoints=true, and change the strategy after the next checkpoint; or remove"
+                " resume_from_checkpoint and start from an export of that run"
             )
 
 
-async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint, registry: Registry) -> SavedRun:
+async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoint) -> SavedRun:
     """Load roles, pipeline state and `run.step` from a checkpoint and return its run state.
 
-    Raises `CheckpointMismatchError` if the checkpoint lacks a role that this run trains.
+    A role loads the portable state if its strategy's own files are of another strategy, or of a world size that the
+    strategy cannot load. Raises `CheckpointMismatchError` if the checkpoint lacks a role that this run trains.
     """
     saved = SavedRun.of(checkpoint)
     trained = {name for name, role in run.train_roles.items() if role.trains}
     if missing := trained - saved.roles.keys():
-        raise CheckpointMismatchError(f"{checkpoint.path} does not hold {', '.join(sorted(missing))}, which is trained")
-    for name, role in saved.roles.items():
-        here = run.train_role(name)
-        load = here.load_portable if _needs_portable(role, here, registry) else here.load
-        await load(checkpoint.path / name, role.weight_version)
+        raise CheckpointMismatchError(f"{checkpoint.path} lacks {', '.join(sorted(missing))}, which this run trains")
+    for name, state in saved.roles.items():
+        role = run.train_role(name)
+        strategy = role.config.strategy_args.strategy_name if role.config.strategy_args else ""
+        can, world_size = role.capabilities, role.group.world_size
+        own = strategy == state.strategy and (state.world_size == world_size or can.any_world_size)
+        portable = not own and state.portable and can.portable_state
+        if portable:
+            log.info("%s: %s × %d loads the portable state of %s", name, strategy, world_size, state)
+        await role.load(checkpoint.path / name, state.weight_version, portable=portable)
     pipeline.load_state(saved.pipeline_state)
     run.step = checkpoint.step
     log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
     return saved
-
-
-def _needs_portable(saved: SavedRole, here: GroupTrainRole, registry: Registry) -> bool:
-    """True if a role loads the portable state instead of its strategy's files.
-
-    That is the case if the files are of another strategy, or of a world size that the strategy cannot load.
-    """
-    name = here.config.strategy_args.strategy_name if here.config.strategy_args else ""
-    can = registry.find(TrainProvider, name).capabilities
-    if name == saved.strategy and (saved.world_size == here.group.world_size or can.any_world_size):
-        return False
-    if not (saved.portable and can.portable_state):
-        return False
-    log.info("%s: %s × %d goes on from the state of %s", here.name, name, here.group.world_size, saved)
-    return True

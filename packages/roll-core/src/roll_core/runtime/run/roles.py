@@ -21,26 +21,27 @@ from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.records.portable_state import FOLDER
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, WorkerReplica
-from roll_core.runtime.workers.infer import EngineReading, InferWorker, join_readings
+from roll_core.runtime.workers.infer import InferWorker, join_readings
 from roll_core.runtime.workers.train import TrainWorker, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
-from roll_core.spec.train import Want
+from roll_core.spec.train import WantedOutputs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from roll_core.runtime.cluster.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerCall, WorkerGroup
     from roll_core.runtime.cluster.memory_use import MemoryUse
     from roll_core.runtime.rollout.replicas import HealthTimeouts, Routing
     from roll_core.runtime.rollout.requests import FindStop
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.train import LossFn, LossMetrics, Part, StepStats
+    from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats, WantedOutputs
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -64,20 +65,20 @@ class GroupTrainRole(TrainRole):
         group: WorkerGroup,
         *,
         trains: bool,
-        turns: SlotLeases | None = None,
+        leases: SlotLeases | None = None,
         offloads: bool = False,
         capabilities: TrainCapabilities | None = None,
     ) -> None:
         """Wrap a worker group. `trains` is false for a role that only scores.
 
-        `turns` grants leases on slots and is shared by all roles. If `offloads`, the role moves its parts to the host
+        `leases` grants leases on slots and is shared by all roles. If `offloads`, the role moves its parts to the host
         while other roles use its slots.
         """
         self.name, self.config, self.group, self.trains = name, config, group, trains
         self._workers = WorkerStub[TrainWorker](group)
         self.capabilities = capabilities or TrainCapabilities()
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
-        self._turns = turns or SlotLeases()
+        self._leases = leases or SlotLeases()
         self._ranks: list[DataRank] = []
         self._version = self._changed_at = 0
 
@@ -86,16 +87,16 @@ class GroupTrainRole(TrainRole):
         """Slots of the role's workers."""
         return slots_of(self.group.spec.places)
 
-    async def leave(self, parts: frozenset[str]) -> None:
+    async def offload(self, parts: frozenset[str]) -> None:
         """Offload parts of every rank to the host."""
-        await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[Part]", parts)))
+        await self._workers(TrainWorker.offload).all(sorted(cast("frozenset[StateKind]", parts)))
 
-    async def enter(self, parts: frozenset[str]) -> None:
+    async def onload(self, parts: frozenset[str]) -> None:
         """Onload parts of every rank to the device."""
-        await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[Part]", parts)))
+        await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[StateKind]", parts)))
 
-    def _turn(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
-        return self._turns.take({self.name: parts})
+    def _lease(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
+        return self._leases.take({self.name: parts})
 
     async def start(self) -> None:
         """Build the model on every rank."""
@@ -127,50 +128,32 @@ class GroupTrainRole(TrainRole):
         return self._changed_at
 
     @override
-    async def score(
-        self,
-        sequences: Sequence[TrainSequence],
-        *,
-        logprobs: bool = False,
-        entropy: bool = False,
-        values: bool = False,
-        temperature: float = 1.0,
-        base: bool = False,
-        first_choices: bool = False,
-    ) -> ScoredSequences:
-        if base and not self.config.model_args.trains_adapters:
+    async def forward(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
+        if want.base and not self.config.model_args.trains_adapters:
             raise UnsupportedError(
-                f"{self.name} trains its whole model, not adapters (lora_target): no base model is left to score with"
+                f"{self.name} trains its whole model, not adapters (lora_target): it has no base model to score with"
             )
-        want = Want(
-            logprobs=logprobs,
-            entropy=entropy,
-            values=values,
-            topk=int(first_choices),
-            temperature=temperature,
-            base=base,
-        )
         shares = balance(sequences, self.data_parallel)
-        async with self._turn(WEIGHTS):
+        async with self._lease(WEIGHTS):
             score = self._workers(TrainWorker.score)
-            answers = await score.each(
+            found = await score.each(
                 [score.args([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
             )
+        leaders = [(shares[rank.index], share) for rank, share in zip(self._ranks, found, strict=True) if rank.leader]
+        order = np.argsort([at for share, _ in leaders for at in share])
 
-        def in_order(field: str, wanted: bool) -> list[Any] | None:
-            if not wanted:
+        def in_order(field: str) -> list[Any] | None:
+            parts = [getattr(outputs, field) for _, outputs in leaders]
+            if parts[0] is None:
                 return None
-            found: dict[int, Any] = {}
-            for rank, answer in zip(self._ranks, answers, strict=True):
-                if rank.leader:
-                    found.update(zip(shares[rank.index], getattr(answer, field), strict=True))
-            return [found[i] for i in range(len(sequences))]
+            rows = list(itertools.chain.from_iterable(parts))
+            return [rows[at] for at in order]
 
         return ScoredSequences(
-            logprobs=in_order("logprobs", logprobs),
-            entropy=in_order("entropy", entropy),
-            values=in_order("values", values),
-            first_choices=in_order("first_choices", first_choices),
+            logprobs=in_order("logprobs"),
+            entropy=in_order("entropy"),
+            values=in_order("values"),
+            argmax_tokens=in_order("argmax_tokens"),
         )
 
     @override
@@ -185,7 +168,7 @@ class GroupTrainRole(TrainRole):
     ) -> UpdateResult:
         per_step: list[LossMetrics] = []
         num_skipped = num_overflows = 0
-        async with self._turn(TRAINED):
+        async with self._lease(TRAINED):
             for epoch in range(epochs):
                 order = group_order(sequences, None if shuffle_seed is None else [shuffle_seed, epoch])
                 for chunk in even_chunks(order, self.sequences_per_step):
@@ -208,23 +191,29 @@ class GroupTrainRole(TrainRole):
         shares = balance(batch, self.data_parallel)
         denominators = totals(batch, max_length=max_length)
         update = self._workers(TrainWorker.update)
-        answers = await update.each(
+        results = await update.each(
             [update.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
         )
-        stats = answers[0].stats
+        stats = results[0].stats
         # The first step of a warm-up has a learning rate of 0, so it creates no new version.
         warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
         if not (stats.skipped or warming_up):
             self._version += 1
             if stats.grad_norm != 0:
                 self._changed_at = self._version
-        return combine([a.metrics for a, rank in zip(answers, self._ranks, strict=True) if rank.leader]), stats
+        return combine([each.metrics for each, rank in zip(results, self._ranks, strict=True) if rank.leader]), stats
 
-    async def save(self, path: Path) -> bool:
-        """Write every rank's state below `path`. Returns True if some rank left files for `finish_save`."""
+    async def save(self, path: Path, *, portable: bool = False) -> bool:
+        """Write every rank's state below `path`. Returns True if some rank left files for `finish_save`.
+
+        `portable`: also write the portable state, which every strategy can load.
+        """
         save = self._workers(TrainWorker.save)
-        async with self._turn(TRAINED):
-            return any(await save.each([save.args(folder) for folder in self._rank_folders(path)]))
+        async with self._lease(TRAINED):
+            unfinished = await save.each([save.args(folder) for folder in self._rank_folders(path)])
+            if portable:
+                await self._workers(TrainWorker.save_portable).all(str(path / FOLDER))
+        return any(unfinished)
 
     async def finish_save(self) -> None:
         """Write the files that the last `save` left. Takes no lease, because the pending state is not on the slots.
@@ -233,26 +222,21 @@ class GroupTrainRole(TrainRole):
         """
         await self._workers(TrainWorker.finish_save).all()
 
-    async def load(self, path: Path, version: int) -> None:
-        """Load the state that `save` wrote below `path` and set the weight version to `version`."""
+    async def load(self, path: Path, version: int, *, portable: bool = False) -> None:
+        """Load the state that `save` wrote below `path` and set the weight version to `version`.
+
+        `portable`: load the portable state, written by any strategy.
+        """
         load = self._workers(TrainWorker.load)
-        async with self._turn(TRAINED):
-            await load.each([load.args(folder) for folder in self._rank_folders(path)])
+        async with self._lease(TRAINED):
+            if portable:
+                await self._workers(TrainWorker.load_portable).all(str(path / FOLDER))
+            else:
+                await load.each([load.args(folder) for folder in self._rank_folders(path)])
         self._version = version
 
     def _rank_folders(self, path: Path) -> list[str]:
         return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
-
-    async def save_portable(self, path: Path) -> None:
-        """Write the portable state, which every strategy can load, below `path`."""
-        async with self._turn(TRAINED):
-            await self._workers(TrainWorker.save_portable).all(str(path / FOLDER))
-
-    async def load_portable(self, path: Path, version: int) -> None:
-        """Load the portable state below `path`, written by any strategy, and set the weight version to `version`."""
-        async with self._turn(TRAINED):
-            await self._workers(TrainWorker.load_portable).all(str(path / FOLDER))
-        self._version = version
 
     async def memory_use(self) -> list[MemoryUse | None]:
         """Memory of each rank's process and device in bytes; None if unknown."""
@@ -260,7 +244,7 @@ class GroupTrainRole(TrainRole):
 
     async def export(self, path: Path) -> None:
         """Export the model to the directory `path` in the format of transformers."""
-        async with self._turn(TRAINED):
+        async with self._lease(TRAINED):
             await self._workers(TrainWorker.export).all(str(path))
 
 
@@ -273,9 +257,9 @@ class GroupInferRole(InferRole):
         config: WorkerConfig,
         group: WorkerGroup,
         *,
-        turns: SlotLeases | None = None,
+        leases: SlotLeases | None = None,
         sleeps: bool = False,
-        fed: bool = False,
+        receives_weights: bool = False,
         capabilities: InferCapabilities | None = None,
         routing: Routing = "least_loaded",
         max_running: int | None = None,
@@ -283,13 +267,13 @@ class GroupInferRole(InferRole):
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
         timeouts: HealthTimeouts = NO_TIMEOUTS,
-        bring_back: Callable[[], Awaitable[None]] | None = None,
+        restart: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Wrap a worker group and create its `RequestQueue`, which takes the arguments not described here.
 
-        `turns` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
-        roles and lose their weights. They sleep only if `fed`, that is, if a role publishes weights to them.
-        `bring_back` restarts all replicas and publishes weights to them. It is called once no replica is alive.
+        `leases` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
+        roles and lose their weights. They sleep only if `receives_weights`: if a role publishes weights to them.
+        `restart` restarts all replicas and publishes weights to them. It is called once no replica is alive.
         """
         self.name, self.config, self.group = name, config, group
         self._workers = WorkerStub[InferWorker](group)
@@ -305,12 +289,12 @@ class GroupInferRole(InferRole):
             find_stop=find_stop,
             progress_s=progress_s,
             timeouts=timeouts,
-            survives_all=lambda: bring_back is not None and group.outlives_all,
+            survives_all=lambda: restart is not None and group.survives_all,
         )
-        self._bring_back, self._bringing_back = bring_back, asyncio.Lock()
-        self._turns, self._sleeps, self._fed = turns or SlotLeases(), sleeps, fed
+        self._restart, self._restarting = restart, asyncio.Lock()
+        self._leases, self._sleeps, self._receives_weights = leases or SlotLeases(), sleeps, receives_weights
         self._version = 0
-        self.holds_weights = True
+        self.has_weights = True
         """False after the engines slept, until the next publish."""
 
     @property
@@ -321,25 +305,30 @@ class GroupInferRole(InferRole):
     @property
     def movable(self) -> frozenset[str]:
         """Parts that can be offloaded. Empty if no role publishes to this engine: it could not reload its weights."""
-        return ENGINE if self._sleeps and self._fed else frozenset()
+        return ENGINE if self._sleeps and self._receives_weights else frozenset()
 
-    async def leave(self, parts: frozenset[str]) -> None:
+    async def offload(self, parts: frozenset[str]) -> None:
         """Put every replica to sleep, which frees the slots' memory and discards the weights."""
-        self.holds_weights = False
-        await self._call_survivors(InferWorker.sleep)
+        self.has_weights = False
+        await self._call_survivors(self._workers(InferWorker.sleep))
 
-    async def enter(self, parts: frozenset[str]) -> None:
+    async def onload(self, parts: frozenset[str]) -> None:
         """Wake every replica. It has no weights until the next publish."""
-        await self._call_survivors(InferWorker.wake)
+        await self._call_survivors(self._workers(InferWorker.wake))
 
-    async def _call_survivors(self, method: Callable[[InferWorker], Coroutine[Any, Any, None]]) -> None:
-        """Call every live replica. Ignores a replica that exits during the call; `revive` restarts it later."""
+    async def _call_survivors(self, call: WorkerCall[[], R], *ignored: type[RollError]) -> list[R]:
+        """Call every live replica. Omits a replica that exits during the call; `revive` restarts it later."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
-        told = await asyncio.gather(*[self._workers(method).at(rank) for rank in ranks], return_exceptions=True)
-        for rank, outcome in zip(ranks, told, strict=True):
-            died = isinstance(outcome, WorkerDiedError) and rank in self.group.lost
-            if isinstance(outcome, BaseException) and not died:
+        outcomes = await asyncio.gather(*[call.at(rank) for rank in ranks], return_exceptions=True)
+        found: list[R] = []
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                found.append(outcome)
+            elif not isinstance(outcome, ignored) and not (
+                isinstance(outcome, WorkerDiedError) and rank in self.group.lost
+            ):
                 raise outcome
+        return found
 
     async def start(self) -> None:
         """Start every engine and log the URLs of its OpenAI-compatible endpoints, if it has any."""
@@ -366,12 +355,12 @@ class GroupInferRole(InferRole):
         if not (ranks and self.group.spec.survives != "never" and living > set(ranks)):
             return False
         for rank in ranks:
-            await self.group.give_up(rank, why)
+            await self.group.kill(rank, why)
         return bool(self.group.lost)
 
     def received(self, version: int) -> None:
         """Record that weights of this version were published, and add restarted replicas to the request queue."""
-        self._version, self._fed, self.holds_weights = version, True, True
+        self._version, self._receives_weights, self.has_weights = version, True, True
         for rank in sorted(self._waiting):
             self._replicas[rank] = WorkerReplica(self.group, rank)
             self.queue.add(self._replicas[rank])
@@ -388,7 +377,7 @@ class GroupInferRole(InferRole):
         requests: Sequence[GenerateRequest],
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        async with self.turn():
+        async with self.lease():
             return await self.served(self.queue.generate(requests, on_completion))
 
     async def served(self, waiting: Coroutine[Any, Any, T]) -> T:
@@ -402,9 +391,9 @@ class GroupInferRole(InferRole):
             for _ in range(ATTEMPTS):
                 if await self._is_done(task):
                     return await task
-                async with self._bringing_back:
-                    if self._bring_back is not None and self.queue.no_replicas.is_set():
-                        await self._bring_back()
+                async with self._restarting:
+                    if self._restart is not None and self.queue.no_replicas.is_set():
+                        await self._restart()
             if not await self._is_done(task) and (death := self.queue.error) is not None:
                 raise death
             return await task
@@ -426,12 +415,12 @@ class GroupInferRole(InferRole):
 
         Raises any other error of a replica. Raises `WorkerDiedError` if every replica exited.
         """
-        async with self.turn():
-            asked = [
+        async with self.lease():
+            calls = [
                 self.queue.generate([replace(request, id=f"{request.id}/{rank}")], replica=replica)
                 for rank, replica in self._replicas.items()
             ]
-            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         faults = [failure for failure in failures if not isinstance(failure, WorkerDiedError)]
         if faults or len(failures) == len(outcomes):
@@ -440,13 +429,13 @@ class GroupInferRole(InferRole):
         return {rank: outcome[0] for rank, outcome in found if not isinstance(outcome, BaseException)}
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def lease(self) -> AsyncIterator[None]:
         """A lease on the role's slots for generation. Raises `RollError` if the engines slept and have no weights."""
-        async with self._turns.take({self.name: ENGINE}):
-            if not self.holds_weights:
+        async with self._leases.take({self.name: ENGINE}):
+            if not self.has_weights:
                 raise RollError(
-                    f"{self.name} has slept since weights were last published to it, while others used its slots:"
-                    " publish_weights before it generates"
+                    f"{self.name} slept after its last weight sync, because other roles used its slots, and has no"
+                    " weights: call publish_weights before it generates"
                 )
             yield
 
@@ -459,15 +448,8 @@ class GroupInferRole(InferRole):
 
         Omits replicas that exit or do not respond within `METRICS_S`. The request queue's health checks detect hangs.
         """
-        ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
-        asked = [self._workers(InferWorker.metrics, METRICS_S).at(rank) for rank in ranks]
-        readings: list[EngineReading] = []
-        for rank, told in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-            if not isinstance(told, BaseException):
-                readings.append(told)
-            elif not isinstance(told, WorkerTimeoutError) and rank not in self.group.lost:
-                raise told
-        return join_readings(readings)
+        metrics = self._workers(InferWorker.metrics, METRICS_S)
+        return join_readings(await self._call_survivors(metrics, WorkerTimeoutError))
 
 
 def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) -> Sequence[int]:

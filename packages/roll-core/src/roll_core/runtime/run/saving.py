@@ -62,22 +62,30 @@ class RunSaver:
             finished.result()
 
     async def _save(self, evaluation_due: bool) -> None:
-        run = self._run
+        run, portable = self._run, self._run.config.portable_checkpoints
         trained = {name: role for name, role in run.train_roles.items() if role.trains}
         saved = SavedRun(
             pipeline=run.config.pipeline,
             pipeline_state=dict(self._pipeline.state()),
-            roles={name: _saved_role(role, run.config.portable_checkpoints) for name, role in trained.items()},
+            roles={
+                name: SavedRole(
+                    strategy=role.config.strategy_args.strategy_name if role.config.strategy_args else "",
+                    world_size=role.group.world_size,
+                    weight_version=role.weight_version,
+                    portable=portable,
+                    model=_with_absolute_paths(role.group.spec.args["model"]),
+                    strategy_config=role.group.spec.args["strategy_config"],
+                )
+                for name, role in trained.items()
+            },
             evaluation_due=evaluation_due,
         )
         async with AsyncExitStack() as writing:
             path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
             unfinished = []
             for name, role in trained.items():
-                if await role.save(path / name):
+                if await role.save(path / name, portable=portable):
                     unfinished.append(role)
-                if run.config.portable_checkpoints:
-                    await role.save_portable(path / name)
             if unfinished:
                 self._finishing = asyncio.create_task(_finish(unfinished, writing.pop_all()))
 
@@ -101,7 +109,7 @@ class RunSaver:
                 self._finishing.cancel()
             (failure,) = await asyncio.gather(self._finishing, return_exceptions=True)
             if failure is not None:
-                log.warning("the last checkpoint was not completed: %s", failure or "the run was stopped")
+                log.warning("the last checkpoint is incomplete: %s", failure or "the run was stopped")
 
 
 async def _finish(roles: Sequence[GroupTrainRole], writing: AsyncExitStack) -> None:
@@ -110,19 +118,8 @@ async def _finish(roles: Sequence[GroupTrainRole], writing: AsyncExitStack) -> N
         await gather([role.finish_save() for role in roles])
 
 
-def _saved_role(role: GroupTrainRole, portable: bool) -> SavedRole:
-    return SavedRole(
-        strategy=role.config.strategy_args.strategy_name if role.config.strategy_args else "",
-        world_size=role.group.world_size,
-        weight_version=role.weight_version,
-        portable=portable,
-        model=_found_again(role.group.spec.args["model"]),
-        strategy_config=role.group.spec.args["strategy_config"],
-    )
-
-
-def _found_again(model: ModelSpec) -> dict[str, Any]:
-    """The model with absolute, resolved paths, valid in any working directory and after `latest` moves to a new run."""
+def _with_absolute_paths(model: ModelSpec) -> dict[str, Any]:
+    """The model with absolute paths, valid in any working directory and after `latest` moves to a new run."""
     paths = {"path": model.path, "tokenizer": model.tokenizer}
     return asdict(model) | {
         key: str(Path(path).resolve()) for key, path in paths.items() if path and Path(path).is_dir()

@@ -38,16 +38,16 @@ class StopSignals:
         self.grace_s = grace_s
         self.defer = False
         """True once the run has state to save, so that SIGTERM waits for a checkpoint. Set by the run."""
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
         self._error: BaseException | None = None
         """The error that the cancelled run raises."""
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """True after a SIGTERM: the run saves a checkpoint and ends."""
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine to its end under signal handlers.
@@ -66,19 +66,19 @@ class StopSignals:
         self._call_off()
         return RunPreemptedError(f"stopped by SIGTERM; {what}")
 
-    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
+    async def unless_requested(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Await optional `work` and return its result. Cancels it and returns None if SIGTERM arrives first."""
-        if self.asked:
+        if self.requested:
             work.close()
             return None
-        working, asking = asyncio.create_task(work), asyncio.create_task(self._asked.wait())
+        working, requested = asyncio.create_task(work), asyncio.create_task(self._requested.wait())
         try:
-            await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, requested}, return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
             working.cancel()
-            asking.cancel()
-            await asyncio.gather(working, asking, return_exceptions=True)
+            requested.cancel()
+            await asyncio.gather(working, requested, return_exceptions=True)
 
     async def _guarded(self, main: Coroutine[Any, Any, None]) -> None:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
@@ -105,22 +105,22 @@ class StopSignals:
         self._cancel(RunInterruptedError("stopped by SIGINT"))
 
     def _on_sigterm(self) -> None:
-        if self.asked:
-            self._cancel(RunInterruptedError("stopped by a second SIGTERM, before what the first asked for was saved"))
+        if self.requested:
+            self._cancel(RunInterruptedError("stopped by a second SIGTERM, before the checkpoint was complete"))
         elif not self.grace_s:
             self._cancel(RunInterruptedError("stopped by SIGTERM; preemption_timeout is 0, so nothing was saved"))
         elif not self.defer:
             self._cancel(RunPreemptedError("stopped by SIGTERM before the first step; there was nothing to save"))
         else:
-            log.info("SIGTERM: a checkpoint is written after this step, and the run ends; it has %g s", self.grace_s)
+            log.info("SIGTERM: the run writes a checkpoint after this step and ends, within %g s", self.grace_s)
             self._deadline = asyncio.get_running_loop().call_later(self.grace_s, self._too_late)
-        self._asked.set()
+        self._requested.set()
 
     def _too_late(self) -> None:
         self._cancel(
             RunInterruptedError(
-                f"stopped by SIGTERM: the step in progress was not done and saved within preemption_timeout ="
-                f" {self.grace_s:g} s; the run can go on from the checkpoint before"
+                f"stopped by SIGTERM: the step in progress was not completed and saved within preemption_timeout ="
+                f" {self.grace_s:g} s; the run can resume from the previous checkpoint"
             )
         )
 

@@ -47,7 +47,7 @@ def report(run_dir: RunDir) -> list[tuple[str, str]]:
     try:
         return [("report", relative(write_report(run_dir.path)))]
     except OSError as error:
-        log.error("the report could not be written: %s", error)
+        log.error("cannot write the report: %s", error)
         return []
 
 
@@ -75,7 +75,7 @@ def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, st
     if "val/loss" in metrics:
         lines.append(("held-out loss", f"{metrics['val/loss']:.4f}  (val/loss)"))
     if "val/token_accuracy" in metrics:
-        lines.append(("first choices", f"{metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
+        lines.append(("token accuracy", f"{metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
     if run_dir.export.is_dir():
         lines.append(("model", relative(run_dir.export)))
     return lines

@@ -10,18 +10,21 @@ import numpy as np
 
 from roll_core.config.weight_transports import choose_transport, load_transport
 from roll_core.errors import (
-    ReceiverSilentError,
+    ReceiverTimeoutError,
     RollError,
     StaleWeightsError,
     WeightsUnchangedError,
     WeightSyncError,
     WorkerDiedError,
 )
-from roll_core.runtime.run.probe import ProbeReading, logprob_probe, require_following
+from roll_core.runtime.cluster.executors.base import WorkerStub
+from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
-from roll_core.runtime.weights.plan import role_facts
+from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.workers.build import provider_of, served_adapters
+from roll_core.runtime.workers.infer import InferWorker
+from roll_core.runtime.workers.train import TrainWorker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from roll_core.runtime.weights.broadcaster import SyncReport
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.providers import InferCapabilities, TrainCapabilities, WeightTransportProvider
-    from roll_core.spec.transport import Route
+    from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+    from roll_core.spec.transport import DeviceFacts
     from roll_core.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,7 @@ class SyncedRun(Protocol):
     config: RunConfig
     step: int
     guards: Guards
-    turns: SlotLeases
+    leases: SlotLeases
     tokenizer: PreTrainedTokenizerBase
     busy_roles: set[str]
 
@@ -90,7 +93,7 @@ class _Link:
     followed: bool = False
     """True if the engine was probed with weights that differ from the first probe's."""
 
-    def owes_probe(self, changed_at: int) -> bool:
+    def is_probe_due(self, changed_at: int) -> bool:
         """True if a probe is due: at the first publish, and at the first publish with changed weights."""
         return self.probed_at < 0 or (not self.followed and changed_at > self.probed_at)
 
@@ -108,18 +111,18 @@ class WeightSyncController:
     async def publish(self, source: str, target: str) -> dict[str, float]:
         """Publish the weights of `source` to `target` and return the metrics.
 
-        Does nothing, and returns no metrics, if all replicas of `target` are alive and hold the current weights.
+        Does nothing, and returns no metrics, if all replicas of `target` are alive and have the current weights.
         """
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
         engine = self._run.engine(target)
         whole = not engine.group.lost and not engine.queue.no_replicas.is_set()
-        if link is not None and link.version == version and engine.holds_weights and whole:
+        if link is not None and link.version == version and engine.has_weights and whole:
             return {}
         if engine.group.lost:
-            async with self._run.turns.take({target: ENGINE}):  # an engine needs exclusive slots while it starts
+            async with self._run.leases.take({target: ENGINE}):  # an engine needs exclusive slots while it starts
                 await engine.revive()
-        async with self._run.turns.take({source: WEIGHTS, target: ENGINE}):
+        async with self._run.leases.take({source: WEIGHTS, target: ENGINE}):
             link = link or await self._connect(source, target)
             return await self._publish(link, source, target, version)
 
@@ -148,11 +151,11 @@ class WeightSyncController:
             }
         link.version = version
         engine.received(version)
-        if link.broadcaster.transport.in_process and target not in self._run.busy_roles:
-            self._run.turns.lend(source, WEIGHTS, target)
+        if link.broadcaster.plan.transport.in_process and target not in self._run.busy_roles:
+            self._run.leases.share(source, WEIGHTS, target)
         # Scheduled by step number, so that a resumed run is probed at the same steps as an uninterrupted one.
         scheduled = self._run.step % guards.config.logprob_probe.every == 0
-        if guards.active("logprob_probe") and (scheduled or link.owes_probe(changed_at)):
+        if guards.active("logprob_probe") and (scheduled or link.is_probe_due(changed_at)):
             try:
                 found = await self._probe(link, source, target, changed_at)
                 metrics |= found if scheduled else {}
@@ -175,7 +178,7 @@ class WeightSyncController:
                     await engine.revive()
                     return await link.broadcaster.publish(version, changed_at=changed_at)
                 except (WorkerDiedError, WeightSyncError) as error:
-                    silent = error.ranks if isinstance(error, ReceiverSilentError) else ()
+                    silent = error.ranks if isinstance(error, ReceiverTimeoutError) else ()
                     if not left or not (
                         engine.group.lost or await engine.give_up(silent, f"{error} (model_update_timeout)")
                     ):
@@ -184,62 +187,49 @@ class WeightSyncController:
         raise AssertionError("the last attempt returns or raises")
 
     async def _connect(self, source: str, target: str) -> _Link:
-        infer = self._capabilities(target)
-        broadcaster, why = await self._select(source, target)
-        name = broadcaster.transport.name
-        log.info("weights of %s reach %s by %s%s", source, target, name, why and f" ({why})")
-        self._record.weight_transport(source, target, name)
-        link = self._links[source, target] = _Link(
-            broadcaster,
-            probes=getattr(infer, "prompt_logprobs", False),
-            in_flight=getattr(infer, "in_flight_update", False),
-        )
-        return link
-
-    async def _select(self, source: str, target: str) -> tuple[WeightBroadcaster, str]:
-        """The most preferred transport and route that pass their self-test, and why better ones are not used."""
-        run = self._run
-        await run.engine(target).revive()  # exited workers cannot report their devices
-        groups = {source: run.train_role(source).group, target: run.engine(target).group}
-        sender, receiver = [
-            role_facts(
-                group,
-                self._capabilities(name).weight_transports,
-                () if self._executor.shares_memory else await group.call("device_facts"),
-                directory=run.config.model_update_dir or "",
-            )
-            for name, group in groups.items()
-        ]
+        """Connect two roles by the most preferred transport and route that pass their self-test."""
+        run, trainer, engine = self._run, self._run.train_role(source), self._run.engine(target)
+        await engine.revive()  # exited workers cannot report their devices
+        train_devices: Sequence[DeviceFacts] = ()
+        infer_devices: Sequence[DeviceFacts] = ()
+        if not self._executor.shares_memory:
+            train_devices = await WorkerStub[TrainWorker](trainer.group)(TrainWorker.device_facts).all()
+            infer_devices = await WorkerStub[InferWorker](engine.group)(InferWorker.device_facts).all()
+        train_can, infer_can = self._capabilities(source), self._capabilities(target)
+        directory = run.config.model_update_dir or ""
+        sender = role_facts(trainer.group, train_can.weight_transports, train_devices, directory=directory)
+        receiver = role_facts(engine.group, infer_can.weight_transports, infer_devices, directory=directory)
         rejected: dict[str, str] = {}
         while True:
             wanted = run.config.weight_transport
             choice = choose_transport(self._registry, sender, receiver, wanted, rejected=rejected)
             failures: list[str] = []
             for route in load_transport(choice.provider).routes(sender, receiver):
-                broadcaster = self._broadcaster(source, target, choice.provider, route)
+                plan = SyncPlan(
+                    transport=choice.provider,
+                    route=route,
+                    dtype=DTYPE_NAMES[engine.config.model_args.dtype],
+                    weight_format=engine.config.weight_format,
+                    adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
+                    bucket_bytes=run.config.model_update_buffer_size_mb << 20,
+                    deadline_s=run.config.model_update_timeout,
+                    shares_tensors=target not in run.busy_roles,
+                )
+                broadcaster = WeightBroadcaster(trainer.group, engine.group, plan)
                 failure = await _self_test_failure(broadcaster) if route.self_test else ""
-                if not failure:
-                    return broadcaster, "; ".join(filter(None, [*choice.passed_over, *failures, route.note]))
-                failures.append(f"{route.label}: {failure}" if route.label else failure)
+                if failure:
+                    failures.append(f"{route.label}: {failure}" if route.label else failure)
+                    continue
+                name, why = choice.provider.name, "; ".join(filter(None, [*choice.passed_over, *failures, route.note]))
+                log.info("weights of %s reach %s by %s%s", source, target, name, why and f" ({why})")
+                self._record.weight_transport(source, target, name)
+                link = self._links[source, target] = _Link(
+                    broadcaster,
+                    probes=getattr(infer_can, "prompt_logprobs", False),
+                    in_flight=getattr(infer_can, "in_flight_update", False),
+                )
+                return link
             rejected[choice.provider.name] = "; ".join(failures)
-
-    def _broadcaster(
-        self, source: str, target: str, transport: WeightTransportProvider, route: Route
-    ) -> WeightBroadcaster:
-        run = self._run
-        engine = run.engine(target)
-        return WeightBroadcaster(
-            run.train_role(source).group,
-            engine.group,
-            transport,
-            route=route,
-            dtype=DTYPE_NAMES[engine.config.model_args.dtype],
-            weight_format=engine.config.weight_format,
-            adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
-            bucket_bytes=run.config.model_update_buffer_size_mb << 20,
-            deadline_s=run.config.model_update_timeout,
-            lends=target not in run.busy_roles,
-        )
 
     async def _probe(self, link: _Link, source: str, target: str, changed_at: int) -> dict[str, float]:
         """Compare logprobs of the same tokens between the trainer and every replica; the worst replica counts."""
@@ -258,23 +248,25 @@ class WeightSyncController:
         link.followed = link.followed or changed_at > link.probed_at
         for rank, reading in readings.items():
             try:
-                require_following(f"{target} rank {rank}", link.version, before.get(rank), reading)
+                check_follows(f"{target} rank {rank}", link.version, before.get(rank), reading)
             except StaleWeightsError as error:
                 run.guards.failed("logprob_probe", error, fatal=True)
         limit = guard.error_bound(weight_format)
-        sampled = {rank: reading.sampled.gap for rank, reading in readings.items() if reading.sampled is not None}
-        if sampled:
-            worst = max(sampled, key=sampled.__getitem__)
-            what = f"mean |logprob by {target} rank {worst} - logprob by {source}| of tokens that the engine sampled"
-            run.guards.check_at_most("logprob_probe", sampled[worst], limit, what, error_threshold=limit)
-        gaps = {rank: reading.fixed.gap for rank, reading in readings.items() if reading.fixed is not None}
-        if not gaps:
-            return {}
-        worst = max(gaps, key=gaps.__getitem__)
-        what = f"mean |logprob by {target} rank {worst} - logprob by {source}| on the probe tokens"
-        bound = guard.bound(weight_format)
-        run.guards.check_at_most("logprob_probe", gaps[worst], bound, what, error_threshold=limit)
-        return {"weight_sync/logprob_probe": gaps[worst]}
+
+        def check(part: str, on: str, bound: float) -> float | None:
+            """Check the worst replica's gap in this part of the readings; None if no replica has the part."""
+            found: dict[int, Compared | None] = {rank: getattr(each, part) for rank, each in readings.items()}
+            gaps = {rank: compared.gap for rank, compared in found.items() if compared is not None}
+            if not gaps:
+                return None
+            worst = max(gaps, key=gaps.__getitem__)
+            what = f"mean |logprob by {target} rank {worst} - logprob by {source}| {on}"
+            run.guards.check_at_most("logprob_probe", gaps[worst], bound, what, error_threshold=limit)
+            return gaps[worst]
+
+        check("sampled", "of tokens that the engine sampled", limit)
+        gap = check("fixed", "on the probe tokens", guard.bound(weight_format))
+        return {} if gap is None else {"weight_sync/logprob_probe": gap}
 
     def _capabilities(self, name: str) -> TrainCapabilities | InferCapabilities:
         role = self._roles[name]

@@ -8,22 +8,3 @@
 The transports (`roll_core.spec.transport` has their contract) are in `transports`; `proof` compares manifest and
 receipts; digests are defined in `roll_core.spec.weights`.
 """
-
-from __future__ import annotations
-
-from roll_core.runtime.weights.broadcaster import SyncReport, WeightBroadcaster
-from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan, device_facts
-from roll_core.runtime.weights.receiver import WeightReceiver
-from roll_core.runtime.weights.sender import WeightSender
-
-__all__ = [
-    "ReceiveOutcome",
-    "SendHandle",
-    "SendOutcome",
-    "SyncPlan",
-    "SyncReport",
-    "WeightBroadcaster",
-    "WeightReceiver",
-    "WeightSender",
-    "device_facts",
-]

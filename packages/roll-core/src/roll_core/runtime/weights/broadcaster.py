@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
     CorruptTensorError,
-    ReceiverSilentError,
+    ReceiverTimeoutError,
     WeightSyncError,
     WorkerDiedError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.weights.plan import SendOutcome, SyncPlan
+from roll_core.runtime.cluster.executors.base import WorkerStub
+from roll_core.runtime.weights.plan import ReceivingWorker, SendingWorker, SendOutcome, SyncPlan
 from roll_core.runtime.weights.proof import require_change, verify
-from roll_core.spec.transport import Route
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle
-    from roll_core.spec.config import WeightFormat
-    from roll_core.spec.providers import WeightTransportProvider
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 GRACE_S = 5.0
@@ -58,32 +56,14 @@ class SyncReport:
 
 
 class WeightBroadcaster:
-    """Publishes the weights of one train role to one infer role. One publish at a time.
+    """Publishes the weights of one train role to one infer role. One publish at a time."""
 
-    It calls `prepare_send(plan)` and `send_weights(plan)` on all train workers and `receive_weights(plan, handle)` on
-    all infer workers: see `WeightSender` and `WeightReceiver`.
-    """
-
-    def __init__(
-        self,
-        train: WorkerGroup,
-        infer: WorkerGroup,
-        transport: WeightTransportProvider,
-        *,
-        route: Route | None = None,
-        dtype: str = "",
-        weight_format: WeightFormat = "dtype",
-        adapters: bool = False,
-        bucket_bytes: int = 1 << 30,
-        deadline_s: float = 60.0,
-        lends: bool = True,
-    ) -> None:
-        """`dtype`, `weight_format`, `adapters`, `lends`: see `SyncPlan`."""
-        self.transport, self.route = transport, route or Route()
-        self._lends = lends
+    def __init__(self, train: WorkerGroup, infer: WorkerGroup, plan: SyncPlan) -> None:
+        """`plan`: parameters that all publishes have in common."""
+        self.plan = plan
         self._train, self._infer = train, infer
-        self._dtype, self._weight_format, self._adapters = dtype, weight_format, adapters
-        self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
+        self._senders = WorkerStub[SendingWorker](train)
+        self._receivers = WorkerStub[ReceivingWorker](infer)
         self._previous: WeightManifest | None = None
         self._previous_sample = ""
 
@@ -97,30 +77,32 @@ class WeightBroadcaster:
         may hold weights of mixed versions until a publish succeeds; after `WeightsUnchangedError` they hold `version`.
         """
         begun = time.perf_counter()
-        plan = self._plan(version)
+        plan = self._next_plan(version)
         rank, handle = await self._prepare(plan)
-        if self.transport.in_process:
+        if plan.transport.in_process:
             outcome, receipts = SendOutcome(manifest=handle.manifest), await self._hand_over(plan, handle)
         else:
             outcome, receipts = await self._transfer(plan, handle)
         sent = outcome.manifest
         if sent is None:
-            raise WeightSyncError(f"{self._train.role} rank {rank} sent nothing")
+            raise WeightSyncError(f"{self._train.role} rank {rank} sent no weights")
         proving = time.perf_counter()
         try:
-            held = self._prove(sent, receipts, handle)
+            proven = self._verify(sent, receipts, handle)
         except WeightSyncError as error:
             error.loaded = True
             raise
-        previous, self._previous = self._previous, held
+        previous, self._previous = self._previous, proven
         previous_sample, self._previous_sample = self._previous_sample, handle.sample
         must_differ = previous is not None and previous.version < (version if changed_at is None else changed_at)
-        if must_differ and (not handle.sample or handle.sample == previous_sample):
-            self._require_change(sent, previous, rank, sampled=bool(handle.sample))
+        if previous is not None and must_differ and sent.tensors and handle.sample in ("", previous_sample):
+            if handle.sample:  # equal samples: names and sampled values are unchanged
+                previous = replace(previous, tensors=sent.tensors)
+            require_change(sent, previous, role=self._train.role, rank=rank)
         ended = time.perf_counter()
         return SyncReport(
             version=version,
-            transport=self.transport.name,
+            transport=plan.transport.name,
             num_tensors=len(sent.tensors),
             num_receivers=plan.num_receivers,
             weight_bytes=sum(entry_bytes(entry) for entry in sent.tensors),
@@ -131,35 +113,27 @@ class WeightBroadcaster:
 
     async def self_test(self) -> None:
         """Publish a few numbers instead of weights. Raises the errors of a publish."""
-        plan = replace(self._plan(0), self_test=True, deadline_s=min(self._deadline_s, SELF_TEST_S))
+        deadline_s = min(self.plan.deadline_s, SELF_TEST_S)
+        plan = replace(self._next_plan(0), self_test=True, deadline_s=deadline_s)
         _, handle = await self._prepare(plan)
         outcome, receipts = await self._transfer(plan, handle)
         for receipt in receipts:
             verify(outcome.manifest or handle.manifest, receipt)
 
-    def _plan(self, version: int) -> SyncPlan:
+    def _next_plan(self, version: int) -> SyncPlan:
         members = self._train.members + self._infer.members
         one_host = len({(member.node, member.host) for member in members}) == 1
-        return SyncPlan(
+        return replace(
+            self.plan,
             version=version,
-            transport=self.transport,
-            route=self.route,
             num_receivers=self._infer.world_size,
             sender_hosts=tuple("127.0.0.1" if one_host else member.address for member in self._train.members),
-            dtype=self._dtype,
-            weight_format=self._weight_format,
-            adapters=self._adapters,
-            bucket_bytes=self._bucket_bytes,
-            deadline_s=self._deadline_s,
-            lends=self._lends,
             replaced=self._infer.replaced,
         )
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, SendHandle]:
         """Prepare all senders. Returns rank and handle of the first; the handle has the addresses of all senders."""
-        found: list[SendHandle | None] = await self._train.call(
-            "prepare_send", plan, deadline_s=plan.deadline_s + GRACE_S
-        )
+        found = await self._senders(SendingWorker.prepare_send, plan.deadline_s + GRACE_S).all(plan)
         ready = {rank: handle for rank, handle in enumerate(found) if handle is not None}
         for rank, handle in ready.items():
             if plan.route.sources:
@@ -198,40 +172,34 @@ class WeightBroadcaster:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _call_off(self, handle: SendHandle) -> None:
-        await asyncio.to_thread(load_transport(self.transport).call_off, handle.address, self.route.options)
+        plan = self.plan
+        await asyncio.to_thread(load_transport(plan.transport).cancel_transfer, handle.address, plan.route.options)
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
         """Call all receivers, including lost ranks, so that the send fails instead of blocking on them."""
-        arguments = [(plan, handle)] * self._infer.world_size
-        return await self._infer.call_each("receive_weights", arguments, deadline_s=within_s)
+        receive = self._receivers(ReceivingWorker.receive_weights, within_s)
+        return await receive.each([receive.args(plan, handle)] * self._infer.world_size)
 
     async def _send(self, plan: SyncPlan, within_s: float) -> SendOutcome:
-        outcomes: list[SendOutcome | None] = await self._train.call("send_weights", plan, deadline_s=within_s)
-        return self._joined({rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None})
-
-    def _joined(self, outcomes: dict[int, SendOutcome]) -> SendOutcome:
-        """Merge the outcomes of all senders; any failure takes precedence."""
+        """Call all senders and merge their outcomes; any failure takes precedence."""
+        outcomes = {
+            rank: outcome
+            for rank, outcome in enumerate(await self._senders(SendingWorker.send_weights, within_s).all(plan))
+            if outcome is not None
+        }
         (first_rank, first), *others = sorted(outcomes.items(), key=lambda each: each[1].manifest is not None)
         if first.manifest is None or not others:
             silent = tuple(sorted(rank for each in outcomes.values() for rank in each.silent))
             gone = tuple(sorted(rank for each in outcomes.values() for rank in each.gone))
             return replace(first, silent=silent, gone=gone)
         for rank, other in others:
-            if other.manifest != first.manifest:
-                raise CorruptTensorError(self._diverged(first_rank, first.manifest, rank, other.manifest))
-        return replace(
-            first,
-            copied_bytes=sum(each.copied_bytes for each in outcomes.values()),
-            seconds=max(each.seconds for each in outcomes.values()),
-        )
-
-    def _diverged(self, rank: int, manifest: WeightManifest, other_rank: int, other: WeightManifest | None) -> str:
-        theirs = {entry.name: entry for entry in other.tensors} if other else {}
-        name = next((each.name for each in manifest.tensors if theirs.get(each.name) != each), "")
-        return (
-            f"ranks {rank} and {other_rank} of {self._train.role} hold different values of {name or 'their tensors'} in"
-            f" weight version {manifest.version}: data-parallel replicas have diverged"
-        )
+            theirs = {entry.name: entry for entry in other.manifest.tensors} if other.manifest else {}
+            if wrong := [entry.name for entry in first.manifest.tensors if theirs.get(entry.name) != entry]:
+                raise CorruptTensorError(
+                    f"ranks {first_rank} and {rank} of {self._train.role} have different values of {wrong[0]} in weight"
+                    f" version {plan.version}: data-parallel replicas diverged"
+                )
+        return replace(first, copied_bytes=sum(each.copied_bytes for each in outcomes.values()))
 
     def _raise_first_cause(
         self,
@@ -255,7 +223,7 @@ class WeightBroadcaster:
             raise self._silent(plan, sent.silent, sent.at)
         if sent.gone:
             raise WeightSyncError(
-                f"{self._infer.role} rank {_ranks(sent.gone)} hung up before it had read {sent.at} of weight version"
+                f"{self._infer.role} rank {_ranks(sent.gone)} disconnected before it read {sent.at} of weight version"
                 f" {plan.version}"
             )
         for outcome in received:
@@ -264,41 +232,33 @@ class WeightBroadcaster:
         if not receiving.done():
             raise self._silent(plan, range(plan.num_receivers))
 
-    def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverSilentError:
+    def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverTimeoutError:
         where = f" (it did not read {at})" if at else ""
-        return ReceiverSilentError(
+        return ReceiverTimeoutError(
             f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
-            f" {plan.deadline_s:g} s{where}: the engine hangs, or needs a longer model_update_timeout",
+            f" {plan.deadline_s:g} s{where}: the engine hangs, or model_update_timeout is too short",
             ranks,
         )
 
-    def _prove(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], handle: SendHandle) -> WeightManifest:
+    def _verify(self, sent: WeightManifest, receipts: Sequence[WeightReceipt], handle: SendHandle) -> WeightManifest:
         """Verify every receipt. Returns the manifest, with digests of bytes for tensors that a receiver copied."""
-        live = dict(handle.tensors)
+        handed_over = dict(handle.tensors)
         digests: dict[str, str] = {}
+        """Digests of the bytes of tensors that were handed over and then copied by a receiver."""
 
-        def in_terms_of(receipt: WeightReceipt, entry: TensorEntry) -> TensorEntry:
-            """The entry with a digest of bytes if the receiver copied a tensor that was handed over."""
-            if not entry.digest.startswith(MEMORY) or receipt.digests.get(entry.name, entry.digest) == entry.digest:
-                return entry
-            if entry.name not in digests:
-                digests[entry.name] = digest(live[entry.name])
-            return replace(entry, digest=digests[entry.name])
+        def expected(receipt: WeightReceipt, entry: TensorEntry) -> TensorEntry:
+            if entry.digest.startswith(MEMORY) and receipt.digests.get(entry.name, entry.digest) != entry.digest:
+                if entry.name not in digests:
+                    digests[entry.name] = digest(handed_over[entry.name])
+                return replace(entry, digest=digests[entry.name])
+            return entry
 
         for receipt in receipts:
-            entries = tuple(in_terms_of(receipt, entry) for entry in sent.tensors)
+            entries = tuple(expected(receipt, entry) for entry in sent.tensors)
             verify(replace(sent, tensors=entries), receipt, self._previous)
-        known = tuple(replace(entry, digest=digests.get(entry.name, entry.digest)) for entry in sent.tensors)
-        return replace(sent, tensors=known)
-
-    def _require_change(
-        self, sent: WeightManifest, previous: WeightManifest | None, rank: int, *, sampled: bool
-    ) -> None:
-        if previous is None or not sent.tensors:
-            return
-        if sampled:  # equal samples: names and sampled values are unchanged
-            previous = replace(previous, tensors=sent.tensors)
-        require_change(sent, previous, role=self._train.role, rank=rank)
+        return replace(
+            sent, tensors=tuple(replace(each, digest=digests.get(each.name, each.digest)) for each in sent.tensors)
+        )
 
 
 def _grace_s(done: set[asyncio.Future[object]]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from roll_core.spec.transport import DeviceFacts, RoleFacts, Route, WorkerFacts
 from roll_core.types import DataRank
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """Parameters of one publish, sent to both sides."""
+    """Parameters of one publish, sent to both sides. `WeightBroadcaster` sets those that each publish determines."""
 
-    version: int
     transport: WeightTransportProvider
-    num_receivers: int
+    version: int = 0
+    num_receivers: int = 1
     route: Route = field(default_factory=Route)
     sender_hosts: tuple[str, ...] = ("127.0.0.1",)
     """IP address at which receivers reach each train rank, by rank."""
     dtype: str = ""
     """Dtype in which floating-point tensors are sent (safetensors' name, such as `BF16`); empty for their own dtype."""
     weight_format: WeightFormat = "dtype"
-    """`fp8`: matrices of layers are sent in fp8, see `roll_core.weights.eight_bits`."""
+    """`fp8`: matrices of layers are sent in fp8, see `roll_core.weights.fp8`."""
     adapters: bool = False
     """True if only adapters are sent, to receivers that have loaded the base model."""
     bucket_bytes: int = 1 << 30
@@ -44,7 +44,7 @@ class SyncPlan:
     """Number of receivers that were restarted so far; connections to the processes before them are stale."""
     self_test: bool = False
     """True if a few numbers are sent instead of weights."""
-    lends: bool = True
+    shares_tensors: bool = True
     """For a transport within one process: true if receivers use the sender's tensors. If false, they copy the tensors,
     because the trainer updates them during generation."""
 
@@ -79,11 +79,10 @@ class SendOutcome:
     manifest: WeightManifest | None = None
     """Manifest with digests of the bytes sent; None if sending failed."""
     copied_bytes: int = 0
-    seconds: float = 0.0
     silent: tuple[int, ...] = ()
     """Receivers that had not read everything by the deadline."""
     gone: tuple[int, ...] = ()
-    """Receivers that hung up before the end."""
+    """Receivers that disconnected before the end."""
     at: str = ""
     """First tensor that these receivers had not confirmed."""
     failure: WeightSyncError | None = None
@@ -94,10 +93,29 @@ class ReceiveOutcome:
     """Result of receiving on one rank."""
 
     receipt: WeightReceipt | None = None
-    seconds: float = 0.0
     failure: WeightSyncError | None = None
     cut_off: bool = False
     """True if the failure is a lost sender, whose cause is another worker's failure."""
+
+
+class SendingWorker(Protocol):
+    """What the driver calls on the train workers of a weight sync; `TrainWorker` implements it."""
+
+    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
+        """See `WeightSender.prepare`."""
+        ...
+
+    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
+        """See `WeightSender.send`."""
+        ...
+
+
+class ReceivingWorker(Protocol):
+    """What the driver calls on the infer workers of a weight sync; `InferWorker` implements it."""
+
+    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
+        """See `WeightReceiver.receive`."""
+        ...
 
 
 def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:

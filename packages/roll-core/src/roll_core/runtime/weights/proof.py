@@ -16,11 +16,11 @@ from roll_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from roll_core.types import WeightManifest, WeightReceipt
+    from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 NAMED = 5
 """Number of tensors that a message names."""
@@ -37,53 +37,53 @@ def verify(manifest: WeightManifest, receipt: WeightReceipt, previous: WeightMan
     who = f"{receipt.role} rank {receipt.rank}"
     if receipt.version != manifest.version:
         raise StaleWeightsError(
-            f"{who} holds weight version {receipt.version}, published was {manifest.version}: it ignored the update"
+            f"{who} has weight version {receipt.version}, expected {manifest.version}: it ignored the update"
         )
-    expected = {entry.name: entry.digest for entry in manifest.tensors}
-    held = receipt.digests
-    wrong = [name for name, digest in expected.items() if name in held and held[name] != digest]
+    sent = {entry.name: entry.digest for entry in manifest.tensors}
+    loaded = receipt.digests
+    wrong = [entry for entry in manifest.tensors if loaded.get(entry.name, entry.digest) != entry.digest]
     # A tensor in the place of another explains other differences, so it is checked first.
     if wrong:
-        raise _wrong_digests(who, manifest, expected, receipt, wrong, previous)
-    if missing := [name for name in expected if name not in held]:
+        raise _wrong_digests(who, manifest.version, sent, loaded, wrong, previous)
+    if missing := [name for name in sent if name not in loaded]:
         raise MissingTensorError(
-            f"{who} does not hold {_names(missing)} of weight version {manifest.version}"
-            f" ({len(held)} of {len(expected)} tensors arrived)"
+            f"{who} did not load {_names(missing)} of weight version {manifest.version}"
+            f" (it loaded {len(loaded)} of {len(sent)} tensors)"
         )
-    if extra := [name for name in held if name not in expected]:
+    if extra := [name for name in loaded if name not in sent]:
         raise UnexpectedTensorError(
-            f"{who} holds {_names(extra)}, which weight version {manifest.version} does not have:"
-            " the two sides do not run the same model"
+            f"{who} loaded {_names(extra)}, which weight version {manifest.version} does not contain: both sides must"
+            " run the same model"
         )
 
 
 def _wrong_digests(
     who: str,
-    manifest: WeightManifest,
-    expected: dict[str, str],
-    receipt: WeightReceipt,
-    wrong: Sequence[str],
+    version: int,
+    sent: Mapping[str, str],
+    loaded: Mapping[str, str],
+    wrong: Sequence[TensorEntry],
     previous: WeightManifest | None,
 ) -> WeightSyncError:
-    held = receipt.digests
+    """The cause of digests that differ: an ignored update, swapped tensors, or other bytes."""
+    names = [entry.name for entry in wrong]
     before = {entry.name: entry.digest for entry in previous.tensors} if previous else {}
-    if previous is not None and all(held[name] == before.get(name) for name in wrong):
+    if previous is not None and all(loaded[name] == before.get(name) for name in names):
         return StaleWeightsError(
-            f"{who} says weight version {manifest.version} but {_names(wrong)}"
-            f" still {'has' if len(wrong) == 1 else 'have'} the values of version {previous.version}"
+            f"{who} confirmed weight version {version}, but has the values of version {previous.version} in"
+            f" {_names(names)}"
         )
-    owner = {expected[name]: name for name in wrong}
-    partners = ((name, owner.get(held[name], name)) for name in wrong)
-    swapped = [(a, b) for a, b in partners if a < b and held[b] == expected[a]]
+    owner = {sent[name]: name for name in names}
+    partners = ((name, owner.get(loaded[name], name)) for name in names)
+    swapped = [(a, b) for a, b in partners if a < b and loaded[b] == sent[a]]
     if swapped:
         pairs = ", ".join(f"{a} and {b}" for a, b in swapped[:NAMED])
-        return CorruptTensorError(f"{who} holds the values of {pairs} swapped, in weight version {manifest.version}")
-    name = wrong[0]
-    entry = next(entry for entry in manifest.tensors if entry.name == name)
-    others = f" (and so do {len(wrong) - 1} others: {_names(wrong[1:])})" if len(wrong) > 1 else ""
+        return CorruptTensorError(f"{who} has the values of {pairs} swapped, in weight version {version}")
+    first = wrong[0]
+    others = f", and {len(wrong) - 1} others: {_names(names[1:])}" if len(wrong) > 1 else ""
     return CorruptTensorError(
-        f"{who} holds other bytes than were sent for {name} ({entry.dtype} {list(entry.shape)}){others},"
-        f" in weight version {manifest.version}: digest {held[name]}, sent was {entry.digest}"
+        f"{who} loaded other bytes than were sent for {first.name} ({first.dtype} {list(first.shape)}) in weight"
+        f" version {version}: digest {loaded[first.name]}, sent was {first.digest}{others}"
     )
 
 
@@ -94,10 +94,10 @@ def require_change(manifest: WeightManifest, previous: WeightManifest, *, role: 
     if steps <= 0 or any(before.get(entry.name) != entry.digest for entry in manifest.tensors):
         return
     raise WeightsUnchangedError(
-        f"{role} rank {rank} did {steps} optimizer step{'s' if steps > 1 else ''} since weight version"
-        f" {previous.version}, but none of the {len(manifest.tensors)} tensors of version {manifest.version}, from"
-        f" {manifest.tensors[0].name} on, differs, though the gradient was not zero: the learning rate was 0 or"
-        " vanishes in the dtype's rounding, or a stale copy was exported"
+        f"{role} rank {rank} did {steps} optimizer step{'s' if steps > 1 else ''} with a non-zero gradient since weight"
+        f" version {previous.version}, but version {manifest.version} has the same values in all"
+        f" {len(manifest.tensors)} tensors ({manifest.tensors[0].name}, ...): the learning rate is 0 or too small for"
+        " the dtype, or the strategy exported a stale copy"
     )
 
 

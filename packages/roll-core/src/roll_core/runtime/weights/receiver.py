@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,29 +38,24 @@ class WeightReceiver:
 
     async def receive(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
         """Load the weights of a publish. A `WeightSyncError` becomes part of the outcome; others are raised."""
-        begun = time.perf_counter()
+        who = f"{self._role} rank {self._rank}"
         try:
-            outcome = await self._receive(plan, handle, Deadline(plan.deadline_s + EXTRA_S))
+            return await self._receive(plan, handle, Deadline(plan.deadline_s + EXTRA_S))
         except SenderLostError as lost:
             self.close()
-            outcome = ReceiveOutcome(failure=WeightSyncError(f"{self._who}: {lost}"), cut_off=True)
+            return ReceiveOutcome(failure=WeightSyncError(f"{who}: {lost}"), cut_off=True)
         except WeightSyncError as error:
             self.close()
-            outcome = ReceiveOutcome(failure=type(error)(f"{self._who}: {error}"))
+            return ReceiveOutcome(failure=type(error)(f"{who}: {error}"))
         except BaseException:
             self.close()
             raise
-        return replace(outcome, seconds=time.perf_counter() - begun)
 
     def close(self) -> None:
         """Close the endpoint. Idempotent."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
-
-    @property
-    def _who(self) -> str:
-        return f"{self._role} rank {self._rank}"
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, deadline: Deadline) -> ReceiveOutcome:
         version = plan.version
@@ -70,8 +64,8 @@ class WeightReceiver:
             copies = ((name, tensor.clone()) for name, tensor in tensors)
             return ReceiveOutcome(receipt=make_receipt(handle.manifest, copies, role=self._role, rank=self._rank))
         if self._version is not None and version < self._version:
-            raise StaleWeightsError(f"was sent weight version {version} but already holds version {self._version}")
-        shared = plan.transport.in_process and plan.lends
+            raise StaleWeightsError(f"received weight version {version}, older than its loaded version {self._version}")
+        shared = plan.transport.in_process and plan.shares_tensors
         receipt = await self._strategy.update_weights(version, handle.manifest, tensors, shared=shared)
         for _ in tensors:  # tensors that the engine left unread: the sender blocks until all are read
             pass

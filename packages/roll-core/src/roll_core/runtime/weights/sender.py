@@ -74,41 +74,40 @@ class WeightSender:
             _exhaust(exported)
             return None
         if self._described is None or self._endpoint is None:
-            raise WeightSyncError(f"{self._role} rank {self._rank}: send was called before prepare")
-        begun = time.perf_counter()
+            raise WeightSyncError(f"{self._role} rank {self._rank}: send() was called before prepare()")
         manifest = WeightManifest(version=plan.version, tensors=self._described[1])
         try:
             sent = self._endpoint.send(manifest, exported, Deadline(plan.deadline_s))
         except ReceiversLostError as lost:
-            self._reset()
+            self.close()
             _exhaust(exported)
-            return SendOutcome(silent=lost.silent, gone=lost.gone, at=lost.at, seconds=time.perf_counter() - begun)
+            return SendOutcome(silent=lost.silent, gone=lost.gone, at=lost.at)
         except WeightSyncError as error:
-            self._reset()
+            self.close()
             _exhaust(exported)
-            failure = type(error)(f"{self._role} rank {self._rank}: {error}")
-            return SendOutcome(failure=failure, seconds=time.perf_counter() - begun)
+            return SendOutcome(failure=type(error)(f"{self._role} rank {self._rank}: {error}"))
         except BaseException:
-            self._reset()
+            self.close()
             raise
         return SendOutcome(
             manifest=WeightManifest(version=plan.version, tensors=tuple(sent)),
             copied_bytes=sum(entry_bytes(entry) for entry in sent),
-            seconds=time.perf_counter() - begun,
         )
 
     def close(self) -> None:
         """Close the endpoint. Idempotent."""
-        self._reset()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._endpoint = self._described = None
 
     def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
         if plan.self_test:
             return _self_test_tensors(self._device)
         exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
         if plan.weight_format == "fp8" and self.sends(plan):
-            from roll_core.weights.eight_bits import in_eight_bits
+            from roll_core.weights.fp8 import to_fp8
 
-            return in_eight_bits(exported, torch_dtype(plan.dtype) if plan.dtype else None)
+            return to_fp8(exported, torch_dtype(plan.dtype) if plan.dtype else None)
         return exported
 
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
@@ -129,19 +128,12 @@ class WeightSender:
         )
         wanted = (plan.transport, plan.replaced, setup)
         if self._endpoint is None or self._endpoint_setup != wanted:
-            self._close_endpoint()
+            if self._endpoint is not None:
+                self._endpoint.close()
+                self._endpoint = None
             use_compiled_digests()
             self._endpoint, self._endpoint_setup = load_transport(plan.transport).sender(setup), wanted
         return self._endpoint
-
-    def _close_endpoint(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
-
-    def _reset(self) -> None:
-        self._close_endpoint()
-        self._described = None
 
 
 def _hand_over(version: int, tensors: list[tuple[str, Tensor]]) -> SendHandle:

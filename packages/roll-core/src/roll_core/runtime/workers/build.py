@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import GroupSpec, Survival
     from roll_core.runtime.cluster.placement import Place
-    from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
-    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WeightFormat, WorkerConfig
+    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import Provider
@@ -64,23 +63,15 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
 
     Raises `ConfigError` if none of them names a model.
     """
-    own = role_config(config, role.name).model_args
-    source = own
-    if not _names_a_model(own) and role.model_from:
+    own = source = role_config(config, role.name).model_args
+    if own.model_name_or_path is None and own.random_init is None and role.model_from:
         source = role_config(config, role.model_from).model_args
     path = source.model_name_or_path or ("" if source.random_init else config.pretrain or "")
     if not path and source.random_init is None:
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    where=config.exp_name,
-                    key=f"{role.name}.model_args",
-                    message="names no model",
-                    hint="give model_name_or_path or random_init here, or pretrain for all roles",
-                    code="ROLL-C011",
-                )
-            ]
-        )
+        hint = "give model_name_or_path or random_init here, or pretrain for all roles"
+        raise _incomplete(config.exp_name, f"{role.name}.model_args", "names no model", hint)
+    # The role trains the policy or generates with its weights.
+    generates_policy = role.kind == "generate" and role.model_from == config.policy_role
     return ModelSpec(
         task=role.task,
         path=path,
@@ -93,17 +84,15 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         tokenizer=str(tokenizer),
         trust_remote_code=own.trust_remote_code,
         lora=lora_spec(own),
-        router_replay=config.replays_experts and _is_policy(role, config),
+        router_replay=config.replays_experts and (generates_policy or role.name == config.policy_role),
     )
 
 
-def _is_policy(role: RoleSpec, config: RunConfig) -> bool:
-    """True if the role trains the policy or generates with its weights."""
-    generates = role.kind == "generate" and role.model_from == config.policy_role
-    return generates or role.name == config.policy_role
+def _incomplete(where: str, key: str, message: str, hint: str) -> ConfigError:
+    return ConfigError([ConfigProblem(where=where, key=key, message=message, hint=hint, code="ROLL-C011")])
 
 
-def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> str:
+def separate_processes_reason(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> str:
     """Reason why some engine cannot receive its trainer's weights within one process; empty if all can."""
     by_name = {role.name: role for role in roles}
     for role in roles:
@@ -113,10 +102,8 @@ def kept_apart(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry)
         trainer = provider_of(source, role_config(config, source.name), registry)
         engine = provider_of(role, role_config(config, role.name), registry)
         if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
-            why = within_one_process(
-                registry, trainer, engine, directory=config.model_update_dir, wanted=config.weight_transport
-            )
-            if why:
+            directory, wanted = config.model_update_dir, config.weight_transport
+            if why := within_one_process(registry, trainer, engine, directory=directory, wanted=wanted):
                 return f"{role.name}: {why}"
     return ""
 
@@ -131,13 +118,13 @@ def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> Lo
     provider = provider_of(role, worker, registry)
     if role.kind != "generate" or not _settings(worker, provider).serves_adapters():
         return None
-    asks = f"{role.name}: strategy_config asks for adapters as they are"
+    asks = f"{role.name}: strategy_config requests unmerged adapters"
     source = role_config(config, role.model_from) if role.model_from else None
     lora = lora_spec(source.model_args) if source is not None else None
     if source is None or lora is None:
-        raise UnsupportedError(f"{asks}, but {role.model_from or 'nobody'} trains none (model_args.lora_target)")
+        raise UnsupportedError(f"{asks}, but {role.model_from or 'no role'} trains none (model_args.lora_target)")
     if lora.extra_modules:
-        raise UnsupportedError(f"{asks}, but {role.model_from} also trains additional_target in full, beside them")
+        raise UnsupportedError(f"{asks}, but {role.model_from} also trains the full weights of additional_target")
     trainer = registry.find(TrainProvider, source.strategy_args.strategy_name if source.strategy_args else "")
     if not trainer.capabilities.adapter_export:
         raise UnsupportedError(f"{asks}, but strategy {trainer.name} of {role.model_from} exports merged weights only")
@@ -195,22 +182,30 @@ def group_specs(
     specs = []
     for role in roles:
         worker = role_config(config, role.name)
+        provider: Provider
         if isinstance(worker, RewardConfig):
-            args = _reward_args(worker, registry)
+            provider = registry.find(RewardProvider, worker.reward)
+            args: dict[str, Any] = {"config": worker.model_dump(mode="json")}
+            env: dict[str, str] = {}
         else:
-            args = _model_args(role, worker, config, registry, platform, tokenizer)
+            provider = provider_of(role, worker, registry)
+            args = _model_args(role, worker, provider, config, registry, platform, tokenizer)
             on_slots = any(place.slots for place in places[role.name])
             args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
-        env = {**_variables(worker, args["provider"]), **config.system_envs, **worker.system_envs}
+            env = values_of(_settings(worker, provider).worker_environment())
+        env |= {**config.system_envs, **worker.system_envs}
+        environment = None
+        if worker.environment is not None:
+            environment = environment_spec(worker.environment, provider, registry.package(provider))
         specs.append(
             GroupSpec(
                 role=role.name,
                 kind=role.kind,
                 target=WORKERS[role.kind],
-                args={"role": role.name, **args},
+                args={"role": role.name, "provider": provider, "owner": registry.owner(provider), **args},
                 places=_with_wanted_threads(places[role.name], env),
                 env=env,
-                environment=_environment(worker, args["provider"], registry),
+                environment=environment,
                 timeout_s=config.rpc_timeout,
                 survives=_survives(role),
             )
@@ -236,20 +231,6 @@ def _survives(role: RoleSpec) -> Survival:
     return "while_others_live" if role.kind in ("generate", "reward") else "never"
 
 
-def _variables(worker: WorkerConfig, provider: Provider) -> dict[str, str]:
-    """Environment variables that a role's strategy sets for its workers."""
-    if not isinstance(provider, TrainProvider | InferProvider):
-        return {}
-    return values_of(_settings(worker, provider).worker_environment())
-
-
-def _environment(worker: WorkerConfig, provider: Provider, registry: Registry) -> EnvironmentSpec | None:
-    """Python environment of a role's workers; None if it is the driver's."""
-    if worker.environment is None:
-        return None
-    return environment_spec(worker.environment, provider, registry.package(provider))
-
-
 def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:
     """Slots per worker (tensor × pipeline parallel), for strategies that compute them from their configuration."""
     found: dict[str, int] = {}
@@ -263,7 +244,7 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
     return found
 
 
-def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
+def offloads(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
     """True if a role offloads its movable parts while other roles use its slots.
 
     If slots have no memory of their own, engines still sleep, which frees memory. Offloading there would only copy.
@@ -279,40 +260,29 @@ def makes_room(role: RoleSpec, config: RunConfig, registry: Registry, platform: 
 def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:
     """Provider of the strategy that a role's config names. Raises `ConfigError` if it names none."""
     if worker.strategy_args is None:
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    where=role.name,
-                    key=f"{role.name}.strategy_args",
-                    message="is missing",
-                    hint="give a strategy_name",
-                    code="ROLL-C011",
-                )
-            ]
-        )
+        raise _incomplete(role.name, f"{role.name}.strategy_args", "is missing", "give a strategy_name")
     name = worker.strategy_args.strategy_name
-    if role.kind == "generate":
-        return registry.find(InferProvider, name)
-    return registry.find(TrainProvider, name)
+    return registry.find(InferProvider, name) if role.kind == "generate" else registry.find(TrainProvider, name)
 
 
 def _model_args(
-    role: RoleSpec, worker: WorkerConfig, config: RunConfig, registry: Registry, platform: Platform, tokenizer: Path
+    role: RoleSpec,
+    worker: WorkerConfig,
+    provider: TrainProvider | InferProvider,
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    tokenizer: Path,
 ) -> dict[str, Any]:
-    provider = provider_of(role, worker, registry)
     model = model_spec(role, config, tokenizer)
     if (served := served_adapters(role, config, registry)) is not None:
         model = replace(model, lora=served)
-    _check_support(role, provider, model, platform)
-    if worker.weight_format != "dtype":
-        _check_weight_format(role, worker.weight_format, platform)
+    _check_support(role, worker, provider, model, platform)
     if role.kind == "train" and config.portable_checkpoints and not exports_state(provider):
         raise UnsupportedError(
             f"{role.name}: strategy {provider.name} does not export its training state; set portable_checkpoints: false"
         )
     common = {
-        "provider": provider,
-        "owner": registry.owner(provider),
         "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
         "model": model,
         "timeout_s": min(config.rpc_timeout, COLLECTIVE_TIMEOUT_S),
@@ -334,61 +304,37 @@ def _model_args(
     }
 
 
-def _reward_args(worker: RewardConfig, registry: Registry) -> dict[str, Any]:
-    provider = registry.find(RewardProvider, worker.reward)
-    return {"provider": provider, "owner": registry.owner(provider), "config": worker.model_dump(mode="json")}
-
-
 def _check_support(
-    role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec, platform: Platform
+    role: RoleSpec, worker: WorkerConfig, provider: TrainProvider | InferProvider, model: ModelSpec, platform: Platform
 ) -> None:
-    """Raise `UnsupportedError` before anything starts if the strategy or the platform does not support the model."""
+    """Raise `UnsupportedError` before anything starts if the strategy or the platform does not support the role."""
+    strategy = f"{role.name}: strategy {provider.name}"
+    capabilities = provider.capabilities
     if provider.platforms and platform.name not in provider.platforms:
         supported = ", ".join(provider.platforms)
-        raise UnsupportedError(
-            f"{role.name}: strategy {provider.name} runs on {supported}, but the platform here is {platform.name}"
-        )
-    if model.dtype not in provider.capabilities.dtypes:
-        supported = ", ".join(provider.capabilities.dtypes)
-        raise UnsupportedError(
-            f"{role.name}: strategy {provider.name} computes in {supported}, but model_args.dtype is {model.dtype}"
-        )
-    if model.lora is not None and not provider.capabilities.lora:
-        does = "serves" if role.kind == "generate" else "trains"
-        raise UnsupportedError(f"{role.name}: strategy {provider.name} {does} no adapters (model_args.lora_target)")
-    check_gradient_checkpointing(role, provider, model)
+        raise UnsupportedError(f"{strategy} supports platforms {supported}, but this run's platform is {platform.name}")
+    if model.dtype not in capabilities.dtypes:
+        supported = ", ".join(capabilities.dtypes)
+        raise UnsupportedError(f"{strategy} supports dtypes {supported}, but model_args.dtype is {model.dtype}")
+    if model.lora is not None and not capabilities.lora:
+        does = "serve" if role.kind == "generate" else "train"
+        raise UnsupportedError(f"{strategy} does not {does} adapters (model_args.lora_target)")
+    if model.gradient_checkpointing and not getattr(capabilities, "gradient_checkpointing", False):
+        key = f"{role.name}.model_args.disable_gradient_checkpointing"
+        raise UnsupportedError(f"{strategy} does not support gradient checkpointing; set {key}: true")
     if model.router_replay and not replays_experts(provider):
-        does = "return the experts that it chose" if role.kind == "generate" else "replay the engine's experts"
-        raise UnsupportedError(f"{role.name}: strategy {provider.name} does not {does} (router_replay.mode)")
+        does = "return the experts of each token" if role.kind == "generate" else "replay the engine's experts"
+        raise UnsupportedError(f"{strategy} does not {does} (router_replay.mode)")
     if why := platform.supports(model.dtype):
         raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
-    forward_only = getattr(provider, "forward_only", False)
-    if role.kind == "train" and forward_only:
-        raise UnsupportedError(f"{role.name} is trained, but strategy {provider.name} only computes forward passes")
-    tasks = getattr(provider.capabilities, "tasks", None)
+    if role.kind == "train" and getattr(provider, "forward_only", False):
+        raise UnsupportedError(f"{strategy} computes forward passes only, but the role is trained")
+    tasks = getattr(capabilities, "tasks", None)
     if tasks is not None and role.task not in tasks:
-        raise UnsupportedError(
-            f"{role.name}: needs a model of task {role.task}, but strategy {provider.name} has {', '.join(tasks)}"
-        )
-
-
-def check_gradient_checkpointing(role: RoleSpec, provider: TrainProvider | InferProvider, model: ModelSpec) -> None:
-    """Raise `UnsupportedError` if gradient checkpointing is enabled but the strategy does not support it."""
-    if model.gradient_checkpointing and not getattr(provider.capabilities, "gradient_checkpointing", False):
-        raise UnsupportedError(
-            f"{role.name}: strategy {provider.name} does not checkpoint gradients; set"
-            f" {role.name}.model_args.disable_gradient_checkpointing: true"
-        )
-
-
-def _check_weight_format(role: RoleSpec, wanted: WeightFormat, platform: Platform) -> None:
-    """Raise `UnsupportedError` for a format that the platform does not support, or if no role publishes weights."""
-    asks = f"{role.name}: strategy_config asks for weights in {wanted}"
-    if why := platform.supports(wanted):
-        raise UnsupportedError(f"{asks}: {why}")
-    if not role.model_from:
-        raise UnsupportedError(f"{asks}, but no role publishes weights to it")
-
-
-def _names_a_model(args: ModelArguments) -> bool:
-    return args.model_name_or_path is not None or args.random_init is not None
+        raise UnsupportedError(f"{strategy} supports tasks {', '.join(tasks)}, but the role needs {role.task}")
+    if worker.weight_format != "dtype":
+        asks = f"{role.name}: strategy_config requests weights in {worker.weight_format}"
+        if why := platform.supports(worker.weight_format):
+            raise UnsupportedError(f"{asks}: {why}")
+        if not role.model_from:
+            raise UnsupportedError(f"{asks}, but no role publishes weights to it")

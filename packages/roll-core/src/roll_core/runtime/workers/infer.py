@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from roll_core.config.model_keys import model_keys
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.executors.calls import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
-from roll_core.runtime.weights import WeightReceiver, device_facts
+from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
+from roll_core.runtime.weights.receiver import WeightReceiver
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
+from roll_core.spec.model import model_keys
 from roll_core.types import Completion, CompletionOutput, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.runtime.weights import ReceiveOutcome, SendHandle, SyncPlan
+    from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SyncPlan
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
@@ -56,7 +57,7 @@ def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
     return {name: join[kinds.get(name, "sum")](values) for name, values in found.items()}
 
 
-class InferWorker:
+class InferWorker(ReceivingWorker):
     """Worker of one replica.
 
     The executor constructs it in the worker's process; methods run on its event loop and may overlap.
@@ -84,16 +85,16 @@ class InferWorker:
         mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.mesh = replace(mesh, sampling_seed=secrets.randbits(63))
         on_device = self.strategy.capabilities.device_weights
-        self.takes_weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
-        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.takes_weights_on[0])
+        self.weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
+        self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.weights_on[0])
         self.owner, self.vocab_size = owner, model_vocab_size(model)
         self.requests: dict[str, GenerateRequest] = {}
         """Requests of the tasks in `running`, by id."""
         self.running: dict[str, asyncio.Task[Completion]] = {}
-        self.turning = asyncio.Lock()
+        self.sleep_lock = asyncio.Lock()
         """Serializes `sleep` and `wake`.
 
-        A call that the driver gave up on may still be putting the engine to sleep when the next call wakes it.
+        A call after its deadline may still be putting the engine to sleep when the next call wakes it.
         """
 
     async def start(self) -> None:
@@ -159,7 +160,7 @@ class InferWorker:
 
         First aborts all running requests, for example those of a cancelled evaluation, which no caller awaits.
         """
-        async with self.turning:
+        async with self.sleep_lock:
             await self.strategy.abort(list(self.running))
             await asyncio.gather(*self.running.values(), return_exceptions=True)
             self.running.clear()
@@ -168,12 +169,12 @@ class InferWorker:
 
     async def wake(self) -> None:
         """Wake the engine, which allocates the device's memory again."""
-        async with self.turning:
+        async with self.sleep_lock:
             await self.strategy.wake()
 
     async def device_facts(self) -> DeviceFacts:
         """Device and backend on which the engine receives weights."""
-        return device_facts(*self.takes_weights_on)
+        return device_facts(*self.weights_on)
 
     async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
         """Load published weights. Returns what the engine holds afterwards."""

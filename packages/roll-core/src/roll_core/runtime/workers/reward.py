@@ -1,22 +1,27 @@
 """Worker of a reward role: a reward function behind threads, so that a slow sample does not delay others.
 
-score ─► thread ─┬─ the reward enforces `timeout_s` itself ──► RewardFunction.score
-                 └─ otherwise: HostedReward ── a process ──► RewardFunction.score; killed at `timeout_s`
+score ─► thread ─┬─ the reward enforces `timeout_s` itself ────────► RewardFunction.score
+                 └─ otherwise: ProcessReward ── RewardPool ─► child: RewardFunction.score; killed at `timeout_s`
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import RewardFailure
+from typing_extensions import override
+
+from roll_core.errors import PluginLoadError, RewardFailure
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target, schema_of
-from roll_core.runtime.workers.hosted_reward import HostedReward
+from roll_core.plugins.targets import load_class, load_target, schema_of
+from roll_core.runtime.cluster.executors import wire
+from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.spec.config import RewardConfig
+from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
@@ -24,9 +29,11 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.spec.providers import RewardProvider
-    from roll_core.spec.reward import RewardFunction, RewardRequest
+    from roll_core.spec.rollout import RewardRequest
 
 THREADS = 8
+CLOSE_S = 5.0
+"""Seconds that `RewardFunction.close` may take in a child process."""
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +52,7 @@ class RewardWorker:
         if provider.enforces_timeout:
             self.function = load_target(provider.target, owner=owner)(self.config)
         else:
-            self.function = HostedReward(self.config, provider, owner)
+            self.function = ProcessReward(self.config, provider, owner)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"{role}-{place.rank}")
 
     async def start(self) -> None:
@@ -55,23 +62,92 @@ class RewardWorker:
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score samples. An exception becomes a failed reward with its cause, never a value."""
         loop = asyncio.get_running_loop()
-        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, self._judge, each) for each in requests)))
+        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, self._score, each) for each in requests)))
 
-    def _judge(self, request: RewardRequest) -> Reward:
+    def _score(self, request: RewardRequest) -> Reward:
         try:
             reward = self.function.score(request)
         except RewardFailure as failure:
-            return Reward(value=None, failure=str(failure) or "no reason given")
+            return Reward(value=None, failure=str(failure) or "the reward gave no reason")
         except Exception as error:  # a reward is third-party code: its exception concerns only this sample
             log.warning("%s: sample %s: %s: %s", self.role, request.sample.id, type(error).__name__, error)
             return Reward(value=None, failure=f"{self.owner}: {type(error).__name__}: {error}")
         if reward.value is None:
             return reward
         if not math.isfinite(reward.value):
-            return Reward(value=None, failure=f"the reward is {reward.value}, which is not a number to learn from")
+            return Reward(value=None, failure=f"the reward is {reward.value}, expected a finite number")
         return Reward(value=reward.value * self.config.weight, detail=reward.detail)
 
     async def close(self) -> None:
         """Stop the threads and close the reward function."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.function.close()
+
+
+class ProcessReward(RewardFunction):
+    """Reward function in the worker that forwards requests to child processes."""
+
+    def __init__(self, config: RewardConfig, provider: RewardProvider, owner: str) -> None:
+        super().__init__(config)
+        self._owner = owner
+        self._pool = RewardPool(
+            f"{__name__}:RewardJob",
+            {
+                "target": provider.target,
+                "schema": provider.config or f"{RewardConfig.__module__}:{RewardConfig.__name__}",
+                "owner": owner,
+                "config": config.model_dump(mode="json"),
+            },
+            size=config.processes,
+            start_timeout_s=config.start_timeout_s,
+            owner=owner,
+            close_s=CLOSE_S,
+        )
+
+    @override
+    def start(self) -> None:
+        """Load the reward in the first process. Raises `PluginLoadError` if that fails."""
+        try:
+            self._pool.start(wait=True)
+        except RewardFailure as failure:
+            self.close()
+            raise PluginLoadError(f"{self._owner}: {failure}") from failure
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        packed = base64.b64encode(wire.dumps(request)).decode("ascii")
+        found = self._pool.call({"request": packed}, self.config.timeout_s)
+        return Reward(value=found["value"], failure=found["failure"], detail=found["detail"])
+
+    @override
+    def close(self) -> None:
+        self._pool.close()
+
+
+class RewardJob:
+    """Job handler in the child process: `RewardPool` calls it once per request."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        owner = options["owner"]
+        schema = load_target(options["schema"], owner=owner)
+        reward = load_class(options["target"], RewardFunction, owner=owner)  # type: ignore[type-abstract]
+        self._reward = reward(schema.model_validate(options["config"]))
+        self._reward.start()
+
+    def __call__(self, request: str) -> dict[str, Any]:
+        """Reward of a serialized `RewardRequest`, as plain values.
+
+        Raises `TypeError` if `score` does not return a `Reward`.
+        """
+        found = self._reward.score(wire.loads(base64.b64decode(request)))
+        if not isinstance(found, Reward):
+            raise TypeError(f"score returned {type(found).__name__}, expected roll_core.types.Reward")
+        return {
+            "value": None if found.value is None else float(found.value),
+            "failure": found.failure,
+            "detail": {name: each if isinstance(each, str) else float(each) for name, each in found.detail.items()},
+        }
+
+    def close(self) -> None:
+        """Let the reward release its resources."""
+        self._reward.close()

@@ -14,7 +14,8 @@ from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
-from roll_core.runtime.weights import WeightSender, device_facts
+from roll_core.runtime.weights.plan import SendingWorker, device_facts
+from roll_core.runtime.weights.sender import WeightSender
 from roll_core.runtime.workers.mesh import mesh_info
 from roll_core.spec.config import StrategyConfig
 
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.runtime.weights import SendHandle, SendOutcome, SyncPlan
+    from roll_core.runtime.weights.plan import SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import (
         LossFn,
         LossMetrics,
         MicroBatch,
-        Part,
+        StateKind,
         StepStats,
         TokenOutputs,
         TrainingSpec,
         TrainStrategy,
-        Want,
+        WantedOutputs,
     )
     from roll_core.spec.transport import DeviceFacts
     from roll_core.types import DataRank, Floats, TokenIds, Totals, TrainSequence
@@ -59,7 +60,7 @@ class ScoredShare:
     logprobs: list[Floats] | None
     entropy: list[Floats] | None
     values: list[Floats] | None
-    first_choices: list[TokenIds] | None = None
+    argmax_tokens: list[TokenIds] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class UpdateShare:
     stats: StepStats
 
 
-class TrainWorker:
+class TrainWorker(SendingWorker):
     """Worker of one rank.
 
     The executor constructs it in the worker's process; sync methods run on the worker's own thread.
@@ -101,7 +102,7 @@ class TrainWorker:
         self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank, device=place.device)
-        self._left_to_write: Callable[[], None] | None = None
+        self._unwritten: Callable[[], None] | None = None
 
     def start(self) -> DataRank:
         """Build the model. Collective over the role's ranks."""
@@ -114,10 +115,10 @@ class TrainWorker:
         self.strategy.build(self.model, self.mesh)
         return self.strategy.data_rank
 
-    def score(self, sequences: Sequence[TrainSequence], want: Want) -> ScoredShare:
+    def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredShare:
         """Run forward passes over this rank's share."""
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
-        found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "first_choices": {}}
+        found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "argmax_tokens": {}}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
             for name, tensor_T in _outputs(outputs).items():
                 rows = tensor_T.detach().cpu().numpy()
@@ -132,7 +133,7 @@ class TrainWorker:
             logprobs=in_order("logprobs", want.logprobs),
             entropy=in_order("entropy", want.entropy),
             values=in_order("values", want.values),
-            first_choices=in_order("first_choices", want.topk > 0),
+            argmax_tokens=in_order("argmax_tokens", want.topk > 0),
         )
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
@@ -164,11 +165,11 @@ class TrainWorker:
         """
         return self.sender.send(plan)
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[StateKind]) -> None:
         """Offload parts of the state to the host."""
         self.strategy.offload(parts)
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[StateKind]) -> None:
         """Onload parts of the state to the device."""
         self.strategy.onload(parts)
 
@@ -178,12 +179,12 @@ class TrainWorker:
         Returns True if `finish_save` must write the rest.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
-        self._left_to_write = self.strategy.save(Path(path))
-        return self._left_to_write is not None
+        self._unwritten = self.strategy.save(Path(path))
+        return self._unwritten is not None
 
     async def finish_save(self) -> None:
         """Write the remaining part of the last `save`, in parallel with calls on the worker's own thread."""
-        write, self._left_to_write = self._left_to_write, None
+        write, self._unwritten = self._unwritten, None
         if write is not None:
             await in_daemon_thread(write, name=f"{self.role}[{self.place.rank}] writes")
 
@@ -238,5 +239,5 @@ def _outputs(outputs: TokenOutputs) -> dict[str, Tensor]:
     named = {"logprobs": outputs.logprobs_T, "entropy": outputs.entropy_T, "values": outputs.values_T}
     found = {name: tensor_T.float() for name, tensor_T in named.items() if tensor_T is not None}
     if outputs.topk_ids_TK is not None:
-        found["first_choices"] = outputs.topk_ids_TK[:, 0]
+        found["argmax_tokens"] = outputs.topk_ids_TK[:, 0]
     return found

@@ -22,7 +22,7 @@ def choose_executor(config: RunConfig, places: Mapping[str, tuple[Place, ...]], 
 
     `local` requires that every role has one worker, on node 0, and that no role has its own Python environment. It also
     requires that `apart` is false: true means that weights cannot reach an engine within one process
-    (`build.kept_apart`).
+    (`build.separate_processes_reason`).
     """
     if config.executor != "auto":
         return config.executor

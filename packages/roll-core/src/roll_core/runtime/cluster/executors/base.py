@@ -96,24 +96,24 @@ class WorkerGroup(ABC):
         return frozenset()
 
     @property
-    def outlives_all(self) -> bool:
+    def survives_all(self) -> bool:
         """True if workers can be replaced even after all of them exited."""
         return False
 
     async def replace(self, rank: int) -> None:
         """Start a replacement worker for a lost rank, in its place. It has the state of a new worker."""
-        raise UnsupportedError(f"{self.role}: this executor's workers do not die")
+        raise UnsupportedError(f"{self.role}: this executor cannot replace workers; set executor: ray")
 
-    async def give_up(self, rank: int, cause: str) -> WorkerDiedError:
-        """Kill an unresponsive worker and treat it as exited.
+    async def kill(self, rank: int, cause: str) -> WorkerDiedError:
+        """Kill an unresponsive worker, which then counts as exited.
 
         Returns the error, with the worker's stack if available.
         """
         trace = await self._stacks([rank])
-        log.info("%s rank %d hangs:\n%s", self.role, rank, trace or "and does not say where")
-        death = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, trace)
-        self._end(rank, death)
-        return death
+        log.info("%s rank %d is unresponsive; its stacks:\n%s", self.role, rank, trace or "not available")
+        error = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, trace)
+        self._kill(rank, error)
+        return error
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """Call every living rank with the same arguments; results ordered by rank. See `call_each` for errors."""
@@ -149,20 +149,20 @@ class WorkerGroup(ABC):
 
     async def _stacks(self, ranks: Sequence[int]) -> str:
         """Current stacks of these ranks, as far as they arrive within `STACK_S` seconds."""
-        asked = [asyncio.ensure_future(self._stack(rank)) for rank in ranks]
-        await asyncio.wait(asked, timeout=STACK_S)
-        told = [task for task in asked if task.done() and not task.cancelled() and not task.exception()]
-        for task in asked:
+        tasks = [asyncio.ensure_future(self._stack(rank)) for rank in ranks]
+        await asyncio.wait(tasks, timeout=STACK_S)
+        done = [task for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+        for task in tasks:
             task.cancel()
-        return "\n".join(task.result() for task in told)
+        return "\n".join(task.result() for task in done)
 
     async def _stack(self, rank: int) -> str:
         """Current stack of a rank. May raise or block if the stack cannot be read."""
         return ""
 
-    def _end(self, rank: int, death: WorkerDiedError) -> None:
-        """Kill the rank's process. Calls to it, and calls to ranks that cannot continue without it, raise `death`."""
-        raise UnsupportedError(f"{self.role}: this executor's workers cannot be ended one by one")
+    def _kill(self, rank: int, error: WorkerDiedError) -> None:
+        """Kill the rank's process. Calls to it, and calls to ranks that cannot continue without it, raise `error`."""
+        raise UnsupportedError(f"{self.role}: this executor cannot kill single workers")
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
         """Encode arguments for `_begin`. The encoded form may be sent to several ranks."""

@@ -112,45 +112,61 @@ async def collect(
     try:
         timeout = None if seconds == math.inf else seconds
         _, pending = await asyncio.wait(futures.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        if any(_failed(future) for future in futures.values()):
-            await _let_others_answer(futures)
+        if _errors(futures):
+            await _grace_period(futures)
             raise_first_cause(role, method, futures)
         if pending:
-            silent = [member for member, future in futures.items() if future in pending]
-            ranks, hosts = [member.rank for member in silent], [member.host for member in silent]
-            late = WorkerTimeoutError(role, method, seconds, ranks, hosts)
-            late.trace = await stacks(ranks) if stacks else ""
-            raise late
+            late = [member for member, future in futures.items() if future in pending]
+            ranks, hosts = [member.rank for member in late], [member.host for member in late]
+            error = WorkerTimeoutError(role, method, seconds, ranks, hosts)
+            error.trace = await stacks(ranks) if stacks else ""
+            raise error
         return [future.result() for future in futures.values()]
     finally:
         for future in futures.values():
             future.cancel()
 
 
+def _errors(futures: Mapping[Member, asyncio.Future[Any]]) -> dict[Member, BaseException]:
+    """Exceptions of the ranks that have failed so far."""
+    done = {member: future for member, future in futures.items() if future.done() and not future.cancelled()}
+    return {member: error for member, future in done.items() if (error := future.exception()) is not None}
+
+
+async def _grace_period(futures: Mapping[Member, asyncio.Future[Any]]) -> None:
+    """Wait for the other ranks: longer if all failures so far look like echoes."""
+    started = time.monotonic()
+    while pending := [future for future in futures.values() if not future.done()]:
+        errors = _errors(futures).values()
+        echoes = all(isinstance(error, CallFailed) and error.failure.is_echo for error in errors)
+        left_s = started + (ECHO_GRACE_S if echoes else GRACE_S) - time.monotonic()
+        if left_s <= 0:
+            return
+        await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+
 def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.Future[Any]]) -> None:
-    """Raise the error of the rank that failed first, if any. The module docstring describes the choice."""
-    failures: list[tuple[bool, float, Member, Failure]] = []
-    for member, future in futures.items():
-        if not _failed(future):
-            continue
-        error = future.exception()
-        if isinstance(error, CallFailed):
-            failures.append((error.failure.is_echo, error.failure.at, member, error.failure))
-        elif error is not None:
+    """Raise the error of the rank that failed first. The module docstring describes the choice."""
+    failures: dict[Member, Failure] = {}
+    for member, error in _errors(futures).items():
+        if not isinstance(error, CallFailed):
             raise error
-    if failures:
-        echo, _, _, first = min(failures, key=lambda each: each[:2])
+        failures[member] = error.failure
+    first = min(failures.values(), key=lambda each: (each.is_echo, each.at))
+
+    def is_cause(failure: Failure) -> bool:
         # Ranks with the same error fail at about the same time: report the lowest of them.
-        _, _, member, failure = next(
-            each for each in failures if each[0] == echo and (each[3] is first or _alike(each[3], first))
-        )
-        for _, _, other, secondary in failures:
-            if other is not member:
-                log.debug("%s %s: %s also failed: %s", role, other, method, secondary.summary)
-        told = located(role, member, method, failure)
-        if told is failure.error:  # an exception must not become its own cause
-            raise told
-        raise told from failure.error
+        alike = failure.summary == first.summary and abs(failure.at - first.at) < SAME_MOMENT_S
+        return failure is first or (alike and failure.is_echo == first.is_echo)
+
+    member, failure = next(each for each in failures.items() if is_cause(each[1]))
+    for other, secondary in failures.items():
+        if other is not member:
+            log.debug("%s %s: %s also failed: %s", role, other, method, secondary.summary)
+    cause = located(role, member, method, failure)
+    if cause is failure.error:  # an exception must not become its own cause
+        raise cause
+    raise cause from failure.error
 
 
 def located(role: str, member: Member, method: str, failure: Failure) -> RollError:
@@ -160,34 +176,11 @@ def located(role: str, member: Member, method: str, failure: Failure) -> RollErr
         try:
             error = failure.error.located(where)
         except TypeError:
-            log.debug("%s cannot be made from its own arguments", type(failure.error).__name__)
+            log.debug("%s cannot be constructed from its own arguments", type(failure.error).__name__)
         else:
             error.trace = error.trace or failure.trace
             return error
     return WorkerError(role, member.rank, member.host, method, failure.summary, failure.trace)
-
-
-async def _let_others_answer(futures: Mapping[Member, asyncio.Future[Any]]) -> None:
-    started = time.monotonic()
-    while pending := [future for future in futures.values() if not future.done()]:
-        grace_s = ECHO_GRACE_S if _only_echoes(futures) else GRACE_S
-        left_s = started + grace_s - time.monotonic()
-        if left_s <= 0:
-            return
-        await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _only_echoes(futures: Mapping[Member, asyncio.Future[Any]]) -> bool:
-    errors = [future.exception() for future in futures.values() if _failed(future)]
-    return all(isinstance(error, CallFailed) and error.failure.is_echo for error in errors)
-
-
-def _failed(future: asyncio.Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None
-
-
-def _alike(one: Failure, other: Failure) -> bool:
-    return one.summary == other.summary and abs(one.at - other.at) < SAME_MOMENT_S
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:

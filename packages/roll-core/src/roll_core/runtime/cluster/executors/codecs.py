@@ -7,61 +7,44 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
 
-class Codec(Protocol):
-    """Serializer: a module or object with these two functions."""
+class Codec(NamedTuple):
+    """Serializer. Both functions may raise any exception."""
 
-    def dumps(self, value: Any, /) -> bytes:
-        """Serialize a value. May raise any exception."""
-
-    def loads(self, data: bytes, /) -> Any:
-        """Deserialize a value. May raise any exception."""
+    dumps: Callable[[Any], bytes]
+    loads: Callable[[bytes], Any]
 
 
-class Pickled:
-    """Pickle codec for any object. Definitions of `__main__` are pickled by value (cloudpickle)."""
+def _pickle(value: Any) -> bytes:
+    from ray import cloudpickle
 
-    def dumps(self, value: Any, /) -> bytes:
-        """See `Codec`."""
-        from ray import cloudpickle
-
-        return bytes(cloudpickle.dumps(value))
-
-    def loads(self, data: bytes, /) -> Any:
-        """See `Codec`."""
-        from ray import cloudpickle
-
-        return cloudpickle.loads(data)
+    return bytes(cloudpickle.dumps(value))
 
 
-class Wire:
-    """Codec for the values that the schema of `roll_core.runtime.cluster.executors.wire` supports."""
+def _unpickle(data: bytes) -> Any:
+    from ray import cloudpickle
 
-    def dumps(self, value: Any, /) -> bytes:
-        """See `Codec`."""
-        return wire.dumps(value)
-
-    def loads(self, data: bytes, /) -> Any:
-        """See `Codec`."""
-        return wire.loads(data)
+    return cloudpickle.loads(data)
 
 
-PICKLED: Codec = Pickled()
-WIRE: Codec = Wire()
+PICKLED = Codec(_pickle, _unpickle)
+"""For any object. Definitions of `__main__` are pickled by value (cloudpickle)."""
+WIRE = Codec(wire.dumps, wire.loads)
+"""For the values of the schema in `wire`."""
 
 
-async def answer(codec: Codec, call: Awaitable[Any]) -> bytes:
+async def encode_outcome(codec: Codec, call: Awaitable[Any]) -> bytes:
     """Await a call and serialize its result or its failure."""
     try:
-        return encode_result(codec, await call)
+        return codec.dumps((True, await call))
     except CallFailed as failed:
         return encode_failure(codec, failed.failure)
     except asyncio.CancelledError as error:
@@ -69,11 +52,6 @@ async def answer(codec: Codec, call: Awaitable[Any]) -> bytes:
     except Exception as error:
         summary = f"its result cannot be sent to another process: {error}"
         return encode_failure(codec, replace(Failure.of(error), summary=summary))
-
-
-def encode_result(codec: Codec, value: Any) -> bytes:
-    """Serialize the result of a successful call."""
-    return codec.dumps((True, value))
 
 
 def encode_failure(codec: Codec, failure: Failure) -> bytes:
@@ -86,10 +64,10 @@ def encode_failure(codec: Codec, failure: Failure) -> bytes:
     return codec.dumps((False, (error, failure.summary, failure.trace, failure.at)))
 
 
-def decode(codec: Codec, answer: bytes) -> Any:
+def decode(codec: Codec, outcome: bytes) -> Any:
     """Deserialize the result of a call. Raises `CallFailed`."""
-    worked, value = codec.loads(answer)
-    if worked:
+    succeeded, value = codec.loads(outcome)
+    if succeeded:
         return value
     encoded, summary, trace, at = value
     try:

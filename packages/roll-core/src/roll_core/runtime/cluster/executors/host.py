@@ -42,14 +42,13 @@ class WorkerHost:
         self._worker: Any = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def make(self, target: str, place: Place, peers: Peers, args: Mapping[str, Any]) -> None:
+    async def construct(self, target: str, place: Place, peers: Peers, args: Mapping[str, Any]) -> None:
         """Import the class and construct the worker on its thread. Raises `CallFailed`."""
 
-        def construct() -> Any:
-            worker_class = load_target(target, owner="worker class")
-            return worker_class(place=place, peers=peers, **args)
+        def build() -> Any:
+            return load_target(target, owner="worker class")(place=place, peers=peers, **args)
 
-        self._worker = await self._thread.run(construct)
+        self._worker = await self._thread.run(build)
 
     def begin(self, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Begin a call. The future returns its result or raises `CallFailed`.
@@ -59,7 +58,9 @@ class WorkerHost:
         try:
             bound = getattr(self._worker, method)
         except AttributeError as error:
-            return self._failed(error)
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            future.set_exception(CallFailed(Failure.of(error)))
+            return future
         if inspect.iscoroutinefunction(bound):
             task = asyncio.get_running_loop().create_task(_awaited(bound, args), name=f"{self.name}.{method}")
             self._tasks.add(task)
@@ -72,10 +73,10 @@ class WorkerHost:
 
         The other threads include those of engines.
         """
-        frames = [self._thread.stack()]
+        frames = [_stack_of(self._thread.thread)]
         for task in self._tasks:
             frames += [f"{task.get_name()}:\n{''.join(traceback.format_stack(frame))}" for frame in task.get_stack()]
-        mine = {self._thread.ident, threading.get_ident()}
+        mine = {self._thread.thread.ident, threading.get_ident()}
         return "\n".join(frames + [_stack_of(each) for each in threading.enumerate() if each.ident not in mine])
 
     async def close(self, timeout_s: float) -> None:
@@ -90,14 +91,9 @@ class WorkerHost:
             except CallFailed as failed:
                 log.warning("%s: close failed: %s", self.name, failed.failure.summary, exc_info=failed.failure.error)
             except TimeoutError:
-                log.warning("%s: did not close within %g s", self.name, timeout_s)
+                log.warning("%s: close did not return within %g s", self.name, timeout_s)
         self._worker = None
         self._thread.stop()
-
-    def _failed(self, error: Exception) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.set_exception(CallFailed(Failure.of(error)))
-        return future
 
 
 class WorkerThread:
@@ -105,41 +101,32 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Run a function after all earlier ones. The future raises `CallFailed`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def answer(settle: Callable[[Any], None], outcome: Any) -> None:
+        def settle(setter: Callable[[Any], None], outcome: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
-                loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
+                loop.call_soon_threadsafe(lambda: None if future.done() else setter(outcome))
 
         def work() -> None:
             try:
                 result = function(*args)
             except BaseException as error:  # SystemExit included: the caller receives it
-                answer(future.set_exception, CallFailed(Failure.of(error)))
+                settle(future.set_exception, CallFailed(Failure.of(error)))
             else:
-                answer(future.set_result, result)
+                settle(future.set_result, result)
 
         self._queue.put(work)
         return future
 
-    @property
-    def ident(self) -> int | None:
-        """Python's identifier of the thread."""
-        return self._thread.ident
-
     def stop(self) -> None:
         """Stop the thread after the functions that are already queued."""
         self._queue.put(None)
-
-    def stack(self) -> str:
-        """Current stack of the thread."""
-        return _stack_of(self._thread)
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -149,7 +136,7 @@ class WorkerThread:
                 try:
                     openmp.rest()
                 except Exception:  # the thread must continue to serve
-                    log.exception("%s: OpenMP's threads could not be put to rest", self._thread.name)
+                    log.exception("%s: its OpenMP threads could not be released", self.thread.name)
 
 
 def _stack_of(thread: threading.Thread) -> str:

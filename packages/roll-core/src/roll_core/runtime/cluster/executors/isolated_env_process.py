@@ -1,7 +1,4 @@
-"""Starts a worker process under its own interpreter, and exchanges frames of bytes with it.
-
-This module passes serialized arguments and results through; it never decodes them.
-"""
+"""Starts a worker process under its own interpreter, and forwards calls to it (see `isolated_env_main`)."""
 
 from __future__ import annotations
 
@@ -18,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import PythonEnvironmentError
 from roll_core.host import hostname
 from roll_core.runtime.cluster.concurrency import background
-from roll_core.runtime.cluster.executors.frames import ANSWER, CALL, CANCEL, CLOSE, MAKE, STACK, frame, read_frame
+from roll_core.runtime.cluster.executors import isolated_env_main, wire
+from roll_core.runtime.cluster.executors.isolated_env_main import frame, read_frame
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,13 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""Seconds until the process must send `HELLO`. Until then it imports no heavy module."""
+"""Seconds until the process must send its facts. Until then it imports no heavy module."""
 END_S = 5.0
 """Seconds until the process must exit after it has closed its worker or its socket."""
-
-
-class ProcessEndedError(Exception):
-    """The process exited: `was killed by SIGKILL`, `ended with code 1`. Internal to the actor and the driver."""
 
 
 class IsolatedEnvProcess:
@@ -46,73 +41,55 @@ class IsolatedEnvProcess:
         """`settings` has `role`, `rank`, `level`, `crash_file` and `reported` (distributions for the fingerprint)."""
         self._settings = settings
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._process: subprocess.Popen[bytes]
         self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
 
     async def start(self, python: Path, env: Mapping[str, str]) -> dict[str, Any]:
-        """Start the process. Returns its `HELLO`: `pid`, `host`, `fingerprint`. Raises `PythonEnvironmentError`."""
+        """Start the process. Returns its `pid`, `host` and `fingerprint`. Raises `PythonEnvironmentError`."""
         ours, theirs = socket.socketpair()
-        command = [
-            str(python),
-            "-P",
-            "-m",
-            "roll_core.runtime.cluster.executors.isolated_env_main",
-            str(theirs.fileno()),
-        ]
+        descriptor = theirs.fileno()
+        command = [str(python), "-P", "-m", isolated_env_main.__name__, str(descriptor), json.dumps({**self._settings})]
         with theirs:
-            self._process = subprocess.Popen(
-                [*command, json.dumps(dict(self._settings))],
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
+            self._process = subprocess.Popen(command, env={**env}, stdin=subprocess.DEVNULL, pass_fds=(descriptor,))
         reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
-            hello = await self._hello(reader, f"{self._settings['role']} on {hostname()}: environment {python}")
+            facts = await self._facts(reader, f"{self._settings['role']} on {hostname()}: environment {python}")
         except BaseException:
             self._writer.close()
             self._process.kill()
             self._process.wait()
             raise
-        self._reading = background(self._read(reader), name="answers of a worker's process")
-        return hello
+        self._reading = background(self._read(reader), name="replies of a worker's process")
+        return facts
 
-    async def _hello(self, reader: asyncio.StreamReader, where: str) -> dict[str, Any]:
+    async def _facts(self, reader: asyncio.StreamReader, where: str) -> dict[str, Any]:
         try:
-            _, _, body = await asyncio.wait_for(read_frame(reader), START_S)
+            _, body = await asyncio.wait_for(read_frame(reader), START_S)
         except EOFError as error:
             raise PythonEnvironmentError(
-                f"{where}: its process {await self._cause()} while it started; what it said is in the log"
+                f"{where}: its process {await self._cause()} during its start; its output is in the log"
             ) from error
         except TimeoutError as error:
-            raise PythonEnvironmentError(f"{where}: its process said nothing within {START_S:g} s") from error
-        hello: dict[str, Any] = json.loads(body)
-        if "error" in hello:
-            raise PythonEnvironmentError(f"{where}: {hello['error']}. The environment is broken: make it anew")
-        return hello
+            raise PythonEnvironmentError(f"{where}: its process did not start within {START_S:g} s") from error
+        facts: dict[str, Any] = json.loads(body)
+        if "error" in facts:
+            raise PythonEnvironmentError(f"{where}: {facts['error']}. Rebuild the environment")
+        return facts
 
-    async def make(self, payload: bytes) -> bytes:
-        """Construct the worker. Returns the serialized result of `codecs.answer`."""
-        return await self._ask(MAKE, payload)
-
-    def begin(self, method: str, payload: bytes) -> asyncio.Future[bytes]:
-        """Begin a call after the earlier ones. Cancelling the future cancels the call if its method is async."""
+    def request(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Call a method of the process's `WorkerServer`. The future raises `ProcessEndedError` if the process exits."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._ended.is_set():
+            future.set_exception(ProcessEndedError("has exited"))
+            return future
         number = next(self._numbers)
-        future = self._ask(CALL, method.encode() + b"\0" + payload, number)
-
-        def tell_if_cancelled(done: asyncio.Future[bytes]) -> None:
-            if done.cancelled() and not self._ended.is_set():
-                self._writer.write(frame(CANCEL, number))
-
-        future.add_done_callback(tell_if_cancelled)
+        self._pending[number] = future
+        future.add_done_callback(lambda _: self._pending.pop(number, None))
+        self._writer.write(frame(number, wire.dumps([method, list(args)])))
         return future
-
-    async def stack(self) -> str:
-        """Current stacks of the worker's threads."""
-        return (await self._ask(STACK)).decode()
 
     async def ended(self) -> str:
         """Wait until the process exits. Returns how it exited."""
@@ -124,36 +101,25 @@ class IsolatedEnvProcess:
         if self._reading is None:
             return
         with contextlib.suppress(ProcessEndedError):
-            await self._ask(CLOSE, repr(timeout_s).encode())
+            await self.request("close", timeout_s)
         self._writer.close()
         await self._reading
-
-    def _ask(self, kind: int, body: bytes = b"", number: int | None = None) -> asyncio.Future[bytes]:
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        if self._ended.is_set():
-            future.set_exception(ProcessEndedError("is gone"))
-            return future
-        number = next(self._numbers) if number is None else number
-        self._waiting[number] = future
-        future.add_done_callback(lambda _: self._waiting.pop(number, None))
-        self._writer.write(frame(kind, number, body))
-        return future
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             with contextlib.suppress(EOFError):
                 while True:
-                    kind, number, body = await read_frame(reader)
-                    future = self._waiting.get(number)
-                    if kind == ANSWER and future is not None and not future.done():
-                        future.set_result(body)
-        except Exception:  # unreadable data: without results the process is useless
-            log.exception("%s: an answer cannot be read, so its process is killed", self._settings["role"])
+                    number, body = await read_frame(reader)
+                    future = self._pending.get(number)
+                    if future is not None and not future.done():
+                        future.set_result(wire.loads(body))
+        except Exception:  # unreadable data: without replies the process is useless
+            log.exception("%s: a reply cannot be read, so its process is killed", self._settings["role"])
             self._process.kill()
         self._ended.set()
         self._writer.close()
         cause = await self._cause()
-        for future in list(self._waiting.values()):
+        for future in list(self._pending.values()):
             if not future.done():
                 future.set_exception(ProcessEndedError(cause))
 
@@ -167,4 +133,4 @@ class IsolatedEnvProcess:
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with code {code}"
+        return f"exited with code {code}"

@@ -16,10 +16,9 @@ from roll_core.errors import UnsupportedError
 from roll_core.host import hostname
 from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup
 from roll_core.runtime.cluster.executors.calls import collect
-from roll_core.runtime.cluster.executors.environment import EnvironmentChange
 from roll_core.runtime.cluster.executors.host import WorkerHost
 from roll_core.runtime.cluster.placement import check_local
-from roll_core.runtime.cluster.platform import environment_of
+from roll_core.runtime.cluster.platform import EnvironmentChange, environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,15 +82,15 @@ class LocalExecutor(Executor):
             host = WorkerHost(spec.role, place.rank)
             hosts.append(host)
             self._hosts.append(host)
-            making = asyncio.ensure_future(host.make(spec.target, place, Peers(), spec.args))
-            await collect(spec.role, "start", {member: making}, spec.timeout_s)
+            constructing = asyncio.ensure_future(host.construct(spec.target, place, Peers(), spec.args))
+            await collect(spec.role, "start", {member: constructing}, spec.timeout_s)
         return LocalGroup(spec, members, hosts)
 
     def _check_places(self, spec: GroupSpec) -> None:
         if spec.environment is not None:
             raise UnsupportedError(
-                f"{spec.role} has a Python environment of its own, but the local executor keeps every worker in this"
-                " process: set executor: ray"
+                f"{spec.role} has its own Python environment, but the local executor runs every worker in this process:"
+                " set executor: ray"
             )
         check_local(spec.role, spec.kind, spec.places, self._platform, self._slots_per_node)
 
@@ -102,18 +101,18 @@ class LocalGroup(WorkerGroup):
     def __init__(self, spec: GroupSpec, members: Sequence[Member], hosts: Sequence[WorkerHost]) -> None:
         super().__init__(spec, members)
         self._hosts = tuple(hosts)
-        self._death: WorkerDiedError | None = None
-        """Error of a worker that was given up. Its thread cannot be killed, so all later calls raise this error."""
+        self._error: WorkerDiedError | None = None
+        """Error of an unresponsive worker. Its thread cannot be killed, so all later calls raise this error."""
 
     async def _stack(self, rank: int) -> str:
         return self._hosts[rank].stack()
 
-    def _end(self, rank: int, death: WorkerDiedError) -> None:
-        self._death = death
+    def _kill(self, rank: int, error: WorkerDiedError) -> None:
+        self._error = error
 
     def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
-        if self._death is not None:
-            raise type(self._death)(*self._death.args)
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
         # The caller's thread is idle while the worker computes.
         openmp.rest()
         return self._hosts[rank].begin(method, arguments)
@@ -126,15 +125,15 @@ def environment_of_all(specs: Sequence[GroupSpec], platform: Platform) -> dict[s
     used.
     """
     union: dict[str, str] = {}
-    wanted_by: dict[str, str] = {}
+    set_by: dict[str, str] = {}
     for spec in specs:
         for name, value in spec.env.items():
             if union.setdefault(name, value) != value:
                 raise UnsupportedError(
-                    f"system_envs: {wanted_by[name]} wants {name}={union[name]} and {spec.role} wants {name}={value},"
-                    " but with the local executor all roles share one process: set executor: ray, or make them equal"
+                    f"system_envs: {set_by[name]} sets {name}={union[name]} and {spec.role} sets {name}={value}, but"
+                    " with the local executor all roles share one process: set executor: ray, or use one value"
                 )
-            wanted_by.setdefault(name, spec.role)
+            set_by.setdefault(name, spec.role)
     for spec in specs:
         for place in spec.places:
             for name, value in environment_of(platform, spec.kind, place.local_indices).items():

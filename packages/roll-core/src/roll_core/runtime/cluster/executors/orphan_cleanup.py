@@ -43,8 +43,8 @@ def shm_prefix(mark: str) -> str:
     return f"roll-{mark}-"
 
 
-def watch_over(mark: str, scratch: Path) -> subprocess.Popen[bytes]:
-    """Start a reaper for this process. End it with `dismiss`."""
+def start_reaper(mark: str, scratch: Path) -> subprocess.Popen[bytes]:
+    """Start a reaper for this process. End it with `stop_reaper`."""
     command = [sys.executable, "-m", __name__, mark, str(os.getpid()), str(scratch)]
     env = {name: value for name, value in os.environ.items() if name != MARK}
     return subprocess.Popen(
@@ -52,7 +52,7 @@ def watch_over(mark: str, scratch: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def dismiss(reaper: subprocess.Popen[bytes]) -> None:
+def stop_reaper(reaper: subprocess.Popen[bytes]) -> None:
     """End the reaper after everything is cleaned up."""
     with contextlib.suppress(BrokenPipeError):
         reaper.communicate(b"done", timeout=KILL_S)

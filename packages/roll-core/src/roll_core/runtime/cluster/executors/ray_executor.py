@@ -2,7 +2,7 @@
 
     driver                                    worker's process (one actor for each rank)
     RayGroup.call ─► RayWorker.begin ── Ray ──► RayHost.call ─► WorkerHost ─► worker
-                     future ◄─────────────────── bytes
+                     future ◄── serialized outcome
     RayWorker.lifeline ◄── ends when the process does ──► every pending call, of any role, raises WorkerDiedError
 
 After a worker exits, all calls raise, because any role may block on the exited worker in a collective. Groups that
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from roll_core import openmp
 from roll_core.errors import UnsupportedError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import gather
-from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup
+from roll_core.runtime.cluster.executors.base import Executor, Peers, WorkerGroup
 from roll_core.runtime.cluster.executors.calls import collect
 from roll_core.runtime.cluster.executors.orphan_cleanup import MARK
 from roll_core.runtime.cluster.executors.ray_instance import RayInstance
 from roll_core.runtime.cluster.executors.ray_placement import Reservation
-from roll_core.runtime.cluster.executors.ray_worker import RayWorker, again, codec_of
+from roll_core.runtime.cluster.executors.ray_worker import RayWorker, copy_of
 from roll_core.runtime.cluster.platform import environment_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from roll_core.runtime.cluster.executors.base import GroupSpec
-    from roll_core.runtime.cluster.executors.ray_host import Greeting
+    from roll_core.runtime.cluster.executors.ray_host import ProcessInfo
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.platform import Platform
 
@@ -44,7 +44,7 @@ PLACEMENT_S = 120.0
 """Seconds that the executor waits for slots that other jobs occupy."""
 ENVIRONMENT_S = 3600.0
 """Seconds for the installation of a role's Python environment."""
-GREETING_S = 300.0
+START_S = 300.0
 """Seconds for Ray to start the processes. Until then they import no heavy module of ROLL."""
 CLOSE_S = 10.0
 """Seconds that workers have to close before they are killed."""
@@ -65,21 +65,21 @@ class RayExecutor(Executor):
         self._instance = RayInstance(platform)
         self._reservation = Reservation(platform, slots_per_node, placement_s)
         self._workers: list[RayWorker] = []
-        self._death: WorkerDiedError | None = None
-        self._died = asyncio.Event()
-        self.is_closing = False
-        """True once the executor ignores exits of its workers."""
+        self._is_closing = False
+        self.exit_error: WorkerDiedError | None = None
+        """Error of the first exit that ends the run."""
+        self._exited = asyncio.Event()
 
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
         """See `Executor.start`. All roles are started at the same time."""
         try:
             self._instance.open()
             await self._reservation.take(specs)
-            workers = {spec.role: [self._host(spec, place) for place in spec.places] for spec in specs}
-            await gather([self._prepare(spec, workers[spec.role]) for spec in specs if spec.environment])
-            greetings = {spec.role: await self._greet(spec, workers[spec.role]) for spec in specs}
-            self.fingerprints = {spec.role: greetings[spec.role][0].fingerprint for spec in specs if spec.environment}
-            await gather([self._make(spec, workers[spec.role], greetings[spec.role][0]) for spec in specs])
+            workers = {spec.role: [self._launch(spec, place) for place in spec.places] for spec in specs}
+            await gather([self._prepare(spec, workers[spec.role]) for spec in specs])
+            infos = {spec.role: await self._process_infos(spec, workers[spec.role]) for spec in specs}
+            self.fingerprints = {spec.role: infos[spec.role][0].fingerprint for spec in specs if spec.environment}
+            await gather([self._construct(spec, workers[spec.role], infos[spec.role]) for spec in specs])
             return {spec.role: RayGroup(self, spec, workers[spec.role]) for spec in specs}
         except BaseException:
             await self.close()
@@ -87,19 +87,21 @@ class RayExecutor(Executor):
 
     def check_alive(self) -> None:
         """See `Executor.check_alive`."""
-        if self._death is not None:
-            raise again(self._death)
+        if self.exit_error is not None:
+            raise copy_of(self.exit_error)
 
     async def watch(self) -> NoReturn:
         """See `Executor.watch`."""
-        while self._death is None:
-            await self._died.wait()
-        raise again(self._death)
+        while self.exit_error is None:
+            await self._exited.wait()
+        raise copy_of(self.exit_error)
 
     async def close(self) -> None:
         """See `Executor.close`. Busy workers are killed."""
-        self.is_closing = True
+        self._is_closing = True
         workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.refuse()
         try:
             closing = [worker.close(CLOSE_S) for worker in workers if worker.is_idle]
             if closing:
@@ -108,75 +110,51 @@ class RayExecutor(Executor):
             for worker in workers:
                 worker.kill()
             if self._instance.is_open:
-                self._reservation.give_back()
+                self._reservation.release()
             self._instance.close()
 
-    def death_of(self, worker: RayWorker, error: BaseException) -> None:
-        """Handle a worker whose process exited or is unusable: all pending and later calls fail.
-
-        If its group survives the exit, only calls to this worker fail.
-        """
-        if not self._is_news(worker):
+    def worker_exited(self, worker: RayWorker, error: WorkerDiedError) -> None:
+        """Let all pending and later calls raise `error`. If its group survives, only calls to this worker raise."""
+        if self._is_closing or self.exit_error is not None or worker.exit_error is not None:
             return
-        self._has_died(worker, worker.describe_death(error))
-
-    def give_up(self, worker: RayWorker, death: WorkerDiedError) -> None:
-        """Kill an unresponsive worker and treat it as exited."""
-        if self._is_news(worker):
-            self._has_died(worker, death)
-            worker.kill()
-
-    def _is_news(self, worker: RayWorker) -> bool:
-        return not self.is_closing and self._death is None and worker.death is None
-
-    def _has_died(self, worker: RayWorker, death: WorkerDiedError) -> None:
         spec = worker.spec
-        others = any(each.spec is spec and each.death is None for each in self._workers if each is not worker)
+        others = any(each.spec is spec and each.exit_error is None for each in self._workers if each is not worker)
         if spec.survives == "always" or (spec.survives == "while_others_live" and others):
-            log.warning(
-                "%s; %s", death, "the others of its role go on" if others else "its role goes on with a new one"
-            )
-            worker.death = death
-            worker.fail_pending(death)
+            left = "the other workers of the role continue" if others else "the role continues with a replacement"
+            log.warning("%s; %s", error, left)
+            worker.exit_error = error
+            worker.fail(error)
             return
-        self._death = death
-        log.info("%s", self._death)
-        self._died.set()
+        log.info("%s", error)
+        self.exit_error = error
+        self._exited.set()
         for each in self._workers:
-            each.fail_pending(self._death)
+            each.fail(error)
 
-    async def replace(self, dead: RayWorker) -> RayWorker:
+    async def replace(self, old: RayWorker) -> RayWorker:
         """Replace an exited worker: start another process in its place and construct the worker in it.
 
         If that fails, the new process is killed.
         """
-        if dead in self._workers:
-            self._workers.remove(dead)
-            dead.kill()
-        spec = dead.spec
-        worker = self._host(spec, spec.places[dead.place.rank])
+        if old in self._workers:
+            self._workers.remove(old)
+            old.kill()
+        spec = old.spec
+        worker = self._launch(spec, spec.places[old.place.rank])
         try:
-            if spec.environment:
-                await self._prepare(spec, [worker])
-            (greeting,) = await self._greet(spec, [worker])
-            await self._make(spec, [worker], greeting)
+            await self._prepare(spec, [worker])
+            await self._construct(spec, [worker], await self._process_infos(spec, [worker]))
         except BaseException:
             self._workers.remove(worker)
             worker.kill()
             raise
         return worker
 
-    @property
-    def death(self) -> WorkerDiedError | None:
-        """Error of the first exit that ends the run, or None."""
-        return self._death
-
-    def _host(self, spec: GroupSpec, place: Place) -> RayWorker:
+    def _launch(self, spec: GroupSpec, place: Place) -> RayWorker:
         """Start the process of one worker. The worker itself is constructed later."""
         import ray
 
-        from roll_core.runtime.cluster.executors.ray_host import RayHost
-        from roll_core.runtime.cluster.executors.ray_isolated_env_host import RayIsolatedEnvHost
+        from roll_core.runtime.cluster.executors.ray_host import RayHost, RayIsolatedEnvHost
 
         node = self._reservation.nodes[place.node]
         configured = {**environment_of(self._platform, spec.kind, place.local_indices), **spec.env}
@@ -198,13 +176,13 @@ class RayExecutor(Executor):
             # Some variables take effect only when a process starts (LD_PRELOAD), so Ray starts it with them. That takes
             # twice as long as setting them in `RayHost` before the first heavy import.
             options["runtime_env"] = {"env_vars": env}
-        level = logging.getLogger().getEffectiveLevel()
-        known = (spec.role, place.rank, env, level, str(crash_file))
-        if spec.environment is None:
-            handle = ray.remote(RayHost).options(**options).remote(*known)
-        else:
-            handle = ray.remote(RayIsolatedEnvHost).options(**options).remote(*known, spec.environment)
-        worker = RayWorker(self, spec, place, handle, crash_file)
+        args: list[Any] = [spec.role, place.rank, env, logging.getLogger().getEffectiveLevel(), str(crash_file)]
+        if spec.environment is not None:
+            args.append(spec.environment)
+        actor = ray.remote(RayHost if spec.environment is None else RayIsolatedEnvHost)
+        worker = RayWorker(spec, place, actor.options(**options).remote(*args), crash_file, self.worker_exited)
+        if self.exit_error is not None:
+            worker.refuse(self.exit_error)
         self._workers.append(worker)
         return worker
 
@@ -224,38 +202,39 @@ class RayExecutor(Executor):
         return env
 
     async def _prepare(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> None:
-        """Find or install the role's Python environment on every worker's host."""
-        futures = {worker.member: worker.prepare() for worker in workers}
-        await collect(spec.role, "preparation of its environment", futures, ENVIRONMENT_S)
+        """Find or install the role's own Python environment, if it has one, on every worker's host."""
+        if spec.environment is not None:
+            futures = {worker.member: worker.prepare() for worker in workers}
+            await collect(spec.role, "preparation of its environment", futures, ENVIRONMENT_S)
 
-    async def _greet(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> list[Greeting]:
-        unknown = [
-            Member(rank=worker.place.rank, host="?", pid=0, node=worker.place.node, slots=worker.place.slots)
-            for worker in workers
-        ]
-        futures = {member: worker.greet() for member, worker in zip(unknown, workers, strict=True)}
-        greetings: list[Greeting] = await collect(spec.role, "start of its process", futures, GREETING_S)
-        for worker, member, greeting in zip(workers, unknown, greetings, strict=True):
-            address = "127.0.0.1" if self._instance.single_host else greeting.address
-            worker.member = replace(member, host=greeting.host, pid=greeting.pid, address=address)
-            worker.interface = greeting.interface if greeting.address == address else ""
-        return greetings
+    async def _process_infos(self, spec: GroupSpec, workers: Sequence[RayWorker]) -> list[ProcessInfo]:
+        """Wait until the processes have started. The result completes each worker's `member`."""
+        futures = {worker.member: worker.process_info() for worker in workers}
+        infos: list[ProcessInfo] = await collect(spec.role, "start of its process", futures, START_S)
+        for worker, info in zip(workers, infos, strict=True):
+            address = "127.0.0.1" if self._instance.single_host else info.address
+            worker.member = replace(worker.member, host=info.host, pid=info.pid, address=address)
+        return infos
 
-    async def _make(self, spec: GroupSpec, workers: Sequence[RayWorker], first: Greeting) -> None:
+    async def _construct(self, spec: GroupSpec, workers: Sequence[RayWorker], infos: Sequence[ProcessInfo]) -> None:
         """Construct the workers of a role, once the address of rank 0 is known."""
+        from roll_core.runtime.cluster.executors.ray_host import GLOO_INTERFACE
+
         alone = len(workers) == 1
         peers = Peers(
             master_addr=workers[0].member.address,
-            master_port=0 if alone else first.port,
+            master_port=0 if alone else infos[0].port,
             secret="" if alone else secrets.token_hex(16),
         )
         futures = {}
-        for worker in workers:
+        for worker, info in zip(workers, infos, strict=True):
             place = worker.place
             if place.slots and self._platform.visible_devices:
                 # The process sees only its own devices, numbered from 0.
                 place = replace(place, device=self._platform.device(0))
-            futures[worker.member] = worker.make(place, peers)
+            reachable = info.interface and info.address == worker.member.address
+            env = {GLOO_INTERFACE: info.interface} if reachable else {}
+            futures[worker.member] = worker.construct(place, peers, env)
         await collect(spec.role, "start", futures, spec.timeout_s)
 
 
@@ -270,28 +249,29 @@ class RayGroup(WorkerGroup):
     @property
     def lost(self) -> frozenset[int]:
         """See `WorkerGroup.lost`."""
-        return frozenset(rank for rank, worker in enumerate(self._workers) if worker.death is not None)
+        return frozenset(rank for rank, worker in enumerate(self._workers) if worker.exit_error is not None)
 
     @property
-    def outlives_all(self) -> bool:
-        """See `WorkerGroup.outlives_all`."""
-        return self.spec.survives == "always" and self._executor.death is None
+    def survives_all(self) -> bool:
+        """See `WorkerGroup.survives_all`."""
+        return self.spec.survives == "always" and self._executor.exit_error is None
 
-    def _end(self, rank: int, death: WorkerDiedError) -> None:
-        self._executor.give_up(self._workers[rank], death)
+    def _kill(self, rank: int, error: WorkerDiedError) -> None:
+        self._executor.worker_exited(self._workers[rank], error)
+        self._workers[rank].kill()
 
     async def replace(self, rank: int) -> None:
         """See `WorkerGroup.replace`."""
         self._workers[rank] = await self._executor.replace(self._workers[rank])
         self.members = tuple(worker.member for worker in self._workers)
         self.replaced += 1
-        log.info("%s %s is there instead of the one that died", self.role, self.members[rank])
+        log.info("%s rank %d: replacement started (pid %d)", self.role, rank, self.members[rank].pid)
 
     def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
         import ray
 
         try:
-            payload = codec_of(self.spec).dumps(args)
+            payload = self._workers[0].codec.dumps(args)
         except Exception as error:  # any exception of a third-party pickling
             raise UnsupportedError(
                 f"{self.role}.{method}: its arguments cannot be sent to another process: {error}"

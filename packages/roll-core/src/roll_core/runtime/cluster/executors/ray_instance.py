@@ -25,8 +25,8 @@ import psutil
 from roll_core.errors import PlacementError
 from roll_core.host import usable_cores
 from roll_core.runtime.cluster.executors import orphan_cleanup
-from roll_core.runtime.cluster.executors.environment import EnvironmentChange
-from roll_core.runtime.cluster.executors.sigterm_mask import children_deaf_to
+from roll_core.runtime.cluster.executors.worker_process import sigterm_blocked_in_children
+from roll_core.runtime.cluster.platform import EnvironmentChange
 
 if TYPE_CHECKING:
     import subprocess
@@ -80,8 +80,9 @@ class RayInstance:
         """
         address = os.environ.get("RAY_ADDRESS", "").removeprefix("local")
         _check_reachable(address)
-        with children_deaf_to(signal.SIGTERM):
-            self._watch()
+        self.scratch.mkdir(mode=0o700)
+        with sigterm_blocked_in_children():
+            self._reaper = orphan_cleanup.start_reaper(self.mark, self.scratch)
         self._set_environment(alone=not address)
         import ray
 
@@ -95,11 +96,11 @@ class RayInstance:
                 ray.init(address=address, namespace=f"roll-{self.mark}", logging_level=logging.WARNING)
             else:
                 self.single_host = True
-                with children_deaf_to(signal.SIGTERM):
+                with sigterm_blocked_in_children():
                     self._start()
         except Exception as error:  # Ray raises many exception types
-            what = f"joined at RAY_ADDRESS={address}" if address else "started on this host"
-            raise PlacementError(f"Ray could not be {what}: {error}{_about_tokens(address)}") from error
+            what = f"connecting to Ray at RAY_ADDRESS={address}" if address else "starting Ray on this host"
+            raise PlacementError(f"{what} failed: {error}{_token_hint(address)}") from error
         finally:
             # Other processes that the driver starts do not belong to this instance.
             del os.environ[orphan_cleanup.MARK]
@@ -112,13 +113,15 @@ class RayInstance:
             import ray
 
             self._connected_by_us = False
-            self._end_helpers()
+            # Ray itself would send them SIGTERM, which they ignore, and wait a second for each.
+            helpers, self._helpers = self._helpers, []
+            _kill(helpers)
             ray.shutdown()
         if self._reaper is not None:
             left = orphan_cleanup.sweep(self.mark, self.scratch)
             if left:
-                log.debug("%d processes had to be killed at the end", left)
-            orphan_cleanup.dismiss(self._reaper)
+                log.debug("killed %d remaining processes", left)
+            orphan_cleanup.stop_reaper(self._reaper)
             self._reaper = None
         self._environment.undo()
 
@@ -131,7 +134,7 @@ class RayInstance:
             except Exception as error:  # Ray has no exception type for it
                 if TOO_SLOW not in str(error) or not attempts_left:
                     raise
-                log.warning("Ray did not come up in its 30 s, as on a host that is busy; it is tried again")
+                log.warning("Ray did not start within its 30 s, probably because the host is busy; starting it again")
                 _kill(set(psutil.Process().children()) - before)
         started = set(psutil.Process().children()) - before
         self._helpers = [process for process in started if process.name() not in STATE_KEEPERS]
@@ -156,15 +159,6 @@ class RayInstance:
             _temp_dir=str(self.scratch / "ray"),
             **slots,
         )
-
-    def _end_helpers(self) -> None:
-        """Kill Ray's helpers. Ray itself would send SIGTERM, which they ignore, and wait a second for each."""
-        helpers, self._helpers = self._helpers, []
-        _kill(helpers)
-
-    def _watch(self) -> None:
-        self.scratch.mkdir(mode=0o700)
-        self._reaper = orphan_cleanup.watch_over(self.mark, self.scratch)
 
     def _set_environment(self, *, alone: bool) -> None:
         """Set the variables that Ray reads at import and start, and that its processes inherit.
@@ -217,12 +211,12 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((match["host"], int(match["port"])), timeout=REACH_S).close()
     except OSError as error:
         raise PlacementError(
-            f"no Ray answers at RAY_ADDRESS={address}: {error}. Start it, mend RAY_ADDRESS, or unset it to let the run"
-            " start a Ray of its own"
+            f"no Ray is reachable at RAY_ADDRESS={address}: {error}. Start it, correct RAY_ADDRESS, or unset it to let"
+            " the run start its own Ray"
         ) from error
 
 
-def _about_tokens(address: str) -> str:
+def _token_hint(address: str) -> str:
     """Hint about token authentication, for the error message of a failed connection.
 
     `ray start` requires tokens wherever it finds one, but a driver sends one only if `RAY_AUTH_MODE` is set.
@@ -230,8 +224,8 @@ def _about_tokens(address: str) -> str:
     if not address or "RAY_AUTH_MODE" in os.environ:
         return ""
     return (
-        ". If `ray start` said there that token authentication is enabled, set RAY_AUTH_MODE=token for the run, too,"
-        " and have the same token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        ". If `ray start` printed that token authentication is enabled, set RAY_AUTH_MODE=token for the run too, with"
+        " the same token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
     )
 
 

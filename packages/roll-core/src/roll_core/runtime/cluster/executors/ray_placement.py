@@ -8,7 +8,6 @@ share slots in any way, and no other job of the cluster gets them meanwhile.
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ class Reservation:
             placement_group=self._group, placement_group_bundle_index=self.nodes[node].bundle
         )
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the slots. May be called several times."""
         import ray
         from ray.util.placement_group import remove_placement_group
@@ -117,8 +116,8 @@ class Reservation:
         resource = self._platform.ray_resource
         have = ", ".join(f"{count:g}" for count in counts) or "none"
         return (
-            f"{role} asks for slot {slot}, which is number {slot % per_node} of node {slot // per_node}, where nodes"
-            f" have {per_node} (num_gpus_per_node), but Ray's nodes have {resource}: {have}"
+            f"{role} uses slot {slot}, which is slot {slot % per_node} of node {slot // per_node} if nodes have"
+            f" {per_node} slots (num_gpus_per_node), but Ray's nodes have {resource}: {have}"
         )
 
     def _slots_of(self, node: Mapping[str, float]) -> float:
@@ -134,7 +133,6 @@ class Reservation:
     async def _until(self, ready: asyncio.Future[Any], bundles: Sequence[Mapping[str, float]]) -> None:
         import ray
 
-        started = time.monotonic()
         try:
             await asyncio.wait_for(ready, self._deadline_s)
         except TimeoutError:
@@ -143,9 +141,9 @@ class Reservation:
             total = ray.cluster_resources().get(resource, 0)
             free = ray.available_resources().get(resource, 0)
             raise PlacementError(
-                f"the slots are not free: after {time.monotonic() - started:.0f} s Ray could not reserve {resource} on"
-                f" {len(bundles)} nodes ({wanted}). {free:g} of {total:g} in the cluster are free: wait for the jobs"
-                " that hold the others, or use fewer slots"
+                f"the slots are not free: Ray could not reserve {resource} on {len(bundles)} nodes ({wanted}) within"
+                f" {self._deadline_s:g} s. {free:g} of {total:g} in the cluster are free: wait for other jobs, or use"
+                " fewer slots"
             ) from None
 
     async def _hold(self, bundle: int, slots: int) -> Sequence[str]:
@@ -164,5 +162,5 @@ class Reservation:
             asyncio.wrap_future(holder.device_ids.remote(resource).future()), self._deadline_s
         )
         if len(ids) != slots:  # more, if a variable RAY_EXPERIMENTAL_NOSET_… keeps Ray from assigning devices
-            raise PlacementError(f"Ray gave {len(ids)} devices of {resource} where {slots} were reserved: {ids}")
+            raise PlacementError(f"Ray assigned {len(ids)} devices of {resource}, expected {slots}: {ids}")
         return ids

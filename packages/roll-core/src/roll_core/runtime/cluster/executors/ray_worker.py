@@ -1,6 +1,6 @@
 """Driver-side handle of one Ray actor. Its calls begin in order; they return, or fail when its process exits.
 
-    begin ─► future ◄── answer, decoded
+    begin ─► future ◄── result, decoded
                ▲
     lifeline ──┴── ends when the process does
 
@@ -13,13 +13,13 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
 from roll_core.host import hostname, num_oom_kills
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, Member, retrieve
 from roll_core.runtime.cluster.executors.codecs import PICKLED, WIRE, decode
-from roll_core.runtime.cluster.executors.process_exit import cause_of_death
+from roll_core.runtime.cluster.executors.worker_process import exit_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,110 +29,87 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.executors.codecs import Codec
     from roll_core.runtime.cluster.placement import Place
 
-DEATH_NEWS_S = 10.0
+EXIT_NOTICE_S = 10.0
 """Seconds to wait for the notice of the worker's exit after a failed call."""
-
-
-class RayWorkerOwner(Protocol):
-    """Interface of the executor that a `RayWorker` uses."""
-
-    @property
-    def death(self) -> WorkerDiedError | None:
-        """The exit of a worker that ends the executor."""
-        ...
-
-    @property
-    def is_closing(self) -> bool:
-        """True once the executor ignores exits of its workers."""
-        ...
-
-    def death_of(self, worker: RayWorker, error: BaseException) -> None:
-        """A worker's process exited, or cannot be used any more."""
-        ...
-
-    def give_up(self, worker: RayWorker, death: WorkerDiedError) -> None:
-        """Kill a worker that missed its heartbeats."""
-        ...
 
 
 class RayWorker:
     """Driver-side handle of one actor. Lives on the executor's event loop."""
 
-    def __init__(self, executor: RayWorkerOwner, spec: GroupSpec, place: Place, handle: Any, crash_file: Path) -> None:
-        self.place = place
+    def __init__(
+        self,
+        spec: GroupSpec,
+        place: Place,
+        handle: Any,
+        crash_file: Path,
+        on_exit: Callable[[RayWorker, WorkerDiedError], None],
+    ) -> None:
+        """`on_exit` is called when the process exited or is unusable."""
+        self.spec, self.place = spec, place
         self.member = Member(rank=place.rank, host="?", pid=0, node=place.node, slots=place.slots)
-        self._executor = executor
-        self.spec = spec
-        self._codec = codec_of(spec)
-        self._handle = handle
-        self._crash_file = crash_file
+        self.codec = PICKLED if spec.environment is None else WIRE
+        self._handle, self._crash_file, self._on_exit = handle, crash_file, on_exit
         self._oom_kills_before = num_oom_kills()
         self._loop = asyncio.get_running_loop()
         self._number = 0
         self._pending: dict[asyncio.Future[Any], str] = {}
         """Method of each pending call."""
-        self._unanswered = 0
-        self.interface = ""
-        """Network interface that the worker uses to reach its peers; empty if it need not be set."""
-        self.is_dead = False
-        self.death: WorkerDiedError | None = None
+        self._num_running = 0
+        """Calls that the actor has not returned from, including those whose caller is gone."""
+        self._refusal: WorkerDiedError | None = None
+        """Error of all further calls."""
+        self.exit_error: WorkerDiedError | None = None
         """Error of its exit, if its group survives exits."""
-        self._on_answer(handle.lifeline.remote(), self._lifeline_ended)
+        self.has_exited = False
+        self._when_done(handle.lifeline.remote(), self._lifeline_ended)
 
     @property
     def is_idle(self) -> bool:
-        """True if its process is alive and runs no call. Calls without a waiting caller count as running."""
-        return not self._unanswered and not self.is_dead and self._handle is not None
+        """True if its process is alive and runs no call."""
+        return not self._num_running and not self.has_exited and self._handle is not None
 
     def prepare(self) -> asyncio.Future[Any]:
         """Find or install the worker's Python environment."""
-        return self._ask("preparation of its environment", self._handle.prepare.remote(), PICKLED)
+        return self._request("preparation of its environment", self._handle.prepare.remote(), PICKLED)
 
-    def greet(self) -> asyncio.Future[Any]:
-        """Wait until its process has started."""
-        return self._ask("start of its process", self._handle.greet.remote(), PICKLED)
+    def process_info(self) -> asyncio.Future[Any]:
+        """`ProcessInfo` of its process, once that has started."""
+        return self._request("start of its process", self._handle.process_info.remote(), PICKLED)
 
-    def make(self, place: Place, peers: Peers) -> asyncio.Future[Any]:
-        """Construct the worker in the actor."""
+    def construct(self, place: Place, peers: Peers, env: dict[str, str]) -> asyncio.Future[Any]:
+        """Construct the worker in the actor. `env` are variables that depend on the worker's host."""
         self.place = place
-        env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port)}
-        if self.interface:
-            from roll_core.runtime.cluster.executors.ray_host import GLOO_INTERFACE
-
-            env[GLOO_INTERFACE] = self.interface
+        env = {"MASTER_ADDR": peers.master_addr, "MASTER_PORT": str(peers.master_port), **env}
         spec = self.spec
         try:
-            payload = self._codec.dumps((spec.target, place, peers, dict(spec.args), env, import_path(spec)))
+            payload = self.codec.dumps((spec.target, place, peers, dict(spec.args), env, import_path(spec)))
         except Exception as error:
             raise UnsupportedError(f"{spec.role}: its arguments cannot be sent to another process: {error}") from error
-        return self._ask("start", self._handle.make.remote(payload), self._codec)
+        return self._request("start", self._handle.construct.remote(payload), self.codec)
 
     def begin(self, method: str, payload: Any) -> asyncio.Future[Any]:
         """Begin a call. See `WorkerGroup._begin`."""
-        if death := self._executor.death or self.death:
-            return self._dead_already(death)
-        if self._executor.is_closing:
-            member = self.member
-            return self._dead_already(
-                WorkerDiedError(self.spec.role, member.rank, member.host, "", "its executor was closed")
-            )
+        if self._refusal is not None:
+            future: asyncio.Future[Any] = self._loop.create_future()
+            future.set_exception(copy_of(self._refusal))
+            return future
         number, self._number = self._number, self._number + 1
-        future = self._ask(method, self._handle.call.remote(number, method, payload), self._codec)
+        future = self._request(method, self._handle.call.remote(number, method, payload), self.codec)
 
-        def tell_if_cancelled(done: asyncio.Future[Any]) -> None:
-            if done.cancelled() and self._handle is not None and not self._executor.is_closing:
+        def cancel_if_cancelled(done: asyncio.Future[Any]) -> None:
+            if done.cancelled() and self._handle is not None and self._refusal is None:
                 self._handle.cancel.remote(number)
 
-        future.add_done_callback(tell_if_cancelled)
+        future.add_done_callback(cancel_if_cancelled)
         return future
 
     def stack(self) -> asyncio.Future[Any]:
         """Current stacks of its worker."""
-        return self._ask("stack", self._handle.stack.remote())
+        return self._request("stack", self._handle.stack.remote())
 
     def close(self, timeout_s: float) -> asyncio.Future[Any]:
         """Close the worker in the actor."""
-        return self._ask("close", self._handle.close.remote(timeout_s))
+        return self._request("close", self._handle.close.remote(timeout_s))
 
     def kill(self) -> None:
         """Kill its process.
@@ -146,108 +123,106 @@ class RayWorker:
         if handle is not None:
             ray.kill(handle)
 
-    def fail_pending(self, death: WorkerDiedError) -> None:
-        """Let every pending call raise this error."""
+    def refuse(self, error: WorkerDiedError | None = None) -> None:
+        """Let all later calls raise `error`; by default the error of a closed executor."""
+        closed = WorkerDiedError(self.spec.role, self.place.rank, self.member.host, "", "its executor was closed")
+        self._refusal = error or self._refusal or closed
+
+    def fail(self, error: WorkerDiedError) -> None:
+        """Let all pending and later calls raise `error`."""
+        self.refuse(error)
         for future in list(self._pending):
             if not future.done():
-                future.set_exception(again(death))
+                future.set_exception(copy_of(error))
 
-    def describe_death(self, error: BaseException) -> WorkerDiedError:
-        """Describe an exit by Ray's message, the process's own crash report, and the kernel's count of OOM kills."""
+    def _report_exit(self, error: BaseException) -> None:
+        """Report the exit, described by Ray's message, the crash report, and the kernel's count of OOM kills."""
         method = next((method for future, method in self._pending.items() if not future.cancelled()), "")
         trace = _text(self._crash_file)
-        struck = num_oom_kills() - self._oom_kills_before if self.member.host in (hostname(), "?") else 0
-        cause = cause_of_death(error, pid=self.member.pid, trace=trace, oom_kills=struck)
-        return WorkerDiedError(self.spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
+        oom_kills = num_oom_kills() - self._oom_kills_before if self.member.host in (hostname(), "?") else 0
+        cause = exit_cause(error, pid=self.member.pid, trace=trace, oom_kills=oom_kills)
+        died = WorkerDiedError(self.spec.role, self.place.rank, self.member.host, method, cause, trace or str(error))
+        self._on_exit(self, died)
 
-    def _ask(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
+    def _request(self, method: str, ref: Any, codec: Codec | None = None) -> asyncio.Future[Any]:
         """Future for the result of a call. Without `codec` the result is returned as it is."""
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending[future] = method
-        self._unanswered += 1
+        self._num_running += 1
         future.add_done_callback(self._forget)
 
-        def answered(answer: Any, error: BaseException | None) -> None:
-            self._unanswered -= 1
+        def settle(outcome: Any, error: BaseException | None) -> None:
+            self._num_running -= 1
             if future.done():
                 return
             if error is not None:
-                self._unreachable(future, error)
+                self._call_lost(future, error)
                 return
             try:
-                future.set_result(decode(codec, answer) if codec else answer)
+                future.set_result(decode(codec, outcome) if codec else outcome)
             except CallFailed as failed:
                 if isinstance(failed.failure.error, EngineDiedError):
-                    self._executor.death_of(self, failed.failure.error)
+                    self._report_exit(failed.failure.error)
                 if not future.done():
                     future.set_exception(failed)
             except Exception as wrong:  # any exception of a third-party unpickling
                 future.set_exception(CallFailed(Failure.of(wrong)))
 
-        self._on_answer(ref, answered)
+        self._when_done(ref, settle)
         return future
 
     def _forget(self, done: asyncio.Future[Any]) -> None:
         self._pending.pop(done, None)
         retrieve(done)
 
-    def _on_answer(self, ref: Any, callback: Callable[[Any, BaseException | None], None]) -> None:
+    def _when_done(self, ref: Any, callback: Callable[[Any, BaseException | None], None]) -> None:
         """Call back on the event loop with the result or the error. Ray calls from its own thread."""
 
         def ready(done: Future[Any]) -> None:
-            answer, error = None, None
+            outcome, error = None, None
             try:
-                answer = done.result()
+                outcome = done.result()
             except BaseException as raised:  # an exception here would be swallowed, and the call would never end
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
-                self._loop.call_soon_threadsafe(callback, answer, error)
+                self._loop.call_soon_threadsafe(callback, outcome, error)
 
         ref.future().add_done_callback(ready)
 
-    def _lifeline_ended(self, _answer: None, error: BaseException | None) -> None:
+    def _lifeline_ended(self, _outcome: None, error: BaseException | None) -> None:
         import ray
 
-        if isinstance(error, ray.exceptions.ActorUnavailableError):
+        if isinstance(error, ray.exceptions.ActorUnavailableError) and self._handle is not None:
             # A gap in the network: Ray has not declared the actor dead.
-            self._on_answer(self._handle.lifeline.remote(), self._lifeline_ended)
+            self._when_done(self._handle.lifeline.remote(), self._lifeline_ended)
         elif error is not None:
-            self.is_dead = True
-            self._executor.death_of(self, error)
+            self.has_exited = True
+            self._report_exit(error)
 
-    def _unreachable(self, future: asyncio.Future[Any], error: BaseException) -> None:
+    def _call_lost(self, future: asyncio.Future[Any], error: BaseException) -> None:
         """Handle a call that Ray lost.
 
         Usually the process exited and the lifeline reports it soon, with a better error. Behind a network gap the
-        process may be alive, but it has missed a call, and later calls block in its call order. Such a worker is given
-        up if its group survives exits.
+        process may be alive, but it has missed a call, and later calls block in its call order. Such a worker is
+        killed if its group survives exits.
         """
         import ray
 
-        def give_up() -> None:
+        def give_up_waiting() -> None:
             if future.done():
                 return
             if isinstance(error, ray.exceptions.RayActorError) and self.spec.survives != "never":
-                self._executor.give_up(self, self.describe_death(error))
+                self._report_exit(error)
+                self.kill()
             if not future.done():
                 future.set_exception(CallFailed(Failure.of(error)))
 
-        self._loop.call_later(DEATH_NEWS_S, give_up)
-
-    def _dead_already(self, death: WorkerDiedError) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = self._loop.create_future()
-        future.set_exception(again(death))
-        return future
+        self._loop.call_later(EXIT_NOTICE_S, give_up_waiting)
 
 
-def again(death: WorkerDiedError) -> WorkerDiedError:
+def copy_of(error: WorkerDiedError) -> WorkerDiedError:
     """Copy of the error for another caller, without the traceback of the first one."""
-    return type(death)(*death.args)
-
-
-def codec_of(spec: GroupSpec) -> Codec:
-    """Codec for the calls of a role."""
-    return PICKLED if spec.environment is None else WIRE
+    return type(error)(*error.args)
 
 
 def import_path(spec: GroupSpec) -> list[str]:

@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import importlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,7 +40,7 @@ def dumps(value: Any) -> bytes:
     except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as error:
         if isinstance(error, UnsupportedError):
             raise
-        raise UnsupportedError(f"it has no place in the schema between Python environments: {error}") from error
+        raise UnsupportedError(f"a value cannot be sent to another Python environment: {error}") from error
     return packed
 
 
@@ -49,111 +49,75 @@ def loads(data: bytes) -> Any:
 
     Arrays are writable. Raises `UnsupportedError` for a value that this environment cannot rebuild.
     """
-    return msgpack.unpackb(
-        data,
-        ext_hook=_value,
-        strict_map_key=False,
-        max_bin_len=_LARGEST,
-        max_ext_len=_LARGEST,
-        max_str_len=_LARGEST,
-        max_array_len=_LARGEST,
-        max_map_len=_LARGEST,
-    )
+    limits = dict.fromkeys(("max_bin_len", "max_ext_len", "max_str_len", "max_array_len", "max_map_len"), _LARGEST)
+    return msgpack.unpackb(data, ext_hook=_value, strict_map_key=False, **limits)
 
 
 def _extension(value: Any) -> Any:
     """Encode a value that MessagePack itself does not support."""
+    kind = type(value)
+    content: Any
     match value:
         case tuple():
-            return _packed(TUPLE, list(value))
+            code, content = TUPLE, list(value)
         case set() | frozenset():
-            return _packed(SET, list(value))
-        case np.ndarray():
-            return _packed(ARRAY, _array(value))
-        case np.generic():
-            return _packed(NUMBER, _array(np.asarray(value)))
+            code, content = SET, list(value)
+        case np.ndarray() | np.generic():
+            if value.dtype.hasobject or value.dtype.names:
+                raise UnsupportedError(f"an array of dtype {value.dtype} cannot be sent to another Python environment")
+            code = ARRAY if isinstance(value, np.ndarray) else NUMBER
+            content = [value.dtype.str, list(value.shape), value.tobytes()]
         case enum.Enum():
-            return _packed(ENUM, [name_of(type(value)), value.value])
+            code, content = ENUM, [name_of(kind), value.value]
         case BaseException():
-            return _packed(ERROR, _error(value))
+            if not isinstance(value, RollError) and kind.__module__ != builtins.__name__:
+                raise UnsupportedError(f"{kind.__module__}.{kind.__qualname__} may not exist in the other environment")
+            trace = value.trace if isinstance(value, RollError) else ""
+            code, content = ERROR, [name_of(kind), list(value.args), trace, list(getattr(value, "__notes__", ()))]
         case PurePath():
-            return _packed(PATH, str(value))
+            code, content = PATH, str(value)
         case type() | types.FunctionType() | types.BuiltinFunctionType():
-            return _packed(NAME, name_of(value))
+            code, content = NAME, name_of(value)
         case Mapping():
             return dict(value)
         case str() | int() | float():
-            return _plain(value)
+            for plain in (str, int, float):
+                if isinstance(value, plain) and kind is not plain:
+                    return plain(value)
+            raise UnsupportedError(f"{value} is too large to be sent to another Python environment")
         case _ if dataclasses.is_dataclass(value):
             fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
-            return _packed(RECORD, [name_of(type(value)), fields])
-    kind = type(value)
-    raise UnsupportedError(f"{kind.__module__}.{kind.__qualname__} has no place in the schema between environments")
-
-
-def _plain(value: str | int | float) -> str | int | float:
-    """Plain `str`, `int` or `float` of a subclass instance. Raises `UnsupportedError` if an integer is too large."""
-    for plain in (str, int, float):
-        if isinstance(value, plain) and type(value) is not plain:
-            return plain(value)
-    raise UnsupportedError(f"the number {value} is too large for the schema between Python environments")
-
-
-def _array(array: np.ndarray[Any, Any]) -> list[Any]:
-    if array.dtype.hasobject or array.dtype.names:
-        raise UnsupportedError(f"an array of dtype {array.dtype} has no place in the schema between environments")
-    return [array.dtype.str, list(array.shape), array.tobytes()]
-
-
-def _error(error: BaseException) -> list[Any]:
-    kind = type(error)
-    if not isinstance(error, RollError) and kind.__module__ != builtins.__name__:
-        raise UnsupportedError(f"{kind.__module__}.{kind.__qualname__} may not exist in another Python environment")
-    trace = error.trace if isinstance(error, RollError) else ""
-    return [name_of(kind), list(error.args), trace, list(getattr(error, "__notes__", ()))]
+            code, content = RECORD, [name_of(kind), fields]
+        case _:
+            raise UnsupportedError(f"{kind.__module__}.{kind.__qualname__} cannot be sent to another environment")
+    return msgpack.ExtType(code, dumps(content))
 
 
 def _value(code: int, data: bytes) -> Any:
     content = loads(data)
-    match code:
-        case _ if code == TUPLE:
-            return tuple(content)
-        case _ if code == SET:
-            return set(content)
-        case _ if code in (ARRAY, NUMBER):
-            dtype, shape, raw = content
-            array = np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
-            return array.copy() if code == ARRAY else array[()]
-        case _ if code == PATH:
-            return Path(content)
-        case _ if code == NAME:
-            return _found(content)
-        case _ if code == ENUM:
-            return _class(content[0], enum.Enum)(content[1])
-        case _ if code == ERROR:
-            return _remade_error(*content)
-        case _ if code == RECORD:
-            record = _found(content[0])
-            if not (isinstance(record, type) and dataclasses.is_dataclass(record)):
-                raise UnsupportedError(f"{content[0]} is no dataclass in this Python environment")
+    if code in (ARRAY, NUMBER):
+        dtype, shape, raw = content
+        array = np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
+        return array.copy() if code == ARRAY else array[()]
+    if code == ENUM:
+        return _found(content[0], enum.Enum)(content[1])
+    if code == ERROR:
+        name, args, trace, notes = content
+        error: BaseException = _found(name, BaseException)(*args)
+        if isinstance(error, RollError) and trace:
+            error.trace = trace
+        for note in notes:
+            error.add_note(note)
+        return error
+    if code == RECORD:
+        record = _found(content[0])
+        if isinstance(record, type) and dataclasses.is_dataclass(record):
             return record(**content[1])
-    raise UnsupportedError(f"extension {code} is not known: the other environment has another roll-core")
-
-
-def _remade_error(name: str, args: list[Any], trace: str, notes: list[str]) -> BaseException:
-    error: BaseException = _class(name, BaseException)(*args)
-    if isinstance(error, RollError) and trace:
-        error.trace = trace
-    for note in notes:
-        error.add_note(note)
-    return error
-
-
-def _class(name: str, base: type) -> Any:
-    found = _found(name)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise UnsupportedError(f"{name} is no {base.__name__} in this Python environment")
-    return found
+        raise UnsupportedError(f"{content[0]} is not a dataclass in this Python environment")
+    simple: dict[int, Callable[[Any], Any]] = {TUPLE: tuple, SET: set, PATH: Path, NAME: _found}
+    if code not in simple:
+        raise UnsupportedError(f"extension {code} is unknown: the other environment has another roll-core")
+    return simple[code](content)
 
 
 def name_of(thing: Any) -> str:
@@ -163,20 +127,19 @@ def name_of(thing: Any) -> str:
     """
     name = f"{thing.__module__}:{thing.__qualname__}"
     if "<" in name or thing.__module__ == "__main__":
-        raise UnsupportedError(f"{name} cannot be found by its name from another Python environment")
+        raise UnsupportedError(f"{name} cannot be imported by its name in another Python environment")
     return name
 
 
-def _found(name: str) -> Any:
+def _found(name: str, base: type | None = None) -> Any:
+    """Import what `name_of` named; with `base`, only a subclass of it."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise UnsupportedError(f"{name} is not to be had in this Python environment: {error}") from error
+        raise UnsupportedError(f"{name} cannot be imported in this Python environment: {error}") from error
+    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+        raise UnsupportedError(f"{name} is not a {base.__name__} in this Python environment")
     return found
-
-
-def _packed(code: int, value: Any) -> msgpack.ExtType:
-    return msgpack.ExtType(code, dumps(value))

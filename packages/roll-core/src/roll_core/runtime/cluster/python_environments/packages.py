@@ -42,10 +42,11 @@ OFFLINE = ("dns error", "failed to lookup address", "connection refused", "netwo
 
 def build(spec: EnvironmentSpec, role: str) -> Path:
     """Interpreter of the environment, which is installed first if needed. Raises `PythonEnvironmentError`."""
-    folder = cache_folder() / digest_of(spec)
-    python = folder / "bin" / "python"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    environments = Path(os.environ.get(CACHE_VARIABLE) or Path(cache) / "roll" / "environments").absolute()
+    folder = environments / digest_of(spec)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        environments.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / STAMP).is_file():
                 log.info("%s: installing %s into %s, once", role, ", ".join(spec.packages), folder)
@@ -54,35 +55,22 @@ def build(spec: EnvironmentSpec, role: str) -> Path:
         if isinstance(error, PythonEnvironmentError):
             raise
         raise PythonEnvironmentError(
-            f"{role}: its environment cannot be kept in {folder.parent}: {error}; set {CACHE_VARIABLE} to a folder that"
-            " can be written"
+            f"{role}: its Python environment cannot be written to {environments}: {error}; set {CACHE_VARIABLE} to a"
+            " writable folder"
         ) from error
-    return python
+    return folder / "bin" / "python"
 
 
 def digest_of(spec: EnvironmentSpec) -> str:
     """Digest of all inputs of the environment, including the `pyproject.toml` of local projects."""
-    parts = [sorted(spec.packages), sorted(spec.exclude), spec.sources, python_of(spec), platform.machine()]
+    python = spec.python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    parts = [sorted(spec.packages), sorted(spec.exclude), spec.sources, python, platform.machine()]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for each in (*spec.packages, *spec.sources):
         project = Path(each) / "pyproject.toml"
         if os.sep in each and project.is_file():
             digest.update(project.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def python_of(spec: EnvironmentSpec) -> str:
-    """Python that uv uses for the environment; by default this interpreter's version."""
-    return spec.python or f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def cache_folder() -> Path:
-    """Folder of the environments."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).absolute()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "roll" / "environments"
 
 
 def _install(spec: EnvironmentSpec, folder: Path, role: str) -> None:
@@ -95,10 +83,9 @@ def _install(spec: EnvironmentSpec, folder: Path, role: str) -> None:
         with tempfile.NamedTemporaryFile("w", prefix="roll-exclude-", suffix=".txt") as excluded:
             excluded.write("\n".join(spec.exclude))
             excluded.flush()
-            left_out = ["--excludes", excluded.name] if spec.exclude else []
+            exclude = ["--excludes", excluded.name] if spec.exclude else []
             python = str(folder / "bin" / "python")
-            command = [uv, "pip", "install", "--python", python, *left_out, *spec.sources, *spec.packages]
-            _run(command, role)
+            _run([uv, "pip", "install", "--python", python, *exclude, *spec.sources, *spec.packages], role)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -111,7 +98,7 @@ def _find_uv(role: str) -> str:
     uv = uv or os.environ.get("UV")  # set by the uv that started this process (`uv run`)
     if uv is None:
         raise PythonEnvironmentError(
-            f"{role}: environment.packages are installed by uv, which is not on the PATH. Run: pip install uv"
+            f"{role}: environment.packages needs uv, which is not on the PATH. Run: pip install uv"
         )
     return uv
 
@@ -134,10 +121,10 @@ def _run(command: Sequence[str], role: str) -> None:
     )
     if done.returncode == 0:
         return
-    said = "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:])
-    offline = any(words in said.lower() for words in OFFLINE)
+    output = "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:])
+    offline = any(words in output.lower() for words in OFFLINE)
     advice = "; this host reaches no index: see uv's UV_FIND_LINKS, UV_INDEX_URL and UV_OFFLINE" if offline else ""
     raise PythonEnvironmentError(
-        f"{role}: its environment cannot be made{advice}. {shlex.join(command)} ended with code {done.returncode}:\n"
-        f"{said}"
+        f"{role}: installing its Python environment failed{advice}. {shlex.join(command)} exited with code"
+        f" {done.returncode}:\n{output}"
     )

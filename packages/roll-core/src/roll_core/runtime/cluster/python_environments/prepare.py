@@ -48,12 +48,13 @@ def prepare(spec: EnvironmentSpec, role: str) -> Path:
     May install packages first, which takes minutes, or wait for another process that installs them. Raises
     `PythonEnvironmentError` with the role, the problem, and the command that fixes it.
     """
-    python = build(spec, role) if spec.packages else find_interpreter(spec, role)
-    _check(_probe(python, spec, role), python, spec, role)
+    python = build(spec, role) if spec.packages else _find_interpreter(spec, role)
+    where = f"{role}: environment {spec.name}: {python}"
+    _check(_probe(python, spec, where), python, spec, where)
     return python
 
 
-def find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
+def _find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
     """Interpreter of a virtual environment, at a path, or of a name on the PATH."""
     if os.sep not in spec.python:
         found = shutil.which(spec.python)
@@ -62,7 +63,10 @@ def find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
                 f"{role}: environment {spec.python}: there is no program of that name on the PATH"
             )
         return Path(found)
-    python = interpreter_at(Path(spec.python))
+    python = Path(spec.python)
+    is_folder = python.is_dir() or not python.name.startswith("python")
+    if is_folder and not python.is_file():
+        python = python / "bin" / "python"
     if not python.is_file():
         folder = python.parent.parent
         raise PythonEnvironmentError(
@@ -70,12 +74,6 @@ def find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
             f" {shlex.quote(str(folder))} && {install_command(python, spec.sources)}"
         )
     return python
-
-
-def interpreter_at(path: Path) -> Path:
-    """Path of the interpreter, existing or not, for an interpreter or the folder of a virtual environment."""
-    is_folder = path.is_dir() or not path.name.startswith("python")
-    return path / "bin" / "python" if is_folder and not path.is_file() else path
 
 
 def environment_of(python: Path, given: Mapping[str, str]) -> dict[str, str]:
@@ -92,8 +90,8 @@ def install_command(python: Path, requirements: Sequence[str]) -> str:
     return " ".join(["uv pip install --python", shlex.quote(str(python)), *map(shlex.quote, requirements)])
 
 
-def _probe(python: Path, spec: EnvironmentSpec, role: str) -> dict[str, Any]:
-    where = f"{role}: environment {spec.name}: {python}"
+def _probe(python: Path, spec: EnvironmentSpec, where: str) -> dict[str, Any]:
+    """Python version and installed packages of an interpreter."""
     try:
         done = subprocess.run(
             [str(python), "-c", PROBE, *spec.distributions],
@@ -106,32 +104,27 @@ def _probe(python: Path, spec: EnvironmentSpec, role: str) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise PythonEnvironmentError(f"{where} did not say within {PROBE_S:g} s what is installed there") from error
+        raise PythonEnvironmentError(f"{where} did not list its packages within {PROBE_S:g} s") from error
     except OSError as error:
         raise PythonEnvironmentError(f"{where} cannot be started: {error.strerror or error}") from error
     try:
         found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
     except ValueError as error:
-        said = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
-        raise PythonEnvironmentError(f"{where} is not a Python that works: it said {said!r}") from error
+        output = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+        raise PythonEnvironmentError(f"{where} is not a working Python: it printed {output!r}") from error
     return found
 
 
-def _check(found: Mapping[str, Any], python: Path, spec: EnvironmentSpec, role: str) -> None:
-    where = f"{role}: environment {spec.name}: {python}"
-    version = tuple(found["python"])
-    if version[:2] < OLDEST_PYTHON:
-        raise PythonEnvironmentError(
-            f"{where} is Python {'.'.join(map(str, version))}, but roll-core needs"
-            f" {'.'.join(map(str, OLDEST_PYTHON))} or later"
-        )
+def _check(found: Mapping[str, Any], python: Path, spec: EnvironmentSpec, where: str) -> None:
+    version = ".".join(map(str, found["python"]))
+    if tuple(found["python"][:2]) < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        raise PythonEnvironmentError(f"{where} is Python {version}, but roll-core needs {oldest} or later")
+    installed = found["installed"]
     wrong = [
-        f"{name} {found['installed'][name]} is installed" if name in found["installed"] else f"{name} is not installed"
+        f"{name} {f'{installed[name]} is' if name in installed else 'is not'} installed, expected {wanted}"
         for name, wanted in spec.distributions.items()
-        if found["installed"].get(name) != wanted
+        if installed.get(name) != wanted
     ]
     if wrong:
-        wanted = ", ".join(f"{name} {version}" for name, version in spec.distributions.items())
-        raise PythonEnvironmentError(
-            f"{where}: {'; '.join(wrong)}, and this run has {wanted}. Run: {install_command(python, spec.sources)}"
-        )
+        raise PythonEnvironmentError(f"{where}: {'; '.join(wrong)}. Run: {install_command(python, spec.sources)}")

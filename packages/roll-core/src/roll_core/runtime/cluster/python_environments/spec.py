@@ -72,9 +72,6 @@ def _required_by(name: str) -> list[str]:
 
     try:
         found = map(Requirement, importlib.metadata.requires(name) or ())
-        return [
-            canonicalize_name(each.name) for each in found if not each.marker or each.marker.evaluate({"extra": ""})
-        ]
     except importlib.metadata.PackageNotFoundError:
         return []
     return [canonicalize_name(each.name) for each in found if not each.marker or each.marker.evaluate({"extra": ""})]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 Point = tuple[float, float]
 """A step and the value of a metric at it."""
@@ -49,16 +50,20 @@ class Chart:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
-    """Maps values to SVG coordinates."""
+class _Axes:
+    """Axes of a line chart, which map values to SVG coordinates."""
 
-    x0: float
-    x1: float
-    y0: float
-    y1: float
-    x_ticks: list[float] = field(default_factory=list)
-    y_ticks: list[float] = field(default_factory=list)
+    def __init__(self, points: Sequence[Point], values: Sequence[float]) -> None:
+        self.x0, self.x1 = min(x for x, _ in points), max(x for x, _ in points)
+        if self.x0 == self.x1:
+            self.x0, self.x1 = self.x0 - 0.5, self.x1 + 0.5
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):
+            margin = abs(low) * 0.1 or 1.0
+            low, high = low - margin, high + margin
+        self.x_ticks = [t for t in nice_ticks(self.x0, self.x1, 5) if self.x0 <= t <= self.x1 and t == int(t)]
+        self.y_ticks = nice_ticks(low, high, 3)
+        self.y0, self.y1 = min(low, self.y_ticks[0]), max(high, self.y_ticks[-1])
 
     def x(self, step: float) -> float:
         return _LEFT + (step - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT)
@@ -66,6 +71,20 @@ class _Scale:
     def y(self, value: float) -> float:
         share = (value - self.y0) / (self.y1 - self.y0)
         return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+
+    def path(self, points: Sequence[Point]) -> str:
+        """Path data of a polyline."""
+        return "M" + "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
+
+    def svg(self) -> Iterator[str]:
+        """Yield grid lines and tick labels."""
+        for tick in self.y_ticks:
+            y = self.y(tick)
+            yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>'
+            yield f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{figure(tick)}</text>'
+        for tick in self.x_ticks:
+            at = f'x="{self.x(tick):.1f}" y="{HEIGHT - 7}"'
+            yield f'<text class="tick" {at} text-anchor="middle">{figure(tick)}</text>'
 
 
 def line_chart(series: Series) -> Chart | None:
@@ -76,24 +95,23 @@ def line_chart(series: Series) -> Chart | None:
         return None
     low = [(x, y) for x, y in series.low if math.isfinite(y)]
     high = [(x, y) for x, y in series.high if math.isfinite(y)]
-    if not (_varies(low) or _varies(high)):  # a constant band, such as rewards 0 and 1, would only fill the chart
-        low = high = []
-    scale = _scale(series.points, [y for _, y in [*finite, *low, *high]])
-    parts = [_axes(scale)]
+    if all(len({y for _, y in band}) < 2 for band in (low, high)):
+        low = high = []  # a constant band, such as rewards 0 and 1, would only fill the chart
+    axes = _Axes(series.points, [y for _, y in [*finite, *low, *high]])
+    parts = [*axes.svg()]
     if low and high:
-        outline = [*thin(high), *reversed(thin(low))]
-        parts.append(f'<path class="band" d="{_path(outline, scale)}Z"/>')
+        parts.append(f'<path class="band" d="{axes.path([*thin(high), *reversed(thin(low))])}Z"/>')
     if is_noisy(finite):
-        parts.append(f'<path class="line raw" d="{_path(thin(finite), scale)}"/>')
-        parts.append(f'<path class="line" d="{_path(thin(smooth(finite)), scale)}"/>')
+        parts.append(f'<path class="line raw" d="{axes.path(thin(finite))}"/>')
+        parts.append(f'<path class="line" d="{axes.path(thin(smooth(finite)))}"/>')
     elif len(finite) > 1:
-        parts.append(f'<path class="line" d="{_path(finite, scale)}"/>')
+        parts.append(f'<path class="line" d="{axes.path(finite)}"/>')
     if len(finite) <= _DOTS_UP_TO:
-        parts += [f'<circle class="dot" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="2.2"/>' for x, y in finite]
+        parts += [f'<circle class="dot" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="2.2"/>' for x, y in finite]
     for x in lost[:_MOST_POINTS]:
-        place = f"M{scale.x(x):.1f} {_TOP}V{HEIGHT - _BOTTOM}"
-        parts.append(f'<path class="lost" d="{place}"><title>step {x:g}: not finite</title></path>')
-    hover = [[round(scale.x(x), 1), round(scale.y(y), 1), x, figure(y)] for x, y in thin(finite)]
+        line = f"M{axes.x(x):.1f} {_TOP}V{HEIGHT - _BOTTOM}"
+        parts.append(f'<path class="lost" d="{line}"><title>step {x:g}: not finite</title></path>')
+    hover = [[round(axes.x(x), 1), round(axes.y(y), 1), x, figure(y)] for x, y in thin(finite)]
     last_step, last = (finite or list(series.points))[-1]
     return Chart(
         title=series.name,
@@ -105,35 +123,12 @@ def line_chart(series: Series) -> Chart | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarSegment:
-    """One segment of a bar; `left` and `width` in per cent of the bar."""
-
-    name: str
-    left: float
-    width: float
-    colour: int
-    text: str
-
-
-def stacked_bar(rows: Sequence[tuple[str, float]], colours: Mapping[str, int]) -> list[BarSegment]:
-    """Segments of one horizontal bar from names and seconds."""
-    total = sum(value for _, value in rows)
-    segments, left = [], 0.0
-    for name, value in rows:
-        width = 100 * value / total if total > 0 else 0.0
-        text = f"{name}: {seconds(value)} ({width:.1f} %)"
-        segments.append(BarSegment(name=name, left=left, width=width, colour=colours[name], text=text))
-        left += width
-    return segments
-
-
 def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Mapping[str, int]) -> str:
     """SVG of stacked bars: time of each step by stage. Averages neighbouring steps into at most `_MOST_BARS` bars."""
     if not steps:
         return ""
     per_bar = math.ceil(len(steps) / _MOST_BARS)
-    bars = [_average(steps[i : i + per_bar]) for i in range(0, len(steps), per_bar)]
+    bars = [_mean(steps[i : i + per_bar]) for i in range(0, len(steps), per_bar)]
     height, width, left, bottom = 300, 900, 46, 22
     top = max(sum(parts.values()) for _, _, parts in bars) or 1.0
     ticks = nice_ticks(0.0, top, 4)
@@ -149,7 +144,7 @@ def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Map
         label = f"step {first}" if first == last else f"steps {first}–{last}, mean"
         lines = [f"{label}: {seconds(sum(parts.values()))}"]
         lines += [f"{name} {seconds(value)}" for name, value in sorted(parts.items(), key=lambda kv: -kv[1])]
-        out.append(f"<g><title>{_escape(chr(10).join(lines))}</title>")
+        out.append(f"<g><title>{html.escape(chr(10).join(lines))}</title>")
         for name in colours:
             if parts.get(name, 0.0) > 0:
                 size = parts[name] / top * (height - bottom - 8)
@@ -170,15 +165,12 @@ def stacked_steps(steps: Sequence[tuple[int, Mapping[str, float]]], colours: Map
 
 def smooth(points: Sequence[Point], reach: int = _SMOOTH_REACH) -> list[Point]:
     """Smooth with a centred triangular window of `reach` neighbours on each side. Centring causes no delay."""
-    smoothed = []
-    for index, (x, _) in enumerate(points):
-        total = weight = 0.0
-        for other in range(max(0, index - reach), min(len(points), index + reach + 1)):
-            share = 1 - abs(other - index) / (reach + 1)
-            total += share * points[other][1]
-            weight += share
-        smoothed.append((x, total / weight))
-    return smoothed
+    import numpy as np
+
+    window = np.bartlett(2 * reach + 3)[1:-1]
+    total = np.convolve([y for _, y in points], window, "same")
+    weight = np.convolve(np.ones(len(points)), window, "same")
+    return [(x, float(y)) for (x, _), y in zip(points, total / weight, strict=True)]
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
@@ -188,10 +180,6 @@ def is_noisy(points: Sequence[Point]) -> bool:
     values = [y for _, y in points]
     path = sum(abs(after - before) for before, after in itertools.pairwise(values))
     return path > _NOISY * (max(values) - min(values))
-
-
-def _varies(points: Sequence[Point]) -> bool:
-    return len({y for _, y in points}) > 1
 
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
@@ -250,43 +238,9 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def _scale(points: Sequence[Point], values: Sequence[float]) -> _Scale:
-    x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
-    if x0 == x1:
-        x0, x1 = x0 - 0.5, x1 + 0.5
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):
-        margin = abs(low) * 0.1 or 1.0
-        low, high = low - margin, high + margin
-    ticks = nice_ticks(low, high, 3)
-    x_ticks = [t for t in nice_ticks(x0, x1, 5) if x0 <= t <= x1 and t == int(t)]
-    return _Scale(x0=x0, x1=x1, y0=min(low, ticks[0]), y1=max(high, ticks[-1]), x_ticks=x_ticks, y_ticks=ticks)
-
-
-def _axes(scale: _Scale) -> str:
-    parts = []
-    for tick in scale.y_ticks:
-        y = scale.y(tick)
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{figure(tick)}</text>')
-    for tick in scale.x_ticks:
-        parts.append(
-            f'<text class="tick" x="{scale.x(tick):.1f}" y="{HEIGHT - 7}" text-anchor="middle">{figure(tick)}</text>'
-        )
-    return "".join(parts)
-
-
-def _path(points: Sequence[Point], scale: _Scale) -> str:
-    return "M" + "L".join(f"{scale.x(x):.1f} {scale.y(y):.1f}" for x, y in points)
-
-
-def _average(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[int, int, dict[str, float]]:
+def _mean(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[int, int, dict[str, float]]:
     total: dict[str, float] = {}
     for _, parts in steps:
         for name, value in parts.items():
             total[name] = total.get(name, 0.0) + value / len(steps)
     return steps[0][0], steps[-1][0], total
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

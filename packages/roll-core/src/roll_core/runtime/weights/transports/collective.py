@@ -6,8 +6,8 @@ between devices. It does not use the strategies' default process group.
 The endpoints register in the store before the group is made, so that errors can name a missing endpoint. Receivers
 write their progress into it, so that a timeout can name the slow ones:
 
-    receivers   here/<rank> (or gone/<rank>)   wait go    broadcasts ...   taken/<n>/<rank>   all-reduce
-    sender      wait here/*                    go         broadcasts ...                      all-reduce
+    receivers   here/<rank> (or gone/<rank>)   wait go    broadcasts ...   read/<n>/<rank>   all-reduce
+    sender      wait here/*                    go         broadcasts ...                     all-reduce
     driver                                                off, if an endpoint has failed
 """
 
@@ -17,9 +17,8 @@ import contextlib
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -39,14 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+    from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
     from roll_core.runtime.weights.transports.store import HostedStore, RemoteStore
     from roll_core.spec.buckets import Bucket
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
-
-S = TypeVar("S", bound="Store")
 
 BUCKET_BYTES = 32 << 20
 """Upper bound of a bucket, unless a tensor is larger: enough to saturate a network."""
@@ -57,6 +54,8 @@ OFF = "off"
 """Key of the store: the publish has failed on another worker."""
 POLL_S = 0.002
 """Seconds between polls of the store, and of an operation on a device."""
+EARLY_S = 0.005
+"""An operation that fails this close to the deadline timed out: libraries round timeouts down to milliseconds."""
 CHECK_OFF_S = 0.25
 """Seconds between checks whether the publish was called off. The checks also detect a lost sender."""
 WATCHDOGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
@@ -83,25 +82,14 @@ class CollectiveTransport(WeightTransport):
 
     @override
     def sender(self, setup: SenderSetup) -> CollectiveSender:
-        backend = setup.options.get("backend", HOST_BACKEND)
-        return CollectiveSender(
-            len(setup.receivers), setup.bucket_bytes, setup.host, backend=backend, device=setup.device
-        )
+        return CollectiveSender(setup)
 
     @override
     def receiver(self, setup: ReceiverSetup) -> CollectiveReceiver:
-        return CollectiveReceiver(
-            setup.address,
-            setup.rank,
-            setup.num_receivers,
-            setup.bucket_bytes,
-            setup.deadline,
-            backend=setup.options.get("backend", HOST_BACKEND),
-            device=setup.device,
-        )
+        return CollectiveReceiver(setup)
 
     @override
-    def call_off(self, address: str, options: Mapping[str, str]) -> None:
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
         """Set the key `OFF` for device backends; gloo detects closed connections without it. If the driver cannot
         reach the store, endpoints block until their deadline."""
         if options.get("backend", HOST_BACKEND) == HOST_BACKEND:
@@ -130,7 +118,7 @@ def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
     for rank, worker in enumerate(receiver.workers):
         who = f"rank {rank} of {receiver.role}"
         if worker.device.backend != backend:
-            return "", f"not {backend}: {who} takes weights on {worker.device.device}"
+            return "", f"not {backend}: {who} receives weights on {worker.device.device}"
         slot = worker.slots[:1]
         if slot in taken:
             return "", f"not {backend}: {who} is on the device of {taken[slot]}"
@@ -138,40 +126,51 @@ def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
     return backend, ""
 
 
-class CollectiveSender(SenderEndpoint):
-    """Sending endpoint; first rank of the process group and host of its store."""
+class _Endpoint:
+    """The group, which is created at the first publish, and its store."""
 
-    def __init__(
-        self,
-        num_receivers: int,
-        bucket_bytes: int,
-        host: str,
-        *,
-        backend: str = HOST_BACKEND,
-        device: str = HOST_DEVICE,
-    ) -> None:
-        from roll_core.runtime.weights.transports.store import HostedStore
+    _store: HostedStore | RemoteStore
 
-        self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
-        self._num_receivers = num_receivers
-        self._host, self._backend, self._device = host, backend, device
-        secret = secrets.token_hex(16)
-        self._store: HostedStore | None = HostedStore(host, secret)
-        self.address = f"{secret}@{host}:{self._store.port}"
+    def __init__(self, setup: SenderSetup | ReceiverSetup) -> None:
+        self._bucket_bytes = min(setup.bucket_bytes, BUCKET_BYTES)
+        self._backend, self._device = setup.options.get("backend", HOST_BACKEND), setup.device
         self._group: Group | None = None
         self._number = 0
+
+    def _join(self, rank: int, size: int, host: str, deadline: Deadline) -> Group:
+        self._group = make_group(self._backend, self._device, self._store, rank, size, host, deadline)
+        return self._group
+
+    def close(self) -> None:
+        """Leave the group and close the store. Idempotent."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self._store.close()
+
+
+class CollectiveSender(_Endpoint, SenderEndpoint):
+    """Sending endpoint; first rank of the process group and host of its store."""
+
+    def __init__(self, setup: SenderSetup) -> None:
+        from roll_core.runtime.weights.transports.store import HostedStore
+
+        super().__init__(setup)
+        self._num_receivers, self._host = len(setup.receivers), setup.host
+        secret = secrets.token_hex(16)
+        self._store = HostedStore(setup.host, secret)
+        self.address = f"{secret}@{setup.host}:{self._store.port}"
 
     @override
     def send(
         self, manifest: WeightManifest, exported: Iterator[tuple[str, Tensor]], deadline: Deadline
     ) -> list[TensorEntry]:
-        store = _still_open(self._store)
         self._number += 1
         buckets = plan_buckets(manifest, self._bucket_bytes)
         sent: list[TensorEntry] = []
         at = buckets[0].first if buckets else ""
         try:
-            group = self._group or self._meet(store, at, deadline)
+            group = self._group or self._meet(at, deadline)
             memory = _buffers(group, buckets)
             running: list[Work] = []
             for number, bucket in enumerate(buckets):
@@ -185,79 +184,54 @@ class CollectiveSender(SenderEndpoint):
             for work in running[-2:]:
                 group.wait(work, deadline)
             group.all_done(deadline)
+        except WeightSyncError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, WeightSyncError):
-                raise
-            unread = self._without(f"taken/{self._number}", store)
-            if deadline.left == 0:
+            unread = self._without(f"read/{self._number}")
+            if deadline.left < EARLY_S:
                 raise ReceiversLostError(at, silent=unread) from error
-            raise ReceiversLostError(at, gone=self._with("gone", store) or unread) from error
+            raise ReceiversLostError(at, gone=self._with("gone") or unread) from error
         return sent
 
-    @override
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        if self._store is not None:
-            self._store.close()
-        self._group = self._store = None
-
-    def _meet(self, store: Store, at: str, deadline: Deadline) -> Group:
+    def _meet(self, at: str, deadline: Deadline) -> Group:
         here = [f"here/{rank}" for rank in range(self._num_receivers)]
-        while not store.check(here):
-            if gone := self._with("gone", store):
+        while not self._store.check(here):
+            if gone := self._with("gone"):
                 raise ReceiversLostError(at, gone=gone)
             if deadline.left == 0:
-                raise ReceiversLostError(at, silent=self._without("here", store))
+                raise ReceiversLostError(at, silent=self._without("here"))
             time.sleep(POLL_S)
-        store.set("go", "")
-        size = self._num_receivers + 1
-        self._group = make_group(self._backend, self._device, store, SENDER, size, self._host, deadline)
-        return self._group
+        self._store.set("go", "")
+        return self._join(SENDER, self._num_receivers + 1, self._host, deadline)
 
-    def _with(self, key: str, store: Store) -> tuple[int, ...]:
+    def _with(self, key: str) -> tuple[int, ...]:
         """Receivers that have set `key`."""
-        return tuple(rank for rank in range(self._num_receivers) if store.check([f"{key}/{rank}"]))
+        return tuple(rank for rank in range(self._num_receivers) if self._store.check([f"{key}/{rank}"]))
 
-    def _without(self, key: str, store: Store) -> tuple[int, ...]:
-        there = self._with(key, store)
-        return tuple(rank for rank in range(self._num_receivers) if rank not in there)
+    def _without(self, key: str) -> tuple[int, ...]:
+        return tuple(sorted({*range(self._num_receivers)} - {*self._with(key)}))
 
 
-class CollectiveReceiver(ReceiverEndpoint):
+class CollectiveReceiver(_Endpoint, ReceiverEndpoint):
     """Receiving endpoint; has rank `rank + 1` in the process group."""
 
-    def __init__(
-        self,
-        address: str,
-        rank: int,
-        num_receivers: int,
-        bucket_bytes: int,
-        deadline: Deadline,
-        *,
-        backend: str = HOST_BACKEND,
-        device: str = HOST_DEVICE,
-    ) -> None:
+    def __init__(self, setup: ReceiverSetup) -> None:
         from torch.distributed import DistError
 
-        self.address = address
-        self._rank, self._num_receivers = rank, num_receivers
-        self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
-        self._backend, self._device = backend, device
+        super().__init__(setup)
+        self.address = setup.address
+        self._rank, self._num_receivers = setup.rank, setup.num_receivers
         try:
-            self._store: RemoteStore | None = connect(address, timeout(deadline))
+            self._store = connect(setup.address, timeout(setup.deadline))
         except DistError as error:
-            where = address.partition("@")[2]
-            raise SenderLostError(f"the sender's store at {where} cannot be reached: {error}") from error
-        self._group: Group | None = None
-        self._number = 0
+            where = setup.address.partition("@")[2]
+            raise SenderLostError(f"cannot connect to the sender's store at {where}: {error}") from error
 
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
-        store = _still_open(self._store)
         self._number += 1
         try:
-            group = self._group or self._meet(store, deadline)
+            group = self._group or self._meet(deadline)
             buckets = plan_buckets(manifest, self._bucket_bytes)
             memory = _buffers(group, buckets)
             running = [group.broadcast(memory[0][: buckets[0].num_bytes], deadline)] if buckets else []
@@ -267,38 +241,25 @@ class CollectiveReceiver(ReceiverEndpoint):
                     following = memory[(number + 1) % 2][: buckets[number + 1].num_bytes]
                     running.append(group.broadcast(following, deadline))
                 yield from views(memory[number % 2], bucket)
-            store.set(f"taken/{self._number}/{self._rank}", "")
+            self._store.set(f"read/{self._number}/{self._rank}", "")
             group.all_done(deadline)
+        except WeightSyncError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, WeightSyncError):
-                raise
-            how = "the sender timed out" if deadline.left == 0 else "the sender or another receiver hung up"
+            how = "the sender timed out" if deadline.left < EARLY_S else "the sender or another receiver disconnected"
             raise SenderLostError(f"{how}: {error}") from error
 
     @override
     def close(self) -> None:
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the sender is gone, and its store with it
-                self._store.set(f"gone/{self._rank}", "")
-        if self._group is not None:
-            self._group.abort()
-        if self._store is not None:
-            self._store.close()
-        self._group = self._store = None
+        with contextlib.suppress(RuntimeError):  # the sender may have exited, and its store with it
+            self._store.set(f"gone/{self._rank}", "")
+        super().close()
 
-    def _meet(self, store: Store, deadline: Deadline) -> Group:
-        store.set(f"here/{self._rank}", "")
-        store.wait(["go"], timeout(deadline))
-        size, rank = self._num_receivers + 1, self._rank + 1
+    def _meet(self, deadline: Deadline) -> Group:
+        self._store.set(f"here/{self._rank}", "")
+        self._store.wait(["go"], timeout(deadline))
         host = self.address.partition("@")[2].rpartition(":")[0]
-        self._group = make_group(self._backend, self._device, store, rank, size, host, deadline)
-        return self._group
-
-
-def _still_open(store: S | None) -> S:
-    if store is None:
-        raise WeightSyncError("this endpoint of the collective is closed")
-    return store
+        return self._join(self._rank + 1, self._num_receivers + 1, host, deadline)
 
 
 def _buffers(group: Group, buckets: list[Bucket]) -> list[Tensor]:
@@ -309,101 +270,53 @@ def _buffers(group: Group, buckets: list[Bucket]) -> list[Tensor]:
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
-class Group(ABC):
+class Group:
     """The sender and all receivers. Failures are raised as `RuntimeError`."""
 
-    @abstractmethod
+    def __init__(self, group: Any, device: str) -> None:
+        """`group`: a process group of torch."""
+        self._group, self._device = group, device
+
     def memory(self, num_bytes: int) -> Tensor:
         """A flat uint8 buffer that the group can broadcast."""
-
-    @abstractmethod
-    def broadcast(self, memory: Tensor, deadline: Deadline) -> Work:
-        """Start a broadcast of `memory` from the sender."""
-
-    @abstractmethod
-    def wait(self, work: Work, deadline: Deadline) -> None:
-        """Wait until the memory of `work` may be read and written, and this process's other operations are done."""
-
-    @abstractmethod
-    def all_done(self, deadline: Deadline) -> None:
-        """Wait for every rank. A broadcast may end on the sender before its bytes have arrived."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Release all resources, even with operations in flight."""
-
-
-def make_group(backend: str, device: str, store: Store, rank: int, size: int, host: str, deadline: Deadline) -> Group:
-    """Create the group; blocks until all ranks call this. `host` is the sender's address, to which gloo connects."""
-    if backend == HOST_BACKEND:
-        return HostGroup(store, rank, size, host, deadline)
-    return DeviceGroup(backend, device, store, rank, size)
-
-
-class HostGroup(Group):
-    """gloo, which detects a closed connection at once."""
-
-    def __init__(self, store: Store, rank: int, size: int, host: str, deadline: Deadline) -> None:
-        from torch.distributed import ProcessGroupGloo
-
-        self._group: ProcessGroupGloo
-        if host != LOOPBACK:
-            self._group = ProcessGroupGloo(store, rank, size, timeout(deadline))
-            return
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # The loopback device reaches this host only; a sender with that address has only receivers on its host.
-        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        options._timeout = timeout(deadline)
-        self._group = ProcessGroupGloo(store, rank, size, options)
-
-    @override
-    def memory(self, num_bytes: int) -> Tensor:
         import torch
 
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    @override
     def broadcast(self, memory: Tensor, deadline: Deadline) -> Work:
-        work: Work = self._group.broadcast(memory, SENDER, timeout(deadline))  # type: ignore[attr-defined]
+        """Start a broadcast of `memory` from the sender."""
+        work: Work = self._group.broadcast(memory, SENDER, self._limit(deadline))
         return work
 
-    @override
-    def wait(self, work: Work, deadline: Deadline) -> None:
-        work.wait(timeout(deadline))
-
-    @override
     def all_done(self, deadline: Deadline) -> None:
+        """Wait for every rank. A broadcast may end on the sender before its bytes have arrived."""
         import torch
         from torch.distributed import AllreduceOptions
 
         options = AllreduceOptions()
-        options.timeout = timeout(deadline)
-        self._group.allreduce([torch.zeros(1)], options).wait(timeout(deadline))  # type: ignore[attr-defined]
+        options.timeout = self._limit(deadline)
+        self.wait(self._group.allreduce([torch.zeros(1, device=self._device)], options), deadline)
 
-    @override
     def abort(self) -> None:
+        """Release all resources, even with operations in flight."""
         self._group.abort()
+
+    def wait(self, work: Work, deadline: Deadline) -> None:
+        """Wait until the memory of `work` may be read and written, and this process's other operations are done."""
+        work.wait(timeout(deadline))
+
+    def _limit(self, deadline: Deadline) -> timedelta:
+        """Timeout of an operation for the library itself."""
+        return timeout(deadline)
 
 
 class DeviceGroup(Group):
     """An asynchronous library that may not detect a lost peer: the host polls the operation, and checks meanwhile
     whether the publish was called off."""
 
-    def __init__(self, backend: str, device: str, store: Store, rank: int, size: int) -> None:
-        self._store, self._device = store, device
-        with _watchdogs_off():
-            self._group = _torch_group(backend, store, rank, size)
-
-    @override
-    def memory(self, num_bytes: int) -> Tensor:
-        import torch
-
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    @override
-    def broadcast(self, memory: Tensor, deadline: Deadline) -> Work:
-        work: Work = self._group.broadcast(memory, SENDER, _NEVER)
-        return work
+    def __init__(self, group: Any, device: str, store: Store) -> None:
+        super().__init__(group, device)
+        self._store = store
 
     @override
     def wait(self, work: Work, deadline: Deadline) -> None:
@@ -422,17 +335,29 @@ class DeviceGroup(Group):
         torch.get_device_module(torch.device(self._device).type).synchronize()
 
     @override
-    def all_done(self, deadline: Deadline) -> None:
-        import torch
-        from torch.distributed import AllreduceOptions
+    def _limit(self, deadline: Deadline) -> timedelta:
+        return _NEVER
 
-        options = AllreduceOptions()
-        options.timeout = _NEVER
-        self.wait(self._group.allreduce([torch.zeros(1, device=self._device)], options), deadline)
 
-    @override
-    def abort(self) -> None:
-        self._group.abort()
+def make_group(backend: str, device: str, store: Store, rank: int, size: int, host: str, deadline: Deadline) -> Group:
+    """Create the group; blocks until all ranks call this. `host` is the sender's address, to which gloo connects."""
+    if backend == HOST_BACKEND:
+        return Group(_gloo_group(store, rank, size, host, deadline), HOST_DEVICE)
+    with _watchdogs_off():
+        return DeviceGroup(_torch_group(backend, store, rank, size), device, store)
+
+
+def _gloo_group(store: Store, rank: int, size: int, host: str, deadline: Deadline) -> Any:
+    """Create a group of gloo, which detects a closed connection at once."""
+    from torch.distributed import ProcessGroupGloo
+
+    if host != LOOPBACK:
+        return ProcessGroupGloo(store, rank, size, timeout(deadline))
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # The loopback device reaches this host only; a sender with that address has only receivers on its host.
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timeout(deadline)
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def connect(address: str, within: timedelta) -> RemoteStore:
@@ -476,7 +401,7 @@ def _torch_group(backend: str, store: Store, rank: int, size: int) -> Any:
         return own(store, rank, size, options)
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
-        raise UnsupportedError(f"this torch has no collective backend {backend}")
+        raise UnsupportedError(f"this torch has no collective backend {backend}: install the package that registers it")
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, _NEVER)
     described = _DistributedBackendOptions()

@@ -7,20 +7,22 @@ device has written a bucket before it announces it, and until the device has rea
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.runtime.weights.transports.pool import OwnedBuffer, PooledReceiver, PooledSender, SharedBuffer
+from roll_core.runtime.weights.transports.pool import PooledReceiver, PooledSender, SharedMemory
 from roll_core.spec.transport import BufferSizes, Route, WeightTransport
 from roll_core.weights.device_memory import device_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup, WeightSizes
-    from roll_core.weights.device_memory import DeviceMemory
+    from torch import Tensor
+
+    from roll_core.spec.transport import ReceiverSetup, RoleFacts, SenderSetup, WeightSizes
 
 BUCKET_BYTES = 256 << 20
 """Upper bound of a bucket, unless a tensor is larger: each costs the host two waits and a message."""
@@ -39,12 +41,12 @@ class CudaIpcTransport(WeightTransport):
         return (Route(sources=sources_of(sender, receiver)[0], self_test=True),)
 
     @override
-    def sender(self, setup: SenderSetup) -> CudaIpcSender:
-        return CudaIpcSender(setup.receivers, setup.bucket_bytes, setup.device)
+    def sender(self, setup: SenderSetup) -> PooledSender:
+        return PooledSender(setup, IpcMemory(setup.device))
 
     @override
-    def receiver(self, setup: ReceiverSetup) -> CudaIpcReceiver:
-        return CudaIpcReceiver(setup.address, setup.rank, setup.bucket_bytes, setup.deadline, setup.device)
+    def receiver(self, setup: ReceiverSetup) -> PooledReceiver:
+        return PooledReceiver(setup, IpcMemory(setup.device))
 
     @override
     def buffers(self, sizes: WeightSizes) -> BufferSizes:
@@ -72,92 +74,58 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
     return tuple(found), None
 
 
-class CudaIpcSender(PooledSender):
-    """Sending endpoint; owns the device buffer."""
+class IpcMemory(SharedMemory):
+    """Memory of a device, shared by handles of its runtime."""
 
     keeps_buffer = False
 
-    def __init__(self, receivers: Sequence[int], bucket_bytes: int, device: str) -> None:
-        self._kind, self._device = _kind_of(device), device
-        super().__init__(receivers, min(bucket_bytes, BUCKET_BYTES))
+    def __init__(self, device: str) -> None:
+        kind = device_memory(device)
+        if kind is None:
+            raise UnsupportedError(f"memory of the device {device} cannot be shared between processes")
+        self._kind, self._device = kind, device
+        self.bucket_bytes = BUCKET_BYTES
 
     @override
     def buffer_bytes(self, largest: int) -> int:
         return _buffer_bytes(largest)
 
     @override
-    def allocate(self, num_bytes: int) -> OwnedBuffer:
+    def allocate(self, num_bytes: int) -> Tensor:
         self._kind.collect()
-        try:
-            return _OwnedDeviceMemory(self._kind, self._device, num_bytes)
-        except RuntimeError as error:
-            raise WeightSyncError(f"no {num_bytes} bytes for a bucket on {self._device}: {error}") from error
-
-
-class CudaIpcReceiver(PooledReceiver):
-    """Receiving endpoint; opens the sender's device buffer."""
-
-    keeps_buffer = False
-
-    def __init__(self, address: str, rank: int, bucket_bytes: int, deadline: Deadline, device: str) -> None:
-        self._kind, self._device = _kind_of(device), device
-        super().__init__(address, rank, min(bucket_bytes, BUCKET_BYTES), deadline)
+        with _device_errors(f"cannot allocate {num_bytes} bytes for a bucket on {self._device}"):
+            return self._kind.allocate(num_bytes, self._device)
 
     @override
-    def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> SharedBuffer:
-        try:
-            return _OpenedDeviceMemory(self._kind, self._device, handle)
-        except WeightSyncError:
-            raise
-        except RuntimeError as error:
-            raise WeightSyncError(f"the sender's memory on {self._device} cannot be opened: {error}") from error
+    def share(self, buffer: Tensor) -> tuple[bytes, Sequence[int]]:
+        with _device_errors(f"memory on {self._device} cannot be shared"):
+            return self._kind.share(buffer), ()
 
-
-class _OpenedDeviceMemory(SharedBuffer):
-    def __init__(self, kind: DeviceMemory, device: str, handle: bytes) -> None:
-        self._kind, self._device = kind, device
-        self.tensor = kind.open(handle, device)
+    @override
+    def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> Tensor:
+        with _device_errors(f"the sender's memory on {self._device} cannot be opened"):
+            return self._kind.open(handle, self._device)
 
     @override
     def synchronize(self) -> None:
-        self._kind.settle(self._device)
+        self._kind.synchronize(self._device)
 
     @override
-    def close(self) -> None:
-        self.tensor = self.tensor.new_empty(0)
-
-
-class _OwnedDeviceMemory(OwnedBuffer):
-    def __init__(self, kind: DeviceMemory, device: str, num_bytes: int) -> None:
-        self._kind, self._device = kind, device
-        self.tensor = kind.allocate(num_bytes, device)
-
-    @override
-    def handle(self) -> tuple[bytes, Sequence[int]]:
-        try:
-            return self._kind.lend(self.tensor), ()
-        except WeightSyncError:
-            raise
-        except RuntimeError as error:
-            raise WeightSyncError(f"memory on {self._device} cannot be shared: {error}") from error
-
-    @override
-    def synchronize(self) -> None:
-        self._kind.settle(self._device)
-
-    @override
-    def close(self) -> None:
-        self.tensor = self.tensor.new_empty(0)
+    def release(self) -> None:
         self._kind.collect()
+
+
+@contextmanager
+def _device_errors(what: str) -> Iterator[None]:
+    """Raise errors of the device's runtime as `WeightSyncError`."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as error:
+        raise WeightSyncError(f"{what}: {error}") from error
 
 
 def _buffer_bytes(largest: int) -> int:
     """Two buckets, unless one tensor is larger than that: device memory costs more than waiting for that tensor."""
     return max(largest, min(2 * largest, 2 * BUCKET_BYTES))
-
-
-def _kind_of(device: str) -> DeviceMemory:
-    kind = device_memory(device)
-    if kind is None:
-        raise UnsupportedError(f"memory of the device {device} cannot be shared between processes")
-    return kind

@@ -4,7 +4,7 @@
         open                            removed when the sender closes, or the driver calls the publish off
         <number of the publish>/
             bucket-0, bucket-1, ...     by the sender, each complete as soon as it is visible
-            taken-<rank>, gone-<rank>   by receivers: have read everything, or hung up
+            read-<rank>, gone-<rank>    by receivers: have read everything, or have closed early
 
 For roles whose hosts cannot connect to each other. Both sides poll, at growing intervals. The sender removes a publish
 once all receivers have read it, and its whole folder when it closes. The driver removes the folder if an endpoint
@@ -64,14 +64,14 @@ class DiskTransport(WeightTransport):
 
     @override
     def sender(self, setup: SenderSetup) -> DiskSender:
-        return DiskSender(len(setup.receivers), setup.bucket_bytes, setup.options["directory"])
+        return DiskSender(setup)
 
     @override
     def receiver(self, setup: ReceiverSetup) -> DiskReceiver:
-        return DiskReceiver(setup.address, setup.rank, setup.bucket_bytes)
+        return DiskReceiver(setup)
 
     @override
-    def call_off(self, address: str, options: Mapping[str, str]) -> None:
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):
             Folder(address).remove()
 
@@ -135,9 +135,10 @@ class Folder:
 class DiskSender(SenderEndpoint):
     """Sending endpoint; writes buckets as files."""
 
-    def __init__(self, num_receivers: int, bucket_bytes: int, directory: str) -> None:
-        self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
-        self._num_receivers = num_receivers
+    def __init__(self, setup: SenderSetup) -> None:
+        self._bucket_bytes = min(setup.bucket_bytes, BUCKET_BYTES)
+        self._num_receivers = len(setup.receivers)
+        directory = setup.options["directory"]
         if "://" not in directory:
             directory = os.path.abspath(directory)
         _remove_orphans(Folder(directory))
@@ -155,29 +156,21 @@ class DiskSender(SenderEndpoint):
         self, manifest: WeightManifest, exported: Iterator[tuple[str, Tensor]], deadline: Deadline
     ) -> list[TensorEntry]:
         self._number += 1
+        buckets = plan_buckets(manifest, self._bucket_bytes)
+        memory = _host_buffer(buckets)
+        sent: list[TensorEntry] = []
         try:
-            return self._send(plan_buckets(manifest, self._bucket_bytes), exported, deadline)
-        except ReceiversLostError:
-            raise
+            for number, bucket in enumerate(buckets):
+                sent += fill(memory, bucket, exported)
+                self._folder.write(f"{self._number}/bucket-{number}", memory[: bucket.num_bytes].numpy().data)
+                self._all_have_read(bucket.first)
+            require_exhausted(exported)
+            first = buckets[0].first if buckets else ""
+            if not self._folder.wait(lambda: self._all_have_read(first), deadline):
+                raise ReceiversLostError(first, silent=self._without("read"))
+            self._folder.remove(str(self._number))
         except OSError as error:
             raise _unwritable(self.address, error) from error
-
-    def _send(
-        self, buckets: list[Bucket], exported: Iterator[tuple[str, Tensor]], deadline: Deadline
-    ) -> list[TensorEntry]:
-        import torch
-
-        memory = torch.empty(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
-        sent: list[TensorEntry] = []
-        for number, bucket in enumerate(buckets):
-            sent += fill(memory, bucket, exported)
-            self._folder.write(f"{self._number}/bucket-{number}", memory[: bucket.num_bytes].numpy().data)
-            self._all_have_read(bucket.first)
-        require_exhausted(exported)
-        first = buckets[0].first if buckets else ""
-        if not self._folder.wait(lambda: self._all_have_read(first), deadline):
-            raise ReceiversLostError(first, silent=self._without("taken"))
-        self._folder.remove(str(self._number))
         return sent
 
     @override
@@ -186,41 +179,37 @@ class DiskSender(SenderEndpoint):
             self._folder.remove()
 
     def _all_have_read(self, first: str) -> bool:
-        """True if every receiver has read everything. Raises `ReceiversLostError` if one has hung up."""
+        """True if every receiver has read everything. Raises `ReceiversLostError` if one has closed."""
         if gone := self._with("gone"):
             raise ReceiversLostError(first, gone=gone)
         if OPEN not in self._folder.names():  # called off by the driver
-            raise ReceiversLostError(first, gone=self._without("taken"))
-        return not self._without("taken")
+            raise ReceiversLostError(first, gone=self._without("read"))
+        return not self._without("read")
 
     def _with(self, what: str) -> tuple[int, ...]:
         names = self._folder.names(str(self._number))
         return tuple(rank for rank in range(self._num_receivers) if f"{what}-{rank}" in names)
 
     def _without(self, what: str) -> tuple[int, ...]:
-        there = self._with(what)
-        return tuple(rank for rank in range(self._num_receivers) if rank not in there)
+        return tuple(sorted({*range(self._num_receivers)} - {*self._with(what)}))
 
 
 class DiskReceiver(ReceiverEndpoint):
     """Receiving endpoint; reads buckets from files."""
 
-    def __init__(self, address: str, rank: int, bucket_bytes: int) -> None:
-        self.address = address
-        self._rank = rank
-        self._bucket_bytes = min(bucket_bytes, BUCKET_BYTES)
-        self._folder = Folder(address)
+    def __init__(self, setup: ReceiverSetup) -> None:
+        self.address, self._rank = setup.address, setup.rank
+        self._bucket_bytes = min(setup.bucket_bytes, BUCKET_BYTES)
+        self._folder = Folder(setup.address)
         self._number = 0
         self._is_reading = False
 
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
-        import torch
-
         self._number += 1
         self._is_reading = True
         buckets = plan_buckets(manifest, self._bucket_bytes)
-        memory = torch.empty(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
+        memory = _host_buffer(buckets)
         try:
             for number, bucket in enumerate(buckets):
                 name = f"bucket-{number}"
@@ -228,7 +217,7 @@ class DiskReceiver(ReceiverEndpoint):
                 self._folder.read_into(f"{self._number}/{name}", memory[: bucket.num_bytes].numpy().data)
                 yield from views(memory, bucket)
             self._is_reading = False
-            self._report("taken")
+            self._report("read")
         except (OSError, EOFError) as error:
             raise SenderLostError(f"weights cannot be read from {self.address}: {error}") from error
 
@@ -246,11 +235,17 @@ class DiskReceiver(ReceiverEndpoint):
     def _wait_for(self, name: str, deadline: Deadline) -> None:
         def is_there() -> bool:
             if OPEN not in self._folder.names():
-                raise SenderLostError(f"the sender hung up before {name}")
+                raise SenderLostError(f"the sender closed before it wrote {name}")
             return name in self._folder.names(str(self._number))
 
         if not self._folder.wait(is_there, deadline):
-            raise SenderLostError(f"the sender had not written {name} when the deadline passed")
+            raise SenderLostError(f"the sender did not write {name} before the deadline")
+
+
+def _host_buffer(buckets: list[Bucket]) -> Tensor:
+    import torch
+
+    return torch.empty(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
 
 
 def _remove_orphans(directory: Folder) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.buckets import Bucket
-    from roll_core.spec.transport import Deadline
+    from roll_core.spec.transport import Deadline, ReceiverSetup, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
 
 _MIN_TIMEOUT_S = 1e-3
@@ -54,52 +54,51 @@ _RECV_BYTES = 4096
 """More than the number of buckets in flight."""
 
 
-class SharedBuffer(ABC):
-    """Memory that both sides can access."""
+class SharedMemory(ABC):
+    """How a transport allocates, shares and opens its buffer, a flat uint8 tensor."""
 
-    tensor: Tensor
-    """The memory as a flat uint8 tensor."""
-
-    def synchronize(self) -> None:
-        """Wait until this process's reads and writes are done, for devices that work asynchronously."""
-        return
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the memory. Idempotent."""
-
-
-class OwnedBuffer(SharedBuffer):
-    """The sender's buffer, which can create handles for receivers."""
-
-    @abstractmethod
-    def handle(self) -> tuple[bytes, Sequence[int]]:
-        """Handle with which one receiver opens the buffer: bytes, and file descriptors valid until it is closed."""
-
-
-class PooledSender(SenderEndpoint):
-    """Owns the buffer, accepts receivers, and fills it."""
-
+    bucket_bytes: int
+    """Upper bound of a bucket, unless a tensor is larger."""
     keeps_buffer: ClassVar[bool]
     """Keep the buffer from publish to publish."""
-
-    def __init__(self, receivers: Sequence[int], bucket_bytes: int) -> None:
-        """`receivers`: ranks that will connect."""
-        self._bucket_bytes = bucket_bytes
-        self._expected = frozenset(receivers)
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listener, where = _listen()
-        self.address = f"{self._token.hex()}:{where}"
-        self._receivers: dict[int, socket.socket] = {}
-        self._buffer: OwnedBuffer | None = None
 
     @abstractmethod
     def buffer_bytes(self, largest: int) -> int:
         """Size of the buffer for a largest bucket of `largest` bytes, a multiple of `ALIGNMENT`."""
 
     @abstractmethod
-    def allocate(self, num_bytes: int) -> OwnedBuffer:
-        """Allocate a new buffer of `num_bytes`. Raises `WeightSyncError`."""
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate the sender's buffer. Raises `WeightSyncError`."""
+
+    @abstractmethod
+    def share(self, buffer: Tensor) -> tuple[bytes, Sequence[int]]:
+        """Handle with which one receiver opens the buffer: bytes, and file descriptors valid until `release`."""
+
+    @abstractmethod
+    def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> Tensor:
+        """Open the sender's buffer. The caller closes the descriptors. Raises `WeightSyncError`."""
+
+    def synchronize(self) -> None:
+        """Wait until this process's reads and writes are done, for devices that work asynchronously."""
+        return
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what `allocate` allocated, after the sender dropped the tensor. Idempotent."""
+
+
+class PooledSender(SenderEndpoint):
+    """Owns the buffer, accepts receivers, and fills the buffer."""
+
+    def __init__(self, setup: SenderSetup, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._bucket_bytes = min(setup.bucket_bytes, memory.bucket_bytes)
+        self._expected = frozenset(setup.receivers)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener, where = _listen()
+        self.address = f"{self._token.hex()}:{where}"
+        self._receivers: dict[int, socket.socket] = {}
+        self._buffer: Tensor | None = None
 
     @override
     def send(
@@ -107,7 +106,8 @@ class PooledSender(SenderEndpoint):
     ) -> list[TensorEntry]:
         buckets = plan_buckets(manifest, self._bucket_bytes)
         self._accept(deadline)
-        regions = Regions(self.buffer_bytes(aligned(max((bucket.num_bytes for bucket in buckets), default=0))))
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
+        regions = Regions(self._memory.buffer_bytes(aligned(largest)))
         buffer = self._share(regions.num_bytes)
         sent: list[TensorEntry] = []
         with contextlib.closing(_ReadProgress(self._receivers, buckets)) as read:
@@ -115,13 +115,14 @@ class PooledSender(SenderEndpoint):
                 read.poll(0)
                 while (at := regions.take(bucket.num_bytes, read.by_all)) is None:
                     read.wait(deadline)
-                sent += fill(buffer.tensor[at : at + bucket.num_bytes], bucket, exported)
-                buffer.synchronize()
-                self._announce(number, at, bucket)
+                sent += fill(buffer[at : at + bucket.num_bytes], bucket, exported)
+                self._memory.synchronize()
+                for rank, connection in self._receivers.items():
+                    _send_to(rank, connection, _FILLED.pack(number, at), bucket.first)
             require_exhausted(exported)
             while read.by_all < len(buckets):
                 read.wait(deadline)
-        if not self.keeps_buffer:
+        if not self._memory.keeps_buffer:
             self._release()
         return sent
 
@@ -139,9 +140,9 @@ class PooledSender(SenderEndpoint):
                 os.rmdir(os.path.dirname(path))
 
     def _release(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffer.close()
+        _drop(self._buffer)
+        self._buffer = None
+        self._memory.release()
 
     def _accept(self, deadline: Deadline) -> None:
         while missing := self._expected - self._receivers.keys():
@@ -160,26 +161,27 @@ class PooledSender(SenderEndpoint):
             else:
                 connection.close()  # not one of our receivers; a missing receiver is found by the deadline
 
-    def _share(self, num_bytes: int) -> OwnedBuffer:
+    def _share(self, num_bytes: int) -> Tensor:
         """Reuse or allocate a buffer of at least `num_bytes` that every receiver has opened."""
-        if self._buffer is None or self._buffer.tensor.numel() < num_bytes:
+        if self._buffer is None or self._buffer.numel() < num_bytes:
             self._release()
-            self._buffer = self.allocate(num_bytes)
+            self._buffer = self._memory.allocate(num_bytes)
             for rank, connection in self._receivers.items():
-                handle, descriptors = self._buffer.handle()
-                try:
-                    socket.send_fds(connection, [_FILLED.pack(-num_bytes, len(handle))], descriptors)
-                    connection.sendall(handle)
-                except OSError:
-                    raise ReceiversLostError("the first tensor", gone=(rank,)) from None
+                handle, descriptors = self._memory.share(self._buffer)
+                _send_to(rank, connection, _FILLED.pack(-num_bytes, len(handle)), "the first tensor", descriptors)
+                _send_to(rank, connection, handle, "the first tensor")
         return self._buffer
 
-    def _announce(self, number: int, at: int, bucket: Bucket) -> None:
-        for rank, connection in self._receivers.items():
-            try:
-                connection.sendall(_FILLED.pack(number, at))
-            except OSError:
-                raise ReceiversLostError(bucket.first, gone=(rank,)) from None
+
+def _send_to(rank: int, connection: socket.socket, message: bytes, at: str, descriptors: Sequence[int] = ()) -> None:
+    """Send a message to a receiver. Raises `ReceiversLostError` with the tensor `at` if it closed its connection."""
+    try:
+        if descriptors:
+            socket.send_fds(connection, [message], descriptors)
+        else:
+            connection.sendall(message)
+    except OSError:
+        raise ReceiversLostError(at, gone=(rank,)) from None
 
 
 class _ReadProgress:
@@ -223,44 +225,38 @@ class _ReadProgress:
             raise ReceiversLostError(self._buckets[self._read[rank]].first, gone=(rank,))
         self._read[rank] += len(messages)
         if self._read[rank] >= len(self._buckets):
-            self._selector.unregister(connection)  # it may hang up now
+            self._selector.unregister(connection)  # it may close the connection now
 
 
 class PooledReceiver(ReceiverEndpoint):
     """Opens the sender's buffer and reads buckets in turn."""
 
-    keeps_buffer: ClassVar[bool]
-    """See `PooledSender`."""
-
-    def __init__(self, address: str, rank: int, bucket_bytes: int, deadline: Deadline) -> None:
-        self.address = address
-        self._bucket_bytes = bucket_bytes
-        self._buffer: SharedBuffer | None = None
+    def __init__(self, setup: ReceiverSetup, memory: SharedMemory) -> None:
+        self.address = setup.address
+        self._memory = memory
+        self._bucket_bytes = min(setup.bucket_bytes, memory.bucket_bytes)
+        self._buffer: Tensor | None = None
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        token, _, where = address.partition(":")
+        token, _, where = setup.address.partition(":")
         try:
-            self._sender.settimeout(max(deadline.left, _MIN_TIMEOUT_S))
+            self._sender.settimeout(max(setup.deadline.left, _MIN_TIMEOUT_S))
             self._sender.connect(where if where.startswith("/") else f"\0{where}")
-            self._sender.sendall(_HELLO.pack(bytes.fromhex(token), rank))
+            self._sender.sendall(_HELLO.pack(bytes.fromhex(token), setup.rank))
         except OSError as error:
             self._sender.close()
             raise SenderLostError(f"cannot connect to the sender: {error}") from error
-
-    @abstractmethod
-    def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> SharedBuffer:
-        """Open the sender's buffer. The caller closes the descriptors. Raises `WeightSyncError`."""
 
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
         for number, bucket in enumerate(plan_buckets(manifest, self._bucket_bytes)):
             buffer, at = self._wait_filled(number, deadline)
-            yield from views(buffer.tensor[at : at + bucket.num_bytes], bucket)
-            buffer.synchronize()
+            yield from views(buffer[at : at + bucket.num_bytes], bucket)
+            self._memory.synchronize()
             try:
                 self._sender.sendall(_READ)
             except OSError as error:
-                raise SenderLostError(f"the sender hung up after bucket {number}") from error
-        if not self.keeps_buffer:
+                raise SenderLostError(f"the sender closed the connection after bucket {number}") from error
+        if not self._memory.keeps_buffer:
             self._release()
 
     @override
@@ -269,11 +265,10 @@ class PooledReceiver(ReceiverEndpoint):
         self._release()
 
     def _release(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffer.close()
+        _drop(self._buffer)
+        self._buffer = None
 
-    def _wait_filled(self, number: int, deadline: Deadline) -> tuple[SharedBuffer, int]:
+    def _wait_filled(self, number: int, deadline: Deadline) -> tuple[Tensor, int]:
         """Block until bucket `number` is filled. Returns the buffer and the bucket's offset in bytes."""
         while True:
             self._sender.settimeout(max(deadline.left, _MIN_TIMEOUT_S))
@@ -282,15 +277,15 @@ class PooledReceiver(ReceiverEndpoint):
                 filled, at = _FILLED.unpack(message) if message else (0, 0)
                 handle = _recv_exactly(self._sender, at) if filled < 0 else b""
             except TimeoutError:
-                raise SenderLostError(f"the sender had not filled bucket {number} when the deadline passed") from None
+                raise SenderLostError(f"the sender did not fill bucket {number} before the deadline") from None
             except (OSError, EOFError) as error:
-                raise SenderLostError(f"the sender hung up before bucket {number}: {error}") from error
+                raise SenderLostError(f"the sender closed the connection before bucket {number}: {error}") from error
             if not message:
-                raise SenderLostError(f"the sender hung up before bucket {number}")
+                raise SenderLostError(f"the sender closed the connection before bucket {number}")
             if filled < 0:
                 self._release()
                 try:
-                    self._buffer = self.open(-filled, handle, descriptors)
+                    self._buffer = self._memory.open(-filled, handle, descriptors)
                 finally:
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -329,6 +324,12 @@ class Regions:
 def aligned(num_bytes: int) -> int:
     """`num_bytes` rounded up to a multiple of `ALIGNMENT`, at least one."""
     return -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _drop(buffer: Tensor | None) -> None:
+    """Drop the memory of a buffer, even while a traceback refers to the tensor."""
+    if buffer is not None:
+        buffer.set_()  # type: ignore[call-overload]
 
 
 def _listen() -> tuple[socket.socket, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.runtime.weights.transports.pool import OwnedBuffer, PooledReceiver, PooledSender, SharedBuffer
+from roll_core.runtime.weights.transports.pool import PooledReceiver, PooledSender, SharedMemory
 from roll_core.spec.transport import BufferSizes, WeightTransport, one_host
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup, WeightSizes
+    from roll_core.spec.transport import ReceiverSetup, RoleFacts, SenderSetup, WeightSizes
 
 BUCKET_BYTES = 2 << 20
 """Upper bound of a bucket, unless a tensor is larger."""
@@ -37,12 +37,12 @@ class ShmTransport(WeightTransport):
         return None if one_host(sender, receiver) else "the workers are on different hosts"
 
     @override
-    def sender(self, setup: SenderSetup) -> ShmSender:
-        return ShmSender(len(setup.receivers), setup.bucket_bytes)
+    def sender(self, setup: SenderSetup) -> PooledSender:
+        return PooledSender(setup, AnonymousMemory())
 
     @override
-    def receiver(self, setup: ReceiverSetup) -> ShmReceiver:
-        return ShmReceiver(setup.address, setup.rank, setup.bucket_bytes, setup.deadline)
+    def receiver(self, setup: ReceiverSetup) -> PooledReceiver:
+        return PooledReceiver(setup, AnonymousMemory())
 
     @override
     def buffers(self, sizes: WeightSizes) -> BufferSizes:
@@ -51,58 +51,35 @@ class ShmTransport(WeightTransport):
         return BufferSizes(sender_bytes=num_bytes, receiver_bytes=num_bytes, formula="shared memory", on="host")
 
 
-class ShmSender(PooledSender):
-    """Sending endpoint; owns the shared memory."""
+class AnonymousMemory(SharedMemory):
+    """Shared memory on the host, known to other processes only by its file descriptor."""
 
+    bucket_bytes = BUCKET_BYTES
     keeps_buffer = True
 
-    def __init__(self, num_receivers: int, bucket_bytes: int) -> None:
-        super().__init__(range(num_receivers), min(bucket_bytes, BUCKET_BYTES))
+    def __init__(self) -> None:
+        self._descriptor = -1
 
     @override
     def buffer_bytes(self, largest: int) -> int:
         return max(BUFFER_BYTES, 2 * largest)
 
     @override
-    def allocate(self, num_bytes: int) -> OwnedBuffer:
-        return _AnonymousMemory(num_bytes)
-
-
-class ShmReceiver(PooledReceiver):
-    """Receiving endpoint; maps the sender's memory."""
-
-    keeps_buffer = True
-
-    def __init__(self, address: str, rank: int, bucket_bytes: int, deadline: Deadline) -> None:
-        super().__init__(address, rank, min(bucket_bytes, BUCKET_BYTES), deadline)
-
-    @override
-    def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> SharedBuffer:
-        return _MappedMemory(descriptors[0], num_bytes)
-
-
-class _MappedMemory(SharedBuffer):
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.tensor = _map(descriptor, num_bytes)
-
-    @override
-    def close(self) -> None:
-        self.tensor = self.tensor.new_empty(0)
-
-
-class _AnonymousMemory(OwnedBuffer):
-    def __init__(self, num_bytes: int) -> None:
+    def allocate(self, num_bytes: int) -> Tensor:
         self._descriptor = _anonymous_file()
         os.truncate(self._descriptor, num_bytes)
-        self.tensor = _map(self._descriptor, num_bytes)
+        return _map(self._descriptor, num_bytes)
 
     @override
-    def handle(self) -> tuple[bytes, Sequence[int]]:
+    def share(self, buffer: Tensor) -> tuple[bytes, Sequence[int]]:
         return b"", [self._descriptor]
 
     @override
-    def close(self) -> None:
-        self.tensor = self.tensor.new_empty(0)
+    def open(self, num_bytes: int, handle: bytes, descriptors: Sequence[int]) -> Tensor:
+        return _map(descriptors[0], num_bytes)
+
+    @override
+    def release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -21,7 +21,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 if TYPE_CHECKING:
@@ -40,14 +40,13 @@ LARGEST = 1 << 24
 """Maximum size of a message part in bytes; keys and values are short (addresses and numbers)."""
 
 
-class HostedStore(Store):
-    """The server side, which stores the keys. `close` stops it."""
+class HostedStore(HashStore):
+    """The server side, which stores the keys in memory and serves them to clients. `close` stops it."""
 
     def __init__(self, host: str, secret: str, port: int = 0) -> None:
         super().__init__()
         self._secret = secret.encode()
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -55,63 +54,16 @@ class HostedStore(Store):
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="roll-weights-store", daemon=True).start()
 
-    @override
-    def set(self, key: str, value: str | bytes) -> None:
-        with self._changed:
-            self._values[key] = _bytes(value)
-            self._changed.notify_all()
-
-    @override
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._values[key]
-
-    @override
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    @override
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, WAIT_S if timeout is None else timeout.total_seconds())
-
-    @override
-    def add(self, key: str, number: int) -> int:
-        with self._changed:
-            total = int(self._values.get(key, b"0")) + number
-            self.set(key, str(total))
-        return total
-
-    @override
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        with self._changed:
-            found = self._values.get(key)
-            if (found is None and not _bytes(expected)) or found == _bytes(expected):
-                self.set(key, desired)
-                return _bytes(desired)
-            return _bytes(expected) if found is None else found
-
-    @override
-    def delete_key(self, key: str) -> bool:
-        with self._changed:
-            return self._values.pop(key, None) is not None
-
     def close(self) -> None:
         """Close all connections; clients notice at once. Idempotent."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        with self._changed:
+        with self._lock:
             self._closed = True
             for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout_s):
-                raise DistStoreError(
-                    f"keys not set in time: {', '.join(key for key in keys if key not in self._values)}"
-                )
 
     def _accept(self) -> None:
         while True:
@@ -119,7 +71,7 @@ class HostedStore(Store):
                 connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     connection.close()
                     return
@@ -127,7 +79,7 @@ class HostedStore(Store):
             threading.Thread(target=self._serve, args=(connection,), name="roll-weights-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one client until it hangs up; disconnect it at once if it fails to authenticate."""
+        """Serve one client until it disconnects; disconnect it at once if it fails to authenticate."""
         with self._connected(connection), contextlib.suppress(OSError, DistNetworkError, ValueError):
             connection.settimeout(GREETING_S)
             ours = secrets.token_bytes(NONCE_BYTES)
@@ -148,24 +100,25 @@ class HostedStore(Store):
             try:
                 yield
             finally:
-                with self._changed:
+                with self._lock:
                     self._connections.discard(connection)
 
     def _reply(self, what: bytes, *given: bytes) -> list[bytes]:
         key = given[0].decode()
-        replies: dict[bytes, Callable[[], bytes | None]] = {
-            b"set": lambda: self.set(key, given[1]),
-            b"wait": lambda: self._wait([each.decode() for each in given[1:]], float(key)),
-            b"value": lambda: self._values.get(key),
-            b"check": lambda: b"1" if self.check([each.decode() for each in given]) else b"",
-            b"add": lambda: str(self.add(key, int(given[1]))).encode(),
-            b"compare_set": lambda: self.compare_set(key, given[1], given[2]),
-            b"delete_key": lambda: b"1" if self.delete_key(key) else b"",
+        replies: dict[bytes, Callable[[], object]] = {
+            b"set": lambda: self.set(key, given[1]),  # type: ignore[arg-type]  # torch takes bytes, too
+            b"wait": lambda: self.wait([each.decode() for each in given[1:]], timedelta(seconds=float(key))),
+            b"get": lambda: self.get(key),
+            b"check": lambda: self.check([each.decode() for each in given]),
+            b"add": lambda: self.add(key, int(given[1])),
+            b"compare_set": lambda: self.compare_set(key, given[1], given[2]),  # type: ignore[arg-type]
+            b"delete_key": lambda: self.delete_key(key),
         }
         try:
-            return [b"ok", replies[what]() or b""]
+            found = replies[what]()
         except DistStoreError as error:
-            return [b"late", str(error).encode()]
+            return [b"timeout", f"{error}: {what.decode()} {b', '.join(given).decode()}".encode()]
+        return [b"ok", found if isinstance(found, bytes) else str(int(found or 0)).encode()]  # type: ignore[call-overload]
 
 
 class RemoteStore(Store):
@@ -191,7 +144,7 @@ class RemoteStore(Store):
         ours = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(ours + _mac(secret, b"client", theirs, ours))
         if not hmac.compare_digest(_read(connection, MAC_BYTES), _mac(secret, b"host", theirs, ours)):
-            raise ConnectionError("it does not know the secret of this transport")
+            raise ConnectionError("the host has another secret")
 
     def close(self) -> None:
         """Close the connection."""
@@ -204,11 +157,11 @@ class RemoteStore(Store):
     @override
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._request(b"value", key)
+        return self._request(b"get", key)
 
     @override
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._request(b"check", *keys))
+        return bool(int(self._request(b"check", *keys)))
 
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -225,7 +178,7 @@ class RemoteStore(Store):
 
     @override
     def delete_key(self, key: str) -> bool:
-        return bool(self._request(b"delete_key", key))
+        return bool(int(self._request(b"delete_key", key)))
 
     def _request(self, what: bytes, *given: str | bytes, within_s: float = 0.0) -> bytes:
         try:
@@ -234,7 +187,7 @@ class RemoteStore(Store):
                 _send(self._connection, [what, *map(_bytes, given)])
                 status, reply = _receive(self._connection)
         except OSError as error:
-            raise DistNetworkError(f"the store's host hung up: {error}") from error
+            raise DistNetworkError(f"lost the connection to the store: {error}") from error
         if status != b"ok":
             raise DistStoreError(reply.decode())
         return reply
@@ -275,11 +228,11 @@ def _receive(connection: socket.socket) -> list[bytes]:
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:
     if num_bytes > LARGEST:
-        raise DistNetworkError(f"a message of {num_bytes} bytes")
+        raise DistNetworkError(f"received a message of {num_bytes} bytes, at most {LARGEST} are allowed")
     found = bytearray()
     while len(found) < num_bytes:
-        piece = connection.recv(num_bytes - len(found))
-        if not piece:
+        received = connection.recv(num_bytes - len(found))
+        if not received:
             raise ConnectionError("the connection was closed")
-        found += piece
+        found += received
     return bytes(found)

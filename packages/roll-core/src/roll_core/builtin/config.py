@@ -1,0 +1,83 @@
+"""Config schemas of the built-in rewards, policy losses and trackers. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import override
+
+from roll_core.spec.config import Config, NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+
+class MathRuleConfig(RewardConfig):
+    """`reward: math_rule`: 1 if the final answer equals the ground truth mathematically, else 0."""
+
+    zero_or_one: ClassVar[bool] = True
+
+    reward: Literal["math_rule"]
+    ground_truth: str = "ground_truth"
+    """Column with the correct answer: text, a number, or a list of alternatives."""
+    require_boxed: bool = False
+    r"""If true, a response without \boxed{…} gets 0. Otherwise the answer may also be in $…$ or in plain text."""
+    float_rounding: NonNegativeInt = 6
+    """Number of decimal places to which numbers are compared."""
+    processes: PositiveInt = 2
+    """Maximum number of processes per worker; more are started as responses queue up."""
+    memory_limit_mb: PositiveInt = 4096
+    """Memory limit of one process, in MB, so that a malicious response cannot exhaust the host's memory."""
+
+    @override
+    def columns(self) -> Mapping[str, str]:
+        return {"ground_truth": self.ground_truth}
+
+
+class FunctionConfig(RewardConfig):
+    """`reward: function`: a user's Python function."""
+
+    reward: Literal["function"]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+    """`module:function`, importable from the working directory: `f(prompt, response, **metadata)`."""
+    isolation: Literal["process", "none"] = "process"
+    """`process`: run the function in child processes, which are killed when it hangs. `none`: run it in the worker
+    itself, for functions that need the worker's memory. A call that hangs without releasing the GIL then blocks the
+    worker."""
+    processes: PositiveInt = 2
+    """Maximum number of processes per worker, with `isolation: process`; more are started as responses queue up."""
+    memory_limit_mb: PositiveInt = 8192
+    """Memory limit of one process, in MB, with `isolation: process`. A call that exceeds it fails."""
+
+    @model_validator(mode="after")
+    def _has_processes(self) -> FunctionConfig:
+        # A saved config contains every default explicitly, so only other values count as given.
+        fields = type(self).model_fields
+        ignored = [key for key in ("processes", "memory_limit_mb") if getattr(self, key) != fields[key].default]
+        if self.isolation == "none" and ignored:
+            raise ValueError(f"{' and '.join(ignored)}: ignored with isolation: none, expected isolation: process")
+        return self
+
+    @override
+    def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
+        from roll_core.builtin.rewards.user_function import check
+
+        reason = check(self.function, columns, timeout_s)
+        return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}
+
+
+class PolicyLossOptions(Config):
+    """Options (`pg_options`) of the policy losses `ppo` and `vanilla`."""
+
+    log_ratio_clamp: PositiveFloat = 20.0
+    """Maximum absolute logarithm of the importance ratio; beyond it a token has no gradient."""
+
+
+class TensorBoardOptions(Config):
+    """Options of the TensorBoard tracker (`tracker_kwargs.tensorboard`)."""
+
+    log_dir: str | None = None
+    """Directory of the event files. Default: `tensorboard/` of the run directory."""
+    flush_secs: PositiveInt = 30
+    """Minimum time in seconds between two flushes of the event file."""

@@ -1,0 +1,117 @@
+"""Looks up the parts that a config names, validates their options, and collects the mistakes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
+
+from roll_core.config.explain import Finding
+from roll_core.config.mistakes import validate_all, value_at
+from roll_core.config.schema import paths
+from roll_core.config.unknown_keys import MAX_SUGGESTIONS, foreign_hint, suggest_key
+from roll_core.errors import MissingRequirementError, PluginError, UnknownProviderError
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.signatures import signature_problem
+from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import Config
+from roll_core.spec.providers import Provider
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.config.compose import ComposedConfig
+    from roll_core.config.source import KeyPath
+    from roll_core.plugins.registry import Registry
+
+M = TypeVar("M", bound=BaseModel)
+P = TypeVar("P", bound=Provider)
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of one config. Mistakes are collected in `found`."""
+
+    composed: ComposedConfig
+    registry: Registry
+    check_needs: bool
+    """True if requirements must be met in this environment."""
+    data: dict[Any, Any]
+    """The composed values; a validated part replaces its raw values."""
+    found: list[Finding] = field(default_factory=list)
+    cause: BaseException | None = None
+    """Exception of a plugin that failed to load, if a requested part is missing because of it."""
+    suggestions: int = 0
+    """Number of suggestions for unknown keys so far."""
+    extra_paths: list[KeyPath] = field(default_factory=list)
+    """Keys in the schemas of strategies and rewards, for suggestions."""
+
+    def report(self, path: KeyPath, message: str, hint: str = "", *, code: str, at_key: bool = False) -> None:
+        """Record a mistake."""
+        self.found.append(Finding(path, message, hint, at_key, code=code))
+
+    def find(self, kind: type[P], name: str, path: KeyPath, role: Mapping[Any, Any] = MappingProxyType({})) -> P | None:
+        """The record for a name; None after recording why there is none. Also records problems that would prevent the
+        part from working in the processes of its role."""
+        try:
+            provider = self.registry.find(kind, name)
+        except PluginError as error:
+            message, _, hint = str(error).partition("\n    ")
+            self.report(path, message, hint, code=error.code)
+            if isinstance(error, UnknownProviderError) and self.cause is None:
+                self.cause = error.__cause__
+            return None
+        owner = self.registry.owner(provider)
+        if problem := signature_problem(provider):
+            self.report(path, f"{owner}: {problem}", code="ROLL-P003")
+        # Requirements of defaults are in roll-core[train], which `run` checks.
+        if path[0] in self.data and self.runs_here(role):
+            try:
+                check_requirements(provider, owner=owner)
+            except MissingRequirementError as error:
+                message, _, hint = str(error).partition(". Run: ")
+                self.report(path, message, hint and f"run: {hint}", code=error.code)
+        return provider
+
+    def runs_here(self, role: Mapping[Any, Any]) -> bool:
+        """True if this environment is the one in which the role's workers run."""
+        return self.check_needs and role.get("environment") is None and not on_a_cluster()
+
+    def options(self, record: Provider, path: KeyPath, given: Any) -> None:
+        """Validate the options of a part that is not a role. Without a schema, it takes no options."""
+        given = {} if given is None else given
+        if isinstance(given, dict) and (given or record.config):
+            owner = self.registry.owner(record)
+            self.by_schema(schema_of(record, Config, owner=owner), given, path, owner)
+
+    def by_schema(self, schema: type[M], given: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
+        """Validate the values at `path` by the schema of their part; None after recording mistakes."""
+        self.extra_paths += [(*path, *each) for each in paths(schema)]
+        valid, found = validate_all(schema, given, owner)
+        for each in found:
+            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
+            each = replace(each, path=path + each.path)
+            self.found.append(self.with_key_hint(each, sorted(schema.model_fields)) if unknown else each)
+        return valid
+
+    def with_key_hint(
+        self, found: Finding, siblings: list[str], everywhere: tuple[KeyPath, ...] | None = None
+    ) -> Finding:
+        """Add a suggestion to an unknown key. `everywhere`: paths of the run's schema, if other places are possible."""
+        self.suggestions += 1
+        hint = ""
+        if self.suggestions <= MAX_SUGGESTIONS:
+            places = [*(everywhere or ()), *self.extra_paths]
+            hint = (
+                "" if everywhere is None else foreign_hint(found.path, value_at(self.composed.data, found.path), places)
+            )
+            hint = hint or suggest_key(found.path, siblings, places)[0]
+        return replace(found, hint=hint, at_key=True)
+
+
+def on_a_cluster() -> bool:
+    """True if workers run on the hosts of a Ray cluster, which may have other files and packages."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")

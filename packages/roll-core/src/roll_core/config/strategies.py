@@ -1,0 +1,354 @@
+"""Checks roles whose workers run a strategy: the strategy suits the role, the model, the slots and the other roles."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.explain import Finding
+from roll_core.config.weight_transports import weight_finding
+from roll_core.errors import PluginError
+from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import RunConfig, StrategyConfig
+from roll_core.spec.devices import parse_device_mapping
+from roll_core.spec.model import model_keys
+from roll_core.spec.providers import InferCapabilities, InferProvider, TrainProvider, exports_state, replays_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from roll_core.config.parts import Parts
+    from roll_core.config.source import KeyPath
+    from roll_core.spec.config import WorkerConfig
+
+
+class StrategyCheck:
+    """Checks one role, and sets the keys in its raw values that the strategy determines."""
+
+    provider: TrainProvider | InferProvider
+    strategy: StrategyConfig
+    """The validated `strategy_config`."""
+
+    def __init__(
+        self, parts: Parts, policy_role: str, path: KeyPath, worker: type[WorkerConfig], role: dict[Any, Any]
+    ) -> None:
+        self.parts = parts
+        self.data = parts.data
+        self.policy_role = policy_role
+        self.path = path
+        self.worker = worker
+        self.role = role
+        self.at_name: KeyPath = (*path, "strategy_args", "strategy_name")
+        self.at_config: KeyPath = (*path, "strategy_args", "strategy_config")
+        policy = self.data.get(policy_role)
+        self.policy: dict[Any, Any] = policy if isinstance(policy, dict) else {}
+        self.report = parts.report
+
+    def run(self) -> None:
+        """Look up the strategy and validate its `strategy_config`; then check the role."""
+        arguments = self.role.get("strategy_args")
+        if not isinstance(arguments, dict) or not isinstance(arguments.get("strategy_name"), str):
+            return
+        name = arguments["strategy_name"]
+        generates = self.worker.kind == "generate"
+        provider: TrainProvider | InferProvider | None
+        if generates:
+            provider = self.parts.find(InferProvider, name, self.at_name, self.role)
+        else:
+            provider = self.parts.find(TrainProvider, name, self.at_name, self.role)
+        if provider is None:
+            self._explain_other_kind(name)
+            self._suppose_one_replica()
+            return
+        self.provider = provider
+        self._check_kind()
+        self._check_model_args()
+        owner = self.parts.registry.owner(provider)
+        schema = schema_of(provider, StrategyConfig, owner=owner)
+        raw = arguments.get("strategy_config")
+        if raw is not None and not isinstance(raw, dict):
+            self._suppose_one_replica()
+            return
+        strategy = self.parts.by_schema(schema, raw or {}, self.at_config, owner)
+        broken = self.parts.composed.broken
+        if strategy is None or any(each[: len(self.at_config)] == self.at_config for each in broken):
+            base = StrategyConfig
+            if (schema.ranks_per_replica, schema.parallel_sizes) != (base.ranks_per_replica, base.parallel_sizes):
+                self._suppose_one_replica()
+            return
+        self.strategy = strategy
+        self._check_slots()
+        self._check_replicas()
+        if generates or self.path == (self.policy_role,):
+            self._check_router_replay()
+        if generates:
+            self._check_engine()
+            self._check_weight_transport()
+        else:
+            given = self.role.get("model_args")
+            keys = model_keys(given, self.data.get("pretrain"))
+            self._try(strategy.check_model, keys)
+            self._try(strategy.check_model_args, given if isinstance(given, dict) else {})
+            self._check_architecture(self.path, keys)
+
+    def _try(self, check: Callable[..., None], *arguments: Any, code: str = "ROLL-C018", kind: str = "") -> None:
+        """Record the `ValueError` that a check of the strategy raises."""
+        try:
+            check(*arguments)
+        except ValueError as error:
+            self.parts.found.append(Finding(self.at_config, str(error), kind=kind, code=code))
+
+    # -- the strategy and its role -------------------------------------------------------------------------------------
+
+    def _explain_other_kind(self, name: str) -> None:
+        """Improve the message if the name exists, but for roles of the other kind."""
+        generates = self.worker.kind == "generate"
+        other = self.parts.registry.names(TrainProvider if generates else InferProvider)
+        if name in other and self.parts.found[-1].path == self.at_name:
+            last = self.parts.found.pop()
+            does = "trains or scores" if generates else "generates"
+            expected = {"generate": "generates", "train": "trains"}.get(self.worker.kind, "only scores")
+            self.report(self.at_name, f"{name} {does}, but this role {expected}", last.hint, code="ROLL-C017")
+
+    def _check_kind(self) -> None:
+        """Check that the strategy can do what the role needs, on the platform of the config."""
+        provider, registry, trains = self.provider, self.parts.registry, self.worker.kind == "train"
+        if trains and isinstance(provider, TrainProvider) and provider.forward_only:
+            able = [each.name for each in registry.providers(TrainProvider) if not each.forward_only]
+            message = f"{provider.name} has no optimizer, but this role is trained"
+            self.report(self.at_name, message, f"strategies that train: {', '.join(able)}", code="ROLL-C017")
+        platform = self.data.get("platform")
+        if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
+            forward_only = getattr(provider, "forward_only", False)
+            able = [
+                each.name
+                for each in registry.providers(type(provider))
+                if getattr(each, "forward_only", False) == forward_only
+                and (not each.platforms or platform in each.platforms)
+            ]
+            message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
+            hint = f"strategies that run on it: {', '.join(able)}" if able else ""
+            self.report(self.at_name, message, hint, code="ROLL-C017")
+        can = provider.capabilities
+        offloads = can.sleeps if isinstance(can, InferCapabilities) else can.offload
+        if self.role.get("is_offload_states") is True and not offloads:
+            message = f"{provider.name} cannot offload"
+            path = (*self.path, "is_offload_states")
+            self.report(path, message, "remove the key, or write false", code="ROLL-C017")
+        if self.data.get("portable_checkpoints") is True and trains and not exports_state(provider):
+            message = f"{provider.name} does not export its training state, which portable_checkpoints needs"
+            self.report(self.at_name, message, "remove portable_checkpoints", code="ROLL-C017")
+
+    def _check_model_args(self) -> None:
+        """Check the model's keys against the strategy's capabilities. Set `disable_gradient_checkpointing` if the
+        strategy cannot checkpoint gradients."""
+        provider, can, trains = self.provider, self.provider.capabilities, self.worker.kind == "train"
+        raw = self.role.get("model_args")
+        model = raw if isinstance(raw, dict) else {}
+        at_model = (*self.path, "model_args")
+        if trains and not can.lora and _trains_adapters(model):
+            known = self.parts.registry.providers(TrainProvider)
+            able = [each.name for each in known if each.capabilities.lora and not each.forward_only]
+            message = f"{provider.name} cannot train adapters"
+            hint = f"strategies that can: {', '.join(able)}"
+            self.report((*at_model, "lora_target"), message, hint, code="ROLL-C017")
+        dtype = model.get("dtype")
+        if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in can.dtypes:
+            message = f"found {dtype}, but {provider.name} computes in {', '.join(can.dtypes)}"
+            self.report((*at_model, "dtype"), message, code="ROLL-C017")
+        key = "disable_gradient_checkpointing"
+        if isinstance(can, InferCapabilities) or can.gradient_checkpointing or not trains:
+            return
+        if model.get(key) is False:
+            message = f"found false, but {provider.name} cannot checkpoint gradients"
+            self.report((*at_model, key), message, "remove the key, or write true", code="ROLL-C017")
+        elif key not in model and (raw is None or isinstance(raw, dict)):
+            self.role["model_args"] = model | {key: True}
+
+    # -- slots, ranks and replicas -------------------------------------------------------------------------------------
+
+    def _set_computed(self, key: str, computed: Any) -> bool:
+        """Record a mistake if the config contradicts a key that the strategy's config determines. True if it is not
+        given."""
+        given = self.role.get(key)
+        if given is None or given == computed or (isinstance(given, int) and given < 1) or isinstance(given, bool):
+            return given is None
+        if isinstance(given, type(computed)):
+            message = f"found {given}, but {self.provider.name}'s strategy_config makes it {computed}"
+            self.report((*self.path, key), message, f"remove the key, or write {computed}", code="ROLL-C016")
+        return False
+
+    def _check_slots(self) -> None:
+        """Set `num_gpus_per_worker` to the value that the strategy determines, and check that the slots of each worker
+        are on one node."""
+        provider, given = self.provider, self.role.get("num_gpus_per_worker")
+        computed = self.strategy.slots_per_worker()
+        self._check_nodes(computed or given)
+        spreads = isinstance(provider, InferProvider) and provider.capabilities.tensor_parallel
+        if computed is None:
+            if not spreads and type(given) is int and given > 1:
+                message = f"found {given}, but a worker of {provider.name} has 1 slot"
+                hint = "for more workers, give device_mapping more slots"
+                self.report((*self.path, "num_gpus_per_worker"), message, hint, code="ROLL-C019")
+            return
+        if computed > 1 and not spreads:
+            message = f"needs {computed} slots per worker, but {provider.name} does not declare tensor_parallel"
+            self.report(self.at_config, message, code="ROLL-C019")
+        if self._set_computed("num_gpus_per_worker", computed) and self.role.get("device_mapping") is not None:
+            self.role["num_gpus_per_worker"] = computed
+
+    def _check_nodes(self, per_worker: object) -> None:
+        """Check that the slots of each worker are on one node, if `num_gpus_per_node` is given."""
+        per_node = self.data.get("num_gpus_per_node")
+        if type(per_node) is not int or per_node < 1 or type(per_worker) is not int or per_worker < 2:
+            return
+        slots = _slots(self.role) or ()
+        for rank, start in enumerate(range(0, len(slots), per_worker)):
+            mine = slots[start : start + per_worker]
+            nodes = sorted({slot // per_node for slot in mine})
+            if len(nodes) > 1:
+                where = f"slots {', '.join(map(str, mine))} on nodes {', '.join(map(str, nodes))}"
+                message = f"worker {rank} has {where}, expected one node (num_gpus_per_node {per_node})"
+                hint = "change device_mapping, or spread the model over fewer slots"
+                self.report((*self.path, "device_mapping"), message, hint, code="ROLL-C019")
+                return
+
+    def _check_replicas(self) -> None:
+        """Set `ranks_per_replica` to the value that the strategy determines. Check that it divides the role's number of
+        ranks, and that the strategy declares the parallelism that explains it. Otherwise ranks would train separate
+        models that diverge."""
+        provider, strategy, replica = self.provider, self.strategy, self.strategy.ranks_per_replica()
+        if self._set_computed("ranks_per_replica", replica) and replica > 1:
+            self.role["ranks_per_replica"] = replica
+        ranks = _num_ranks(self.role)
+        if isinstance(provider, TrainProvider):
+            can, sizes = provider.capabilities, strategy.parallel_sizes()
+            undeclared = [kind for kind, size in sizes.items() if size > 1 and not getattr(can, kind)]
+            for kind in undeclared:
+                message = f"found {kind} {sizes[kind]}, which {provider.name} does not declare"
+                self.report(self.at_config, message, code="ROLL-C019")
+            declared = prod(size for kind, size in sizes.items() if kind != "expert_parallel" and getattr(can, kind))
+            if replica > declared and not undeclared:
+                message = f"found {replica} ranks per replica, but {provider.name} declares parallelism for {declared}"
+                self.report(self.at_config, message, code="ROLL-C019")
+            if ranks is not None and ranks > replica and not can.data_parallel:
+                key = "world_size" if self.role.get("device_mapping") is None else "device_mapping"
+                message = f"found {ranks} ranks, expected {replica}: {provider.name} has no data parallelism"
+                hint = "choose a strategy that declares data_parallel"
+                self.report((*self.path, key), message, hint, code="ROLL-C019")
+        if replica > 1 and ranks is not None and ranks % replica:
+            message = f"{ranks} ranks are not a multiple of {strategy.replica_arithmetic()} = {replica}"
+            hint = "the number of ranks is that product times data parallel"
+            self.report(self.at_config, message, hint, code="ROLL-C019")
+
+    def _suppose_one_replica(self) -> None:
+        """If the number of ranks per replica is unknown, assume that all ranks share one. A batch size that does not
+        divide then is wrong for any number of replicas, so no false mistake is reported."""
+        ranks = _num_ranks(self.role)
+        if ranks is not None and self.role.get("ranks_per_replica") is None:
+            self.role["ranks_per_replica"] = ranks
+
+    # -- models and engines --------------------------------------------------------------------------------------------
+
+    def _check_engine(self) -> None:
+        """Check that the engine can receive weights as its `strategy_config` says: format, adapters and model."""
+        name, strategy, pretrain = self.provider.name, self.strategy, self.data.get("pretrain")
+        weight_format = strategy.weight_format()
+        if self._set_computed("weight_format", weight_format) and weight_format != "dtype":
+            self.role["weight_format"] = weight_format
+        roles = [each for each in self.data.values() if isinstance(each, dict)]
+        models = [each["model_args"] for each in roles if isinstance(each.get("model_args"), dict)]
+        if strategy.serves_adapters() and not any(map(_trains_adapters, models)):
+            message = f"makes {name} load adapters separately, but no role trains adapters"
+            hint = "set lora_target in the model_args of the trained role, or remove the key"
+            self.report(self.at_config, message, hint, code="ROLL-C014")
+        source = (self.policy_role,) if self.policy else self.path
+        keys = model_keys((self.policy or self.role).get("model_args"), pretrain)
+        self._try(strategy.check_model, keys)
+        self._check_architecture(source, keys)
+        longest = []
+        for each in (self.role, self.data.get("validation")):
+            if isinstance(each, dict):
+                given = each.get("generating_args")
+                tokens = given.get("max_new_tokens") if isinstance(given, dict) else None
+                longest.append(tokens if type(tokens) is int else self._length("response_length"))
+        # As a `value_error`, it is located at the first key that its message names.
+        lengths = self._length("prompt_length"), max(longest)
+        self._try(strategy.check_lengths, *lengths, code="ROLL-C014", kind="value_error")
+
+    def _length(self, key: str) -> int:
+        """A number of tokens as written; the default if the value is invalid."""
+        given, default = self.data.get(key), RunConfig.model_fields[key].default
+        return given if type(given) is int else int(default)
+
+    def _check_weight_transport(self) -> None:
+        """Check that a weight transport connects the policy's strategy to this engine."""
+        arguments = self.policy.get("strategy_args")
+        name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
+        if not isinstance(self.provider, InferProvider) or not isinstance(name, str):
+            return
+        try:
+            trainer = self.parts.registry.find(TrainProvider, name)
+        except PluginError:  # reported at the policy's own key
+            return
+        finding = weight_finding(self.parts.registry, trainer, self.provider, self.data, self.at_name)
+        if finding is not None:
+            self.parts.found.append(finding)
+
+    def _check_architecture(self, source: KeyPath, keys: Mapping[str, Any]) -> None:
+        """Check that the packages in this environment support the model's architecture, if the role's workers run in
+        it. The role at `source` names the model."""
+        if not self.parts.runs_here(self.role):
+            return
+        try:
+            self.strategy.check_architecture(keys)
+        except ValueError as error:
+            at: KeyPath = ("pretrain",)
+            model = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
+            if isinstance(model, dict):
+                if isinstance(model.get("random_init"), dict) and "model_type" in model["random_init"]:
+                    at = (*source, "model_args", "random_init", "model_type")
+                elif "model_name_or_path" in model:
+                    at = (*source, "model_args", "model_name_or_path")
+            self.report(at, f"{self.provider.name} of {'.'.join(self.path)}: {error}", code="ROLL-C018")
+
+    def _check_router_replay(self) -> None:
+        """Check that engine and trainer of the policy support router replay with this model."""
+        raw, provider = self.data.get("router_replay"), self.provider
+        if not isinstance(raw, dict) or raw.get("mode") != "R3" or not self.policy:
+            return
+        at_mode = ("router_replay", "mode")
+        if not replays_experts(provider):
+            others = [each for each in self.parts.registry.providers(type(provider)) if replays_experts(each)]
+            able = [each.name for each in others if not getattr(each, "forward_only", False)]
+            does = "replay an engine's experts" if self.path == (self.policy_role,) else "return the experts it chose"
+            message = f"{provider.name} of {'.'.join(self.path)} does not {does}"
+            hint = f"strategies that do: {', '.join(able)}; or write mode: disable"
+            self.report(at_mode, message, hint, code="ROLL-C017")
+            return
+        try:
+            self.strategy.check_router_replay(model_keys(self.policy.get("model_args"), self.data.get("pretrain")))
+        except ValueError as error:
+            self.report(at_mode, f"R3 {error}", "write mode: disable, or remove router_replay", code="ROLL-C018")
+
+
+def _slots(role: Mapping[Any, Any]) -> tuple[int, ...] | None:
+    """Slots of a role; None if there are none or they are invalid, which the validation of the role reports."""
+    try:
+        return parse_device_mapping(role.get("device_mapping"))
+    except ValueError:
+        return None
+
+
+def _num_ranks(role: Mapping[Any, Any]) -> int | None:
+    """Number of ranks of a role that trains or scores, one per slot; None if its values are invalid."""
+    size = role.get("world_size")
+    if role.get("device_mapping") is None:
+        return 1 if size is None else size if type(size) is int else None
+    slots = _slots(role)
+    return None if slots is None else len(slots)
+
+
+def _trains_adapters(model_args: dict[Any, Any]) -> bool:
+    """True if `model_args` as written enable LoRA."""
+    return bool(model_args.get("lora_target")) and bool(model_args.get("lora_rank", True))

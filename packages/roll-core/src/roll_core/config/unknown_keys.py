@@ -1,0 +1,135 @@
+"""Hints for unknown keys: the most similar key, or the equivalent of a key of TRL, verl or OpenRLHF."""
+
+from __future__ import annotations
+
+import difflib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from roll_core.config.source import KeyPath
+
+MAX_SUGGESTIONS = 100
+"""Maximum number of suggestions per config. One takes most of a millisecond."""
+MANY = 10
+"""Maximum number of keys to list if none is similar; more would obscure the message."""
+
+
+def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[KeyPath]) -> tuple[str, str]:
+    """Hint for the unknown key at `path`, and the name of the probably intended key (empty if none was found)."""
+    parent, name = path[:-1], path[-1]
+    close = difflib.get_close_matches(name, siblings, 1, 0.75)
+    if close:
+        return f"did you mean {close[0]}?", close[0]
+    places = list(everywhere)
+    same = [each for each in places if each[-1] == name]
+    if same:
+        place = best_place(same, parent)[:-1]
+        return f"{name} belongs {f'under {dotted(place)}' if place else 'at the top level'}", name
+    close = difflib.get_close_matches(name, siblings, 1, 0.6)
+    if close:
+        return f"did you mean {close[0]}?", close[0]
+    close = difflib.get_close_matches(name, {each[-1] for each in places}, 1, 0.8)
+    if close:
+        best = best_place([each for each in places if each[-1] == close[0]], parent)
+        return f"did you mean {dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close[0]
+    if 0 < len(siblings) <= MANY:
+        return f"keys here are {', '.join(siblings)}", ""
+    return "", ""
+
+
+def best_place(places: list[KeyPath], parent: KeyPath) -> KeyPath:
+    """The path with the longest common prefix with `parent`; of several, the shortest."""
+
+    def shared(place: KeyPath) -> int:
+        count = 0
+        for ours, theirs in zip(parent, place, strict=False):
+            if theirs not in (ours, "*"):
+                break
+            count += 1
+        return count
+
+    best = min(places, key=lambda place: (-shared(place), len(place)))
+    return tuple(
+        parent[at] if step == "*" and at < len(parent) and shared(best) > at else step for at, step in enumerate(best)
+    )
+
+
+def dotted(path: KeyPath) -> str:
+    """A path as shown in messages."""
+    return ".".join("<name>" if step == "*" else step for step in path)
+
+
+# -- keys of other frameworks ------------------------------------------------------------------------------------------
+
+MAX_SHOWN = 6
+"""Maximum number of keys of one foreign section in a hint."""
+
+
+@lru_cache
+def foreign_keys() -> Mapping[str, tuple[str, str]]:
+    """Foreign keys, each with the equivalent keys of ROLL (separated by spaces) and a note."""
+    import tomllib
+    from importlib.resources import files
+
+    table = tomllib.loads(files("roll_core.config").joinpath("foreign_keys.toml").read_text(encoding="utf-8"))
+    return {key: (each, "") if isinstance(each, str) else (each[0], each[1]) for key, each in table.items()}
+
+
+def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
+    """Hint for an unknown key, or for the keys in an unknown mapping: their equivalents here. Empty if no framework has
+    the key. `places` are the paths of all keys of the schema."""
+    found = _ours(path, places)
+    if found:
+        return f"here it is {found}"
+    shown = []
+    for leaf in _leaves(value, path) if isinstance(value, dict) else ():
+        ours = _ours(leaf, places) or _same(leaf, places)
+        if ours:
+            shown.append(f"{'.'.join(leaf[len(path) :])} is {ours}")
+    more = "; …" if len(shown) > MAX_SHOWN else ""
+    return f"here {'; '.join(shown[:MAX_SHOWN])}{more}" if shown else ""
+
+
+def meant(path: KeyPath, value: Any) -> set[str]:
+    """Names of our keys that correspond to an unknown key, or to the keys in an unknown mapping."""
+    entries = (_entry(each) for each in _leaves(value, path))
+    return {target.rpartition(".")[2] for targets, _ in entries for target in targets.split()}
+
+
+def _ours(path: KeyPath, places: Sequence[KeyPath]) -> str:
+    targets, note = _entry(path)
+    found = [_place(target, path, places) for target in targets.split()]
+    return " and ".join(found) + (f" ({note})" if note else "") if all(found) else ""
+
+
+def _entry(path: KeyPath) -> tuple[str, str]:
+    """The table's entry for the longest suffix of `path` that has one."""
+    table = foreign_keys()
+    return next((table[end] for start in range(len(path)) if (end := ".".join(path[start:])) in table), ("", ""))
+
+
+def _place(target: str, path: KeyPath, places: Sequence[KeyPath]) -> str:
+    """Path of our key `target` that is nearest to the foreign key's path."""
+    steps = tuple(target.split("."))
+    fits = [place for place in places if place[-len(steps) :] == steps]
+    if path[0] != "validation":  # keys of training take precedence
+        fits = [place for place in fits if place[0] != "validation" or place == steps] or fits
+    if steps in fits:
+        return dotted(steps)
+    return dotted(best_place(fits, path[:-1])) if fits else ""
+
+
+def _same(path: KeyPath, places: Sequence[KeyPath]) -> str:
+    """The top-level key of the same name, if there is one."""
+    return path[-1] if (path[-1],) in places else ""
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    if not isinstance(value, dict):
+        yield path
+        return
+    for key, each in value.items():
+        yield from _leaves(each, (*path, str(key)))

@@ -1,0 +1,362 @@
+"""Reads rows from files, and names the file, row and column of any error.
+
+JSON and CSV are read with the standard library, Parquet and Arrow with pyarrow. `roll-core check` reads the first rows
+of a file, a run reads all of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import glob
+import importlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from roll_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from roll_core.spec.config import DataArguments
+
+ENDINGS = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+}
+MAX_NESTING = 100
+"""Maximum nesting of lists and objects in a JSON row. Deeper rows overflow the stack when they are sent to workers."""
+_COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
+"""First bytes of compressed files, and the modules that open them."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder(strict=False)
+
+Message = dict[str, str]
+"""Chat message with the keys `role` and `content`."""
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row with its columns' values, a stable id, a domain (`tag`), and its location for error messages."""
+
+    id: str
+    tag: str
+    where: str
+    """Location such as `train.jsonl row 12`, counted from 1."""
+    values: Mapping[str, Any]
+
+
+class Rows(list[Row]):
+    """All rows of some files, in order. Raises `DataError` for duplicate ids."""
+
+    def __init__(self, files: Iterable[tuple[str, Sequence[Values]]], data: DataArguments) -> None:
+        """`files` are pairs of a file's name and its rows."""
+        columns: dict[str, None] = {}
+        for name, rows in files:
+            for number, values in enumerate(rows, start=1):
+                columns.update(dict.fromkeys(values))
+                id, tag = values.get(data.id), values.get(data.tag)
+                id = str(len(self) if id is None else id)
+                self.append(Row(id=id, tag=str(tag or ""), where=f"{name} row {number}", values=values))
+        self.columns = tuple(columns)
+        first: dict[str, Row] = {}
+        for row in self if data.id in columns else ():
+            if first.setdefault(row.id, row) is not row:
+                raise DataError(
+                    f"{row.where}: column {data.id!r} has the id {row.id!r}, which {first[row.id].where} has too: ids"
+                    " must be unique (data_args.id names another column)"
+                )
+
+
+def file_names(data: DataArguments) -> list[str]:
+    """File names of `data`. Names are literal: `*`, `?` and `[` are no wildcards."""
+    return [data.file_name] if isinstance(data.file_name, str) else list(data.file_name or ())
+
+
+def read_rows(data: DataArguments) -> Rows:
+    """Read at most `max_samples` rows of the files in `data.file_name`, in order. Raises `DataError`."""
+    names = file_names(data)
+    if not names:
+        raise DataError("data_args.file_name is missing: name the files with the rows")
+    left, files = data.max_samples, []
+    for path in map(Path, names):
+        found = list(islice(_rows_of(path, data.dataset_type), left))
+        columns = dict.fromkeys(column for values in found for column in values)
+        files.append((path.name, [{column: values.get(column) for column in columns} for values in found]))
+        left = None if left is None else left - len(found)
+    rows = Rows(files, data)
+    if not len(rows):
+        raise DataError(f"{', '.join(names)}: no rows")
+    return rows
+
+
+def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
+    """Read at most `count` rows of one file. None if that requires pyarrow, which is missing. Raises `DataError`."""
+    path = Path(name)
+    try:
+        found = list(islice(_rows_of(path, data.dataset_type), count))
+    except ModuleNotFoundError:
+        return None
+    if not found:
+        raise DataError(f"{path}: no rows")
+    return Rows([(path.name, found)], data)
+
+
+def text_of(row: Row, column: str, rows: Rows) -> str:
+    """Text of a column. Raises `DataError`, naming the row or the nearest existing column."""
+    need_column(column, rows)
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        found = "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
+        raise DataError(f"{row.where}: column {column!r} must be text, but has {found}")
+    return value
+
+
+def are_chats(data: DataArguments) -> bool:
+    """True if rows have roles: a column of messages, or a system message before the prompt."""
+    return data.messages is not None or data.system is not None
+
+
+def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) -> list[Message]:
+    """Convert a row to chat messages.
+
+    With `response`, the last message is the assistant's. Without it, trailing assistant messages are dropped. Raises
+    `DataError`.
+    """
+    if data.messages is None:
+        messages = [{"role": "user", "content": text_of(row, data.prompt, rows)}]
+        if response:
+            messages.append({"role": "assistant", "content": text_of(row, data.response, rows)})
+        return _with_system(messages, row, data, rows)
+    messages = stored_messages(row, data, rows)
+    if response and messages[-1]["role"] != "assistant":
+        raise DataError(f"{row.where}: column {data.messages!r} must end with a message of the assistant")
+    while not response and messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if all(each["role"] == "system" for each in messages):
+        raise DataError(f"{row.where}: column {data.messages!r} has no message that a response could follow")
+    return messages
+
+
+def has_response(row: Row, data: DataArguments, rows: Rows) -> bool:
+    """True if the row has a response: a value in its column, or a last message of the assistant. Raises `DataError`."""
+    if data.messages is None:
+        return row.values.get(data.response) is not None
+    return stored_messages(row, data, rows)[-1]["role"] == "assistant"
+
+
+def need_column(column: str, rows: Rows) -> None:
+    """Raise `DataError` unless the rows have the column."""
+    if column not in rows.columns:
+        close = difflib.get_close_matches(column, rows.columns, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, rows.columns))}"
+        raise DataError(f"{rows[0].where.rsplit(' row ', 1)[0]}: no column {column!r}; {hint}")
+
+
+def _with_system(messages: list[Message], row: Row, data: DataArguments, rows: Rows) -> list[Message]:
+    if data.system is None:
+        return messages
+    return [{"role": "system", "content": text_of(row, data.system, rows)}, *messages]
+
+
+def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
+    """All messages of the row: its system column, then its `messages` column (a list or JSON). Raises `DataError`."""
+    column = data.messages
+    if column is None:
+        raise DataError("data_args.messages names no column")
+    need_column(column, rows)
+    value = row.values.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(f"{row.where}: column {column!r} is text but not JSON: {error}") from error
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {_short(value)}")
+    messages: list[Message] = []
+    for at, each in enumerate(value, start=1):
+        if (
+            not isinstance(each, dict)
+            or not isinstance(each.get("role"), str)
+            or not isinstance(each.get("content"), str)
+        ):
+            raise DataError(
+                f"{row.where}: message {at} of column {column!r} must have a role and a content, both text,"
+                f" but is {_short(each)}"
+            )
+        messages.append({"role": each["role"], "content": each["content"]})
+    return _with_system(messages, row, data, rows)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _rows_of(path: Path, kind: str) -> Iterator[Values]:
+    """Rows of a file. Raises `DataError`, and `ModuleNotFoundError` without pyarrow."""
+    if not path.is_file():
+        raise DataError(f"{path}: {_where_else(path)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty")
+    if kind == "auto":
+        if path.suffix.lower() not in ENDINGS:
+            raise DataError(
+                f"{path}: the ending {path.suffix!r} does not indicate a format: set data_args.dataset_type to json,"
+                " parquet, csv or arrow"
+            )
+        kind = ENDINGS[path.suffix.lower()]
+    try:
+        if kind in ("parquet", "arrow"):
+            yield from _arrow_rows(path, kind)
+        else:
+            yield from _json_rows(path) if kind == "json" else _csv_rows(path)
+    except (OSError, EOFError) as error:  # EOFError: a compressed file is truncated
+        raise DataError(f"{path} cannot be read as {kind}: {error}") from error
+
+
+def _open(path: Path) -> IO[str]:
+    """Open a text file that may be compressed. Bytes that are not UTF-8 become surrogates."""
+    with path.open("rb") as file:
+        first = file.read(8)
+    module = next((module for magic, module in _COMPRESSION.items() if first.startswith(magic)), "io")
+    file = importlib.import_module(module).open(path, "rb")
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _json_rows(path: Path) -> Iterator[Values]:
+    """Rows of a file with one object per line, or with one list of objects."""
+    with _open(path) as file:
+        lines = (line for line in file if line.strip())
+        first = next(lines, "")
+        is_list = first.lstrip().startswith("[")
+        texts = _items(path, first + file.read()) if is_list else chain([first], lines) if first else ()
+        for number, text in enumerate(texts, start=1):
+            _check_text(path, f"row {number}", text)
+            if text.count("[") + text.count("{") > MAX_NESTING and _nesting(text) > MAX_NESTING:
+                raise DataError(f"{path}: {_too_deep(number)}")
+            try:
+                row = _DECODER.decode(text.strip())
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}: row {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}: row {number} must be an object with columns, but is {_short(row)}")
+            yield row
+
+
+def _items(path: Path, text: str) -> Iterator[str]:
+    """Text of each item of a JSON list."""
+    at = _after_space(text, text.index("[") + 1)
+    number = 0
+    while text[at : at + 1] != "]":
+        number += 1
+        try:
+            _, end = _DECODER.raw_decode(text, at)
+        except RecursionError as error:
+            raise DataError(f"{path}: {_too_deep(number)}") from error
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}: row {number} is not JSON: {error}") from error
+        yield text[at:end]
+        at = _after_space(text, end)
+        if text[at : at + 1] == ",":
+            at = _after_space(text, at + 1)
+        elif text[at : at + 1] != "]":
+            raise DataError(f"{path}: row {number} is followed by neither a comma nor the end of the list")
+
+
+def _nesting(text: str) -> int:
+    """Maximum nesting of lists and objects in JSON text."""
+    return max(accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0) for found in _BRACKETS.finditer(text)))
+
+
+def _too_deep(number: int) -> str:
+    return f"row {number} is nested deeper than {MAX_NESTING} levels of lists and objects"
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def _csv_rows(path: Path) -> Iterator[Values]:
+    """Rows of a file with a header. All values are text: 007 is not a number, and NA is not missing."""
+    csv.field_size_limit(sys.maxsize)
+    with _open(path) as file:
+        records = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        try:
+            header: list[str] = []
+            for number, record in enumerate(record for record in records if record):
+                _check_text(path, f"row {number}" if number else "the header", *record)
+                if number and len(record) > len(header):
+                    raise DataError(
+                        f"{path}: row {number} has {len(record)} values, but the header has {len(header)} columns"
+                    )
+                if number:
+                    yield dict(zip(header, record, strict=False))
+                else:
+                    header = record
+        except csv.Error as error:
+            raise DataError(f"{path}: line {records.line_num} is not CSV: {error}") from error
+
+
+def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
+    """Rows of a Parquet file or an Arrow stream."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        file = pyarrow.parquet.ParquetFile(path) if kind == "parquet" else pyarrow.ipc.open_stream(str(path))
+        with file:
+            for batch in file.iter_batches(batch_size=1024) if kind == "parquet" else file:
+                try:
+                    rows = iter(batch.to_pylist())
+                except UnicodeDecodeError:  # find the row
+                    rows = (batch.slice(at, 1).to_pylist()[0] for at in range(len(batch)))
+                for row in rows:
+                    number += 1
+                    yield row
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: row {number + 1} is not UTF-8: {error.reason}") from error
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+
+
+def _check_text(path: Path, what: str, *texts: str) -> None:
+    """Raise `DataError` for text that is not UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a surrogate, see `_open`
+            byte = ord(text[error.start]) - 0xDC00
+            raise DataError(f"{path}: {what} is not UTF-8: byte 0x{byte:02x}; save the file as UTF-8") from error
+
+
+def _short(value: object) -> str:
+    """Representation of a value in a message, at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _where_else(path: Path) -> str:
+    if path.is_dir():
+        return "is a directory; name the files in it"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"no such file; there is no directory {folder} either (paths are relative to {Path.cwd()})"
+    matches = sorted(glob.glob(str(path)))
+    if matches:
+        shown = ", ".join(matches[:3]) + (", …" if len(matches) > 3 else "")
+        return f"no such file; names are not patterns, so list the files: file_name: [{shown}]"
+    close = difflib.get_close_matches(path.name, [each.name for each in folder.iterdir()], n=1)
+    return f"no such file; did you mean {close[0]!r}?" if close else f"no such file in {folder.resolve()}"

@@ -1,0 +1,71 @@
+"""Stages that several pipelines share: validation, and the checks of an optimizer update."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.spec.config import RunConfig, ValidationConfig
+    from roll_core.spec.pipeline import Run, UpdateResult
+    from roll_core.types import Sample
+
+
+class Validation:
+    """Held-out prompts of a run and their sampling parameters."""
+
+    def __init__(
+        self, run: Run, config: RunConfig, validation: ValidationConfig, *, role: str, source: str, batch_size: int
+    ) -> None:
+        """`role` generates with the weights of `source`, `batch_size` prompts at once."""
+        self.role, self.source, self.batch_size = role, source, batch_size
+        self.num_responses = validation.generating_args.num_return_sequences
+        self.params = validation.generating_args.sampling_params(default_max_new_tokens=config.response_length)
+        self.prompts = run.prompts(validation.data_args)
+
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        """Publish the weights, generate responses and score them. Returns the metrics of `score_metrics`."""
+        await run.publish_weights(self.source, self.role)
+        samples: list[Sample] = []
+        for start in range(0, len(self.prompts), self.batch_size):
+            prompts = self.prompts[start : start + self.batch_size]
+            groups = await run.rollout(self.role, prompts, self.params, n=self.num_responses, split="val")
+            samples += [sample for group in groups for sample in group.samples]
+        run.log_samples(samples, split="val")
+        return score_metrics(samples)
+
+
+def score_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Averages over samples: `val/score/mean`, the same per tag, response length, and the number of failed rewards.
+
+    A failed reward counts only in `val/reward_failures`.
+    """
+    by_tag: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None and sample.reward.value is not None:
+            by_tag[sample.tag].append(sample.reward.value)
+    scores = [score for tag in by_tag.values() for score in tag]
+    metrics = {
+        "val/num_samples": float(len(samples)),
+        "val/reward_failures": float(len(samples) - len(scores)),
+        "val/response_length/mean": statistics.fmean(len(s.response_ids) for s in samples) if samples else 0.0,
+    }
+    if scores:
+        metrics["val/score/mean"] = statistics.fmean(scores)
+    if len(by_tag) > 1:
+        metrics |= {f"val/{tag or 'untagged'}/score/mean": statistics.fmean(found) for tag, found in by_tag.items()}
+    return metrics
+
+
+def log_update(run: Run, update: UpdateResult, name: str) -> None:
+    """Log an update's metrics as `<name>/...`. Trips the guard `non_finite` if steps were skipped."""
+    run.log(update.named(name))
+    run.guard(
+        "non_finite",
+        update.num_not_finite == 0,
+        f"step {run.step + 1}: {update.num_not_finite} of {update.num_steps} optimizer steps were skipped, because the"
+        " gradient was NaN or infinite: lower the learning rate, clip the gradient, or check the rewards",
+    )

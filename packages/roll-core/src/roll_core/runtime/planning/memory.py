@@ -1,0 +1,298 @@
+"""Memory of each role in each activity, from the strategies' formulas, the sizes of models and the numbers of a config.
+
+Sizes come from the config or from local files. Nothing is downloaded, and no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.config.loading import strategy_config
+from roll_core.config.weight_transports import load_transport
+from roll_core.data.templates import control_tokens
+from roll_core.errors import ModelError, PluginError, RollError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.workers.build import model_spec, offloads, provider_of
+from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
+from roll_core.spec.transport import WeightSizes
+from roll_core.weights.sizes import model_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.planning.placement import Placement
+    from roll_core.spec.config import RunConfig, WorkerConfig
+    from roll_core.spec.model import LoraSpec, ModelSpec
+    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving, ModelSize
+    from roll_core.spec.providers import InferProvider, TrainProvider
+
+SPECIAL_TOKENS = 2
+"""Number of special tokens of tokenizers that ROLL trains (`data.tokenizers`)."""
+BYTES = 256
+ACTS: dict[str, tuple[Activity, ...]] = {
+    "train": ("start", "score", "publish", "backward", "step", "save"),
+    "score": ("start", "score"),
+    "generate": ("start", "receive", "generate"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleMemory:
+    """Memory of one worker of a role, the one that uses most."""
+
+    role: str
+    kind: str
+    strategy: str
+    workers: int
+    parameters: int = 0
+    uses: tuple[MemoryItem, ...] = ()
+    levers: tuple[MemorySaving, ...] = ()
+    offloads: bool = False
+    """True if the role offloads or frees memory while other roles use its slots."""
+    unknown: str = ""
+    """Reason why the memory is unknown; empty if it is known."""
+
+    def taken(self, act: Activity) -> list[MemoryItem]:
+        """Uses of memory during an activity."""
+        return [use for use in self.uses if not use.during or act in use.during]
+
+    def num_bytes(self, act: Activity, on: str = "") -> int:
+        """Total bytes during an activity, on `device` or `host`, or on both if `on` is empty."""
+        return sum(use.num_bytes for use in self.taken(act) if not on or use.on == on)
+
+    @property
+    def acts(self) -> tuple[Activity, ...]:
+        """Activities of a role of this kind."""
+        return ACTS.get(self.kind, ())
+
+
+def predict(
+    config: RunConfig, registry: Registry, placement: Placement, slot_bytes: int | None
+) -> tuple[RoleMemory, ...]:
+    """Predict the memory of every role that has a model (all except rewards)."""
+    return tuple(
+        _role_memory(role, config, registry, placement, slot_bytes)
+        for role in placement.pipeline.roles
+        if role.kind != "reward"
+    )
+
+
+def _role_memory(
+    role: RoleSpec, config: RunConfig, registry: Registry, placement: Placement, slot_bytes: int | None
+) -> RoleMemory:
+    worker = config.roles()[role.name]
+    provider = provider_of(role, worker, registry)
+    owner = registry.owner(provider)
+    memory = RoleMemory(
+        role=role.name, kind=role.kind, strategy=provider.name, workers=len(placement.places[role.name])
+    )
+    if not provider.memory:
+        return replace(memory, unknown=f"{owner} has no memory formula (its provider's field `memory` is empty)")
+    try:
+        question = _question(role, worker, config, registry, placement, provider, slot_bytes)
+        formula = load_target(provider.memory, owner=owner)
+        try:
+            estimate: MemoryEstimate = formula(question)
+        except Exception as error:  # an error in a plugin's formula must end neither a plan nor a run
+            raise PluginError(f"{owner}: {provider.memory} failed: {type(error).__name__}: {error}") from error
+        buffers = _sync_buffers(role, config, placement, question)
+    except RollError as error:
+        return replace(memory, unknown=str(error))
+    return replace(
+        memory,
+        parameters=question.model.parameters,
+        uses=(*estimate.uses, *buffers),
+        levers=estimate.levers,
+        offloads=offloads(role, config, registry, placement.platform),
+    )
+
+
+def _question(
+    role: RoleSpec,
+    worker: WorkerConfig,
+    config: RunConfig,
+    registry: Registry,
+    placement: Placement,
+    provider: TrainProvider | InferProvider,
+    slot_bytes: int | None,
+) -> MemoryInput:
+    spec = model_spec(role, config, Path())
+    size = size_of(spec, config)
+    added = adapter_parameters(size, spec.lora) if spec.lora is not None else 0
+    keys = worker.strategy_args.strategy_config if worker.strategy_args is not None else {}
+    strategy = strategy_config(provider, keys, owner=registry.owner(provider))
+    strategy.check_model_args(worker.model_args.model_dump(exclude_unset=True))
+    places = placement.places[role.name]
+    return MemoryInput(
+        model=size,
+        config=strategy,
+        task=role.task,
+        dtype=spec.dtype,
+        trains=role.kind == "train",
+        trained_parameters=0 if role.kind != "train" else (added or size.parameters),
+        added_parameters=added,
+        gradient_checkpointing=spec.gradient_checkpointing,
+        on_host=placement.platform.slots_share_cores or not any(place.slots for place in places),
+        slot_bytes=slot_bytes,
+        world_size=len(places),
+        num_slots=max(1, *(len(place.slots) for place in places)),
+        **_micro_batches(role, worker, config, placement, size),
+        prompt_tokens=config.prompt_length,
+        outputs=math.ceil(placement.pipeline.outputs / len(places)),
+        random_weights=spec.random_init is not None,
+        shares_weights=_borrows(role, config, placement),
+    )
+
+
+def _sync_buffers(
+    role: RoleSpec, config: RunConfig, placement: Placement, question: MemoryInput
+) -> tuple[MemoryItem, ...]:
+    """Buffers of the first weight sync in which the role takes part, as estimated by its transport."""
+    link = next((link for link in placement.weights if role.name in link), None)
+    if link is None:
+        return ()
+    size = DTYPE_BYTES[config.roles()[link[1]].model_args.dtype]
+    sizes = WeightSizes(
+        total_bytes=size * question.model.parameters,
+        largest_bytes=size * question.model.largest_matrix,
+        bucket_bytes=config.model_update_buffer_size_mb << 20,
+    )
+    buffers = load_transport(placement.weights[link].provider).buffers(sizes)
+    act: Activity = "publish" if role.name == link[0] else "receive"
+    num_bytes = buffers.sender_bytes if role.name == link[0] else buffers.receiver_bytes
+    if not num_bytes:
+        return ()
+    return (
+        MemoryItem(what="sync buffers", num_bytes=num_bytes, formula=buffers.formula, during=(act,), on=buffers.on),
+    )
+
+
+def _micro_batches(
+    role: RoleSpec, worker: WorkerConfig, config: RunConfig, placement: Placement, size: ModelSize
+) -> dict[str, int]:
+    """Largest microbatches of a role, if every sequence is as long as the config allows."""
+    args = worker.training_args
+    max_new_tokens = worker.generating_args.max_new_tokens if role.kind == "generate" else None
+    longest = config.prompt_length + (max_new_tokens or config.response_length)
+    if size.max_positions:
+        longest = min(longest, size.max_positions)
+    per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    train_sequences = args.per_device_train_batch_size
+    if worker.use_dynamic_batching_in_train and worker.max_tokens_per_microbatch_in_train is not None:
+        train_sequences = max(1, min(per_rank, worker.max_tokens_per_microbatch_in_train // longest))
+    score_sequences = worker.infer_batch_size
+    if worker.use_dynamic_batching_in_infer and worker.max_tokens_per_microbatch_in_infer is not None:
+        score_sequences = max(1, worker.max_tokens_per_microbatch_in_infer // longest)
+    replicas = max(1, len(placement.places[role.name]) // (worker.ranks_per_replica or 1))
+    at_once = math.ceil(placement.pipeline.outputs / replicas) or worker.infer_batch_size
+    return {
+        "longest": longest,
+        "train_sequences": train_sequences,
+        "train_tokens": train_sequences * longest,
+        "num_micro_batches": math.ceil(per_rank / train_sequences),
+        "score_tokens": min(score_sequences, at_once) * longest,
+    }
+
+
+def _borrows(role: RoleSpec, config: RunConfig, placement: Placement) -> bool:
+    """True if an engine uses the trainer's own tensors: in one process, with nothing to cast or merge."""
+    choice = placement.weights.get((role.model_from, role.name))
+    if choice is None or not choice.provider.in_process:
+        return False
+    trainer, engine = config.roles()[role.model_from], config.roles()[role.name]
+    return trainer.model_args.dtype == engine.model_args.dtype and not trainer.model_args.trains_adapters
+
+
+# -- sizes of models ---------------------------------------------------------------------------------------------------
+
+
+def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
+    """Size of a model from `random_init` or from its local or cached `config.json`.
+
+    Raises `ModelError` if the size cannot be determined from these.
+    """
+    if spec.random_init is not None:
+        keys = dict(spec.random_init)
+        if "vocab_size" not in keys:
+            keys["vocab_size"] = _vocab_size(config)
+        return model_size(keys, task=spec.task)
+    folder = _folder(spec.path)
+    file = folder / "config.json"
+    try:
+        keys = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    return model_size({**keys, **spec.config_overrides}, task=spec.task, folder=folder)
+
+
+def vocab_size_of(spec: ModelSpec, config: RunConfig, *, tokens: int) -> int:
+    """Number of ids that a model can sample: the rows of its embedding, or `tokens` if its size is unknown.
+
+    Embeddings are often padded beyond the `tokens` of the tokenizer.
+    """
+    try:
+        return max(tokens, size_of(spec, config).vocab_size)
+    except RollError:
+        return tokens
+
+
+def _folder(path: str) -> Path:
+    """The model's directory, or its snapshot in the Hugging Face cache. Raises `ModelError` if neither exists."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, "config.json")
+        if isinstance(found, str):
+            return Path(found).parent
+        raise ModelError(
+            f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: download its"
+            " config.json, or set random_init with the same sizes"
+        )
+    raise ModelError(f"directory {path} does not exist: start the run that writes it first")
+
+
+def _vocab_size(config: RunConfig) -> int:
+    """Vocabulary size of the tokenizer that a run would train. Raises `ModelError` if it depends on data or a model."""
+    tokenizer = config.tokenizer
+    if tokenizer is None:
+        raise ModelError(
+            "random_init has no vocab_size, and a plan does not read stored tokenizers: set random_init.vocab_size"
+        )
+    if tokenizer.kind == "bpe":
+        return tokenizer.vocab_size
+    if tokenizer.kind == "char" and tokenizer.alphabet is None:
+        raise ModelError("tokenizer.alphabet is missing, and a plan does not read the data: set tokenizer.alphabet")
+    templates = {worker.data_args.template for worker in config.roles().values()}
+    special = SPECIAL_TOKENS + len({token for each in templates for token in control_tokens(each)})
+    return special + (BYTES if tokenizer.kind == "byte" else len(set(tokenizer.alphabet or "")))
+
+
+def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
+    """Number of LoRA parameters, plus those of `extra_modules`, which are trained in full.
+
+    Each target matrix adds `rank × (inputs + outputs)`.
+    """
+    count = 0
+    for index, layer in enumerate(size.layers):
+        for linear in layer.linears:
+            if _is_target(f"model.layers.{index}.{linear.path}", lora.targets):
+                count += lora.rank * (linear.inputs + linear.outputs)
+    for name in lora.extra_modules:
+        count += {"embed_tokens": size.embedding, "lm_head": size.vocab_size * size.hidden_size}.get(name, 0)
+    return count
+
+
+def _is_target(path: str, targets: str | Sequence[str]) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, path) is not None
+    return tuple(targets) == ("all-linear",) or any(path == name or path.endswith(f".{name}") for name in targets)

@@ -1,0 +1,84 @@
+"""What a run can be reproduced from besides its config: installed versions, the state of git, facts of the host."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.host import hostname, usable_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+logger = logging.getLogger(__name__)
+
+_GIT_TIMEOUT_S = 10.0
+DISTRIBUTIONS = (
+    "roll-core", "roll-modeling", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic",
+    "safetensors", "tensorboard", "math-verify",
+)  # fmt: skip
+
+
+def versions(also: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of Python, of `DISTRIBUTIONS` and of the distributions in `also`, without importing them.
+
+    Distributions that are not installed are omitted.
+    """
+    found = {"python": platform.python_version()}
+    for name in dict.fromkeys((*DISTRIBUTIONS, *also)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit and branch of `directory`, and whether tracked files have changes; None outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("the state of git is not recorded: %s", error)
+        return None
+    lines = done.stdout.splitlines()
+    headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    changed = any(not line.startswith("#") for line in lines)
+    return {"commit": headers.get("branch.oid"), "branch": headers.get("branch.head"), "dirty": changed}
+
+
+def host_facts() -> dict[str, Any]:
+    """Name, operating system, CPU, memory in bytes and Python executable of this host."""
+    import psutil
+
+    return {
+        "name": hostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "executable": sys.executable,
+    }
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,255 @@
+"""Loaded weights of the engine by Hugging Face name, and their replacement in a weight update.
+
+The weights are the parameters of the engine's own model. An update copies the received tensors into them and computes
+each digest from the engine's memory afterwards. If the tensors are live parameters of a trainer in this process, the
+engine uses them directly, without a copy. Sibling projections are shared only if all of them are live and adjacent in
+memory (`layout`). Otherwise the fused matrix would be a copy, and digests would not describe the multiplied memory.
+
+With a LoRA adapter the update has A and B of each layer. They are merged into the base weights, of which the engine
+keeps a copy, so nothing accumulates over updates and decoding costs the same as without adapters:
+
+    A, B of each layer --> copied, digested --> W replaced by W + B A
+
+Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R] with the LoRA scale included in B.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from roll_core.spec.weights import check_version, copy_digested, digest, loaded_digest
+from roll_core.types import WeightReceipt
+from roll_modeling.adapter_updates import SIDES, compare_adapter, refuse_adapter
+from roll_modeling.buckets import Incoming
+from roll_modeling.comparing import compare, entries, refuse
+from roll_modeling.layout import SIBLINGS, adjacent
+from roll_modeling.lora import target_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import LoraSpec
+    from roll_core.types import WeightManifest
+
+ENGINE = "hf_infer"
+
+
+class Replaceable(ABC):
+    """What a weight update replaces: all parameters, or an adapter."""
+
+    def __init__(self, role: str, rank: int) -> None:
+        self._role, self._rank = role, rank
+        self.who = f"{role or 'engine'} rank {rank}"
+        self.released = False
+        """True after `release`, until an update completes."""
+        self.incomplete = False
+        """True if an update has started and has not completed: the weights may be of two versions."""
+
+    def update(
+        self,
+        version: int,
+        current: int,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        shared: bool,
+    ) -> WeightReceipt:
+        """Replace the weights by `tensors`. Raises subclasses of `WeightSyncError`.
+
+        Sets `incomplete`; the caller clears it after it has refreshed the runner. With `shared`, uses tensors of the
+        right dtype and device without a copy where possible.
+        """
+        check_version(self.who, version, current, manifest)
+        self.compare(manifest)
+        self.incomplete = True
+        digests = self.replace(manifest, Incoming(self.who, manifest, iter(tensors)), shared=shared)
+        self.released = False
+        return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
+
+    @abstractmethod
+    def compare(self, manifest: WeightManifest) -> None:
+        """Raise `WeightSyncError` if the manifest does not match the model. Changes nothing."""
+
+    @abstractmethod
+    def replace(self, manifest: WeightManifest, incoming: Incoming, *, shared: bool) -> Mapping[str, str]:
+        """Replace the weights. Returns the digests of the engine's memory by name."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free memory, and drop references to a trainer's tensors."""
+
+
+class _Parameter(NamedTuple):
+    """Location of a tensor, see `roll_modeling.comparing.Held`."""
+
+    key: int
+    shape: tuple[int, ...]
+
+
+class LoadedWeights(Replaceable):
+    """All parameters of one model."""
+
+    def __init__(self, model: nn.Module, *, role: str, rank: int) -> None:
+        super().__init__(role, rank)
+        self._loaded: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        """Parameters and buffers by name; tied parameters occur under each of their names."""
+        self._loaded.update(model.state_dict(keep_vars=True))
+        self._needed = {name for name, _ in model.named_parameters()}
+        self._live: set[int] = set()
+        """Ids of parameters whose memory the engine does not own: shared with a trainer, or released for sleep."""
+
+    @override
+    def compare(self, manifest: WeightManifest) -> None:
+        def locate(name: str) -> _Parameter:
+            loaded = self._loaded[name]
+            return _Parameter(id(loaded), tuple(loaded.shape))
+
+        needed = ((name, locate(name)) for name in sorted(self._needed))
+        refuse(self.who, ENGINE, manifest, [compare(entries(manifest), locate, needed)])
+
+    @override
+    def replace(self, manifest: WeightManifest, incoming: Incoming, *, shared: bool) -> Mapping[str, str]:
+        expected = {entry.name: entry.digest for entry in manifest.tensors}
+        digests: dict[str, str] = {}
+        borrowed: dict[str, Tensor] = {}
+        for name, tensor in incoming:
+            loaded = self._loaded[name]
+            if shared and tensor.dtype == loaded.dtype and tensor.device == loaded.device:
+                borrowed[name], digests[name] = tensor.detach(), ""
+            else:
+                digests[name] = self._copy(name, tensor)
+        incoming.refuse_missing()
+        for name in self._adjacent(borrowed):
+            loaded = self._loaded[name]
+            loaded.data = borrowed[name]
+            self._live.add(id(loaded))
+        for name, tensor in borrowed.items():
+            loaded = self._loaded[name]
+            if loaded.data_ptr() != tensor.data_ptr():
+                digests[name] = self._copy(name, tensor)
+            else:
+                digests[name] = loaded_digest(loaded.detach(), expected[name])
+        return digests
+
+    @override
+    def release(self) -> None:
+        for loaded in {id(self._loaded[name]): self._loaded[name] for name in self._needed}.values():
+            loaded.data = torch.empty((), dtype=loaded.dtype, device=loaded.device).expand(loaded.shape)
+            self._live.add(id(loaded))
+        self.released = True
+
+    def _copy(self, name: str, tensor: Tensor) -> str:
+        """Copy the tensor into the engine's own memory. Returns the digest of the copy."""
+        loaded = self._loaded[name]
+        if id(loaded) in self._live:
+            self._allocate(name)
+        if tensor.dtype == loaded.dtype:
+            return copy_digested(loaded.detach(), tensor)
+        loaded.detach().copy_(tensor)
+        return digest(loaded.detach())
+
+    def _allocate(self, name: str) -> None:
+        """Allocate own memory for the parameter, together with its siblings in one buffer.
+
+        Siblings are either all shared or all copied (`_adjacent`).
+        """
+        loaded = self._loaded[name]
+        siblings = [self._loaded[each] for each in self._siblings(name)]
+        together = all(id(each) in self._live and each.dtype == loaded.dtype for each in siblings)
+        group = siblings if siblings and together else [loaded]
+        buffer = torch.empty(sum(each.numel() for each in group), dtype=loaded.dtype, device=loaded.device)
+        start = 0
+        for each in group:
+            each.data = buffer[start : start + each.numel()].view(each.shape)
+            start += each.numel()
+            self._live.discard(id(each))
+
+    def _adjacent(self, borrowed: Mapping[str, Tensor]) -> list[str]:
+        """Names in `borrowed` that have no siblings, or whose siblings are all borrowed and adjacent in memory."""
+
+        def usable(name: str) -> bool:
+            group = self._siblings(name)
+            tensors = [borrowed[each] for each in group if each in borrowed]
+            return len(group) <= 1 or (len(tensors) == len(group) and adjacent(tensors) is not None)
+
+        return [name for name in borrowed if usable(name)]
+
+    def _siblings(self, name: str) -> list[str]:
+        """Names of all parameters in the sibling group of `name`, in layout order; empty if it has no siblings."""
+        parts = name.split(".")
+        for group in SIBLINGS:
+            if len(parts) > 2 and parts[-2] in group:
+                names = [".".join([*parts[:-2], sibling, parts[-1]]) for sibling in group]
+                return [each for each in names if each in self._loaded]
+        return []
+
+
+class LoadedAdapter(Replaceable):
+    """The single LoRA adapter of a model; the model serves its base weights until the first update."""
+
+    def __init__(self, model: PreTrainedModel, lora: LoraSpec, *, role: str, rank: int) -> None:
+        """Raises `ModelError` if the model does not have the layers that `lora` names."""
+        super().__init__(role, rank)
+        self._lora_rank = lora.rank
+        self._weights: dict[str, Tensor] = {}
+        self._transposed: set[str] = set()
+        """Paths of layers that store W as `[I, O]` (transformers' `Conv1D`)."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in target_layers(model, lora):
+            layer = model.get_submodule(path)
+            weight = layer.get_parameter("weight")
+            num_outputs, num_inputs = weight.shape
+            if not isinstance(layer, torch.nn.Linear):  # transformers' Conv1D
+                self._transposed.add(path)
+                num_outputs, num_inputs = num_inputs, num_outputs
+            self._weights[path] = weight
+            self._shapes[f"{path}.{SIDES[0]}"] = (lora.rank, num_inputs)
+            self._shapes[f"{path}.{SIDES[1]}"] = (num_outputs, lora.rank)
+        self._base: dict[str, Tensor] = {}
+        """Base weights W by layer path, for layers whose parameter has merged weights."""
+
+    @override
+    def compare(self, manifest: WeightManifest) -> None:
+        mismatches = compare_adapter(entries(manifest), self._shapes.__getitem__)
+        refuse_adapter(self.who, ENGINE, manifest, self._lora_rank, [mismatches])
+
+    @override
+    def replace(self, manifest: WeightManifest, incoming: Incoming, *, shared: bool) -> Mapping[str, str]:
+        # Copies `shared` tensors too: they are small, and the trainer's next step would change A and B but not W + B A.
+        adapter: dict[str, Tensor] = {}
+        digests: dict[str, str] = {}
+        for name, tensor in incoming:
+            adapter[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            digests[name] = copy_digested(adapter[name], tensor)
+        incoming.refuse_missing()
+        self._merge(adapter)
+        return digests
+
+    @override
+    def release(self) -> None:
+        """Restore the base weights, which stay loaded because no update sends them."""
+        self._merge({})
+        self._base = {}
+        self.released = True
+
+    @torch.no_grad()
+    def _merge(self, adapter: Mapping[str, Tensor]) -> None:
+        """Write W + B A into every adapted layer; computed in float32 and rounded once."""
+        for path, weight in self._weights.items():
+            a_RI, b_OR = (adapter.get(f"{path}.{side}") for side in SIDES)
+            base = self._base.get(path)
+            if a_RI is None or b_OR is None:
+                if base is not None:
+                    weight.copy_(base)
+                continue
+            if base is None:
+                base = self._base[path] = weight.detach().clone()
+            delta = b_OR.to(weight.device).float() @ a_RI.to(weight.device).float()
+            weight.copy_((delta.T if path in self._transposed else delta).add(base.float()))

@@ -1,0 +1,68 @@
+"""State of one running output: tokens received from vLLM so far, and the weight version of each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.types import CompletionOutput
+from roll_infer_vllm.sampling import flat_logprobs
+
+if TYPE_CHECKING:
+    from roll_core.types import FinishReason, Floats, GenerateRequest
+
+
+class VllmOutput:
+    """One output of a running request; exists during the call of `generate`."""
+
+    def __init__(self, request: GenerateRequest, index: int, version: int) -> None:
+        """Output `index` of the request, submitted with weights of `version`."""
+        self.request, self.index = request, index
+        self.name = f"{request.id}/{index}"
+        """Request id in vLLM."""
+        self.prompt_logprobs: Floats | None = None
+        self.finished = False
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._starts = [(0, version)]
+        """Pairs of a weight version and the first token generated with it, as `(token, version)`."""
+        self._last: Any = None
+        """Last `RequestOutput` from vLLM; a delta with the tokens since the previous one."""
+
+    def append(self, delta: Any) -> None:
+        """Append the tokens and logprobs of a `RequestOutput` from vLLM."""
+        output = delta.outputs[0]
+        if self._last is None and self.request.prompt_logprobs and self.index == 0:
+            self.prompt_logprobs = flat_logprobs(delta.prompt_logprobs)
+        self._last, self.finished = delta, delta.finished
+        self._tokens += output.token_ids
+        self._logprobs += flat_logprobs(output.logprobs).tolist()
+
+    def weights_changed(self, version: int) -> None:
+        """Label all further tokens with `version`. Called while the engine is paused and has returned all its results.
+
+        vLLM reports weight versions only at the end of an output, and returns tokens later than it generates them. But
+        it keeps updating the metrics object of the last `RequestOutput`, which counts all generated tokens. A test
+        checks that vLLM still does so.
+        """
+        num_generated = 0 if self._last is None else self._last.metrics.num_generation_tokens
+        self._starts.append((num_generated, version))
+
+    def completion(self) -> CompletionOutput:
+        """Completion output with the tokens so far; finish reason `abort` unless the output has ended."""
+        num = min(len(self._tokens), self.request.params.max_new_tokens)
+        ended = self._last.outputs[0] if self.finished else None
+        versions = np.zeros(num, np.int32)
+        for start, version in self._starts:
+            versions[start:] = version
+        for span in (ended.weight_versions if ended else None) or ():
+            versions[span.start : span.end] = int(span.version)
+        reason: FinishReason = ended.finish_reason if ended else "abort"
+        return CompletionOutput(
+            token_ids=np.asarray(self._tokens[:num], np.int64),
+            logprobs=np.asarray(self._logprobs[:num], np.float32),
+            versions=versions,
+            finish_reason=reason,
+            stop=ended.stop_reason if ended and reason == "stop" else None,
+        )

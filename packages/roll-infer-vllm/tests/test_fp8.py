@@ -1,0 +1,233 @@
+"""`quantization: fp8` on the real engine: it loads the fp8 weights that were sent, and computes with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from vllm_live import CACHE, start
+
+from roll_core.errors import MissingTensorError, ModelError
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.weights import make_manifest
+from roll_core.weights.fp8 import to_fp8
+from roll_modeling.model import load_model
+from roll_testing.errors import raises_error
+from roll_testing.infer.holding import LONG, PROMPT, digests
+from roll_testing.infer.interrupting import until_interrupted, was_whole
+from roll_testing.infer.live import Live, biased, request
+
+pytestmark = pytest.mark.engine("vllm")
+CLOSE = 2e-4
+"""Between logprobs of the engine and of the reference below, both in fp32."""
+FP8 = torch.float8_e4m3fn
+
+
+class Rounded(nn.Module):
+    """What a linear layer computes in fp8, with float32 products of the decoded numbers; written from the formulas
+    alone."""
+
+    def __init__(self, linear):
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = (weight.abs().amax(1, keepdim=True) / 448).clamp(min=2.0**-126)
+        self.weight, self.bias = (weight / scale).to(FP8).double() * scale.double(), linear.bias
+
+    def forward(self, x):
+        scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+        rounded = (x.float() * scale.reciprocal()).to(FP8).double() * scale.double()
+        product = rounded @ self.weight.t()
+        return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
+
+
+class Fp8Live(Live):
+    """Publishes in fp8, and has a trainer's model whose layers compute in fp8."""
+
+    def tensors(self):
+        return list(to_fp8(self.model.named_parameters(), None))
+
+    async def update(self, tensors=None, **given):
+        return await super().update(self.tensors() if tensors is None else tensors, **given)
+
+    def logprobs(self, tokens, skip, temperature=1.0):
+        trained, self.model = self.model, self._rounded()
+        try:
+            return super().logprobs(tokens, skip, temperature)
+        finally:
+            self.model = trained
+
+    def trained_logprobs(self, tokens, skip):
+        return super().logprobs(tokens, skip)
+
+    def _rounded(self):
+        model = load_model(self.spec)
+        model.load_state_dict(self.model.state_dict())
+        for layer in model.model.layers:
+            for module in list(layer.modules()):
+                for name, child in list(module.named_children()):
+                    if isinstance(child, nn.Linear):
+                        setattr(module, name, Rounded(child))
+        return model
+
+
+def begin(spec=None, **config):
+    return start(spec or biased(), {**CACHE, "bucket_mib": 1, "quantization": "fp8", **config}, kind=Fp8Live)
+
+
+@pytest.fixture(scope="module")
+def live():
+    engine = begin()
+    with raises_error(RuntimeError, "weights"):
+        engine.generate("early", PROMPT)
+    engine.publish()
+    yield engine
+    engine.close()
+
+
+def test_receipts_are_of_the_fp8_weights_and_their_scales(live):
+    for _ in range(2):
+        live.step()
+        manifest, receipt = live.publish()
+        assert dict(receipt.digests) == digests(manifest)
+    formats = {entry.name: entry.dtype for entry in manifest.tensors}
+    for path in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        assert formats[f"model.layers.1.{path}.weight"] == "F8_E4M3"
+        assert formats[f"model.layers.1.{path}.weight_scale"] == "F32"
+    assert formats["model.embed_tokens.weight"] == formats["model.layers.0.self_attn.q_proj.bias"] == "F32"
+
+
+def test_rows_of_zeros_and_of_huge_numbers_are_held_as_they_came(live):
+    live.step()
+    with torch.no_grad():
+        weight = live.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+        weight[0] = 0
+        weight[1, 0], weight[2] = -0.0, torch.full((64,), 1e-41)
+        live.model.get_parameter("model.layers.1.mlp.up_proj.weight")[5, 7] = 1e30
+    manifest, receipt = live.publish()
+    assert dict(receipt.digests) == digests(manifest)
+    with torch.no_grad():
+        live.model.get_parameter("model.layers.1.mlp.up_proj.weight")[5, 7] = 0.1
+
+
+def test_logprobs_are_those_of_a_model_with_the_decoded_matrices(live):
+    """And not the trainer's, which are not in fp8."""
+    live.step()
+    live.publish()
+    output = live.generate("computed", LONG, max_new_tokens=20, temperature=0.7).outputs[0]
+    tokens = [*LONG, *output.token_ids]
+    np.testing.assert_allclose(output.logprobs, live.logprobs(tokens, len(LONG), 0.7), atol=CLOSE)
+    completion = live.generate("scored", tokens, prompt_logprobs=True, max_new_tokens=1)
+    found = completion.prompt_logprobs[1:]
+    np.testing.assert_allclose(found, live.logprobs(tokens, 1), atol=CLOSE)
+    gap = np.abs(found - live.trained_logprobs(tokens, 1)).mean()
+    assert 1e-3 < gap < 0.2
+
+
+def test_requests_go_on_under_the_new_weights(live):
+    live.publish()
+
+    async def update_meanwhile():
+        asking = asyncio.create_task(live.strategy.generate(request("long", PROMPT, max_new_tokens=240)))
+        live.strategy.metrics()
+        num_drawn = 0
+        while num_drawn < 5:
+            await asyncio.sleep(0.01)
+            num_drawn += live.strategy.metrics()["generated_tokens"]
+        live.step()
+        await live.update()
+        return await asking
+
+    found = until_interrupted(lambda: live.run(update_meanwhile()), lambda each: was_whole(each, 240, live.version - 1))
+    output = found.outputs[0]
+    assert set(output.versions.tolist()) == {live.version - 1, live.version}
+    new = output.versions == live.version
+    expected = live.logprobs([*PROMPT, *output.token_ids], len(PROMPT))
+    np.testing.assert_allclose(output.logprobs[new], expected[new], atol=CLOSE)
+    assert np.abs(output.logprobs[~new] - expected[~new]).max() > CLOSE
+
+
+def test_an_engine_that_holds_another_scale_says_so_in_its_receipt(live):
+    live.step()
+    right, name = live.tensors(), "model.layers.0.mlp.up_proj.weight_scale"
+    manifest = make_manifest(live.version + 1, right)
+    wrong = [(each, tensor * 2 if each == name else tensor) for each, tensor in right]
+    _, receipt = live.publish(wrong, manifest=manifest)
+    held, sent = dict(receipt.digests), digests(manifest)
+    assert {each for each in sent if held[each] != sent[each]} == {name}
+
+
+def test_weights_that_are_not_in_fp8_are_refused_before_anything_is_touched(live):
+    live.publish()
+    with raises_error(MissingTensorError, "q_proj.weight_scale"):
+        live.publish(list(live.model.named_parameters()))
+    live.version += 1
+    manifest, receipt = live.publish()
+    assert dict(receipt.digests) == digests(manifest)
+
+
+def test_a_cast_on_the_way_fails_the_receipt(live):
+    """Bytes of fp8 weights, loaded in an fp8 layer, with another dtype in the manifest."""
+    half = {name: tensor.bfloat16() if tensor.dtype == FP8 else tensor for name, tensor in live.tensors()}
+    manifest, receipt = live.publish(list(half.items()))
+    held, sent = dict(receipt.digests), digests(manifest)
+    assert held["model.layers.0.mlp.up_proj.weight"] != sent["model.layers.0.mlp.up_proj.weight"]
+    assert held["model.embed_tokens.weight"] == sent["model.embed_tokens.weight"]
+
+
+def test_requests_to_the_endpoint_wait_for_the_first_weights():
+    engine = begin()
+    try:
+
+        async def publish_meanwhile():
+            body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True}
+            asking = asyncio.create_task(asyncio.to_thread(engine.ask, "completions", {**body, "ignore_eos": True}))
+            done, _ = await asyncio.wait([asking], timeout=0.5)
+            assert not done
+            await engine.update()
+            return await asking
+
+        assert len(engine.run(publish_meanwhile())["choices"][0]["token_ids"]) == 4
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_what_was_published_and_compute_with_it():
+    """Each rounds its part of the activations by itself, so the logprobs are near those of one rank, and not equal."""
+    engine = begin(tensor_parallel_size=2)
+    try:
+        for _ in range(2):
+            engine.step()
+            manifest, receipt = engine.publish()
+            assert dict(receipt.digests) == digests(manifest)
+            output = engine.generate(f"version {engine.version}", PROMPT).outputs[0]
+            expected = engine.logprobs([*PROMPT, *output.token_ids], len(PROMPT))
+            np.testing.assert_allclose(output.logprobs, expected, atol=0.1)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_in_bf16_logprobs_are_near_those_of_the_decoded_matrices():
+    spec = biased()
+    engine = begin(ModelSpec(random_init=spec.random_init, seed=1, dtype="bf16"))
+    try:
+        engine.model.to(torch.bfloat16)
+        manifest, receipt = engine.publish()
+        assert dict(receipt.digests) == digests(manifest)
+        output = engine.generate("half", PROMPT, max_new_tokens=20).outputs[0]
+        expected = engine.logprobs([*PROMPT, *output.token_ids], len(PROMPT))
+        np.testing.assert_allclose(output.logprobs, expected, atol=0.1)
+    finally:
+        engine.close()
+
+
+def test_mixtures_of_experts_are_refused_at_the_start():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100, "num_experts": 4}
+    spec = ModelSpec(random_init={"model_type": "qwen3_moe", **sizes, **heads}, seed=1, dtype="fp32")
+    with raises_error(ModelError, "fp8"):
+        begin(spec)

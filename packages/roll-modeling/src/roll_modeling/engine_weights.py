@@ -1,0 +1,248 @@
+"""Weight updates of an engine that runs in its own processes: a whole model, or a LoRA adapter.
+
+worker                                    each engine process
+------                                    -------------------
+compare: names and shapes        ──────►  LoadedModel.act: compares them with its part of the model
+load:    buckets, or a folder    ──────►  the engine's own loader
+digests: names                   ──────►  LoadedModel.act: reads the loaded weights back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from roll_core.spec.weights import digest
+from roll_modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
+from roll_modeling.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
+from roll_modeling.comparing import compare, entries, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from roll_core.types import WeightManifest
+    from roll_modeling.buckets import Incoming
+    from roll_modeling.comparing import EngineTensor
+
+Action = Literal["compare", "open", "load", "digest", "compare_adapter", "digest_adapter"]
+"""Action of `LoadedModel.act`."""
+MEMORY = Path("/dev/shm")
+
+
+class EngineProcesses(ABC):
+    """Calls from the worker to the engine's processes."""
+
+    engine: str
+    """Name of the engine in messages."""
+    who: str
+    """Role and rank of the worker, for messages."""
+
+    @abstractmethod
+    async def act(self, action: Action, argument: Any, *, version: int | None = None) -> list[Any]:
+        """Call `LoadedModel.act` in each engine process. Returns the results by rank.
+
+        With `version`, the engine labels all further tokens with this weight version. Raises `WeightSyncError` if a
+        process failed.
+        """
+
+    async def begin_update(self) -> None:
+        """Prepare the engine processes for the buckets of an update."""
+        return
+
+    async def load_bucket(self, bucket: dict[str, Any]) -> None:
+        """Load one bucket in each engine process. The bucket may be reused afterwards."""
+        await self.act("load", bucket)
+
+    async def finish_update(self) -> None:
+        """Finish an update, also after an error. Raises `WeightSyncError` if a bucket could not be loaded."""
+        return
+
+    @abstractmethod
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Replace the adapter `name` by the one in `folder`. Raises `WeightSyncError` if the engine rejects it."""
+
+    def close(self) -> None:
+        """Release resources. Idempotent."""
+        return
+
+
+class EngineWeights(ABC):
+    """What a weight update replaces."""
+
+    @abstractmethod
+    async def compare(self, manifest: WeightManifest) -> None:
+        """Raise `WeightSyncError` if the manifest does not match the engine. Changes nothing."""
+
+    @abstractmethod
+    async def load(self, incoming: Incoming) -> None:
+        """Load all tensors. Raises `WeightSyncError`; the engine can take the next update also after an error."""
+
+    @abstractmethod
+    async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
+        """Digests of the loaded tensors by name. The engine labels all further tokens with the manifest's version."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release resources. Idempotent."""
+
+
+class ModelWeights(EngineWeights):
+    """Every tensor of the model, sent in buckets and replaced in place."""
+
+    def __init__(self, processes: EngineProcesses, bucket_bytes: int, devices: Sequence[str]) -> None:
+        """`bucket_bytes` is the bucket size; `devices` are the devices of the engine processes."""
+        self._processes = processes
+        self.writer = BucketWriter(bucket_bytes, devices)
+
+    @override
+    async def compare(self, manifest: WeightManifest) -> None:
+        processes = self._processes
+        refuse(processes.who, processes.engine, manifest, await processes.act("compare", entries(manifest)))
+
+    @override
+    async def load(self, incoming: Incoming) -> None:
+        processes, writer = self._processes, self.writer
+        await processes.begin_update()
+        try:
+            following = await asyncio.to_thread(next, incoming, None)
+            trial = writer.trial(following[1]) if following is not None else None
+            if trial is not None:
+                writer.check_trial(await processes.act("open", trial.plain()))
+            while following is not None:
+                bucket, following = await asyncio.to_thread(writer.fill, incoming, following)
+                await processes.load_bucket(bucket.plain())
+        finally:
+            writer.release()
+            await processes.finish_update()
+        incoming.refuse_missing()
+
+    @override
+    async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
+        names = [entry.name for entry in manifest.tensors]
+        return _merged(await self._processes.act("digest", names, version=manifest.version))
+
+    @override
+    def close(self) -> None:
+        self.writer.close()
+        self._processes.close()
+
+
+class AdapterWeights(EngineWeights):
+    """The single LoRA adapter, written in PEFT's format. The base model keeps its initial weights."""
+
+    def __init__(self, processes: EngineProcesses, name: str, rank: int) -> None:
+        """`name` is the adapter's name in requests, `rank` its rank."""
+        self._processes, self._name, self._rank = processes, name, rank
+        memory = MEMORY if MEMORY.is_dir() else None
+        self._folder = Path(tempfile.mkdtemp(prefix="roll-adapter-", dir=memory))
+        self._zeros: dict[str, list[int]] = {}
+        """Shapes, by name, of tensors that the engine requires and the manifest does not have."""
+
+    @override
+    async def compare(self, manifest: WeightManifest) -> None:
+        processes = self._processes
+        results = await processes.act("compare_adapter", entries(manifest))
+        refuse_adapter(processes.who, processes.engine, manifest, self._rank, results)
+        self._zeros = dict(results[0]["required"])
+
+    @override
+    async def load(self, incoming: Incoming) -> None:
+        await asyncio.to_thread(self._write, incoming)
+        await self._processes.load_adapter(self._name, self._folder)
+
+    @override
+    async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
+        return _merged(await self._processes.act("digest_adapter", entries(manifest), version=manifest.version))
+
+    @override
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes.close()
+
+    def _write(self, incoming: Incoming) -> None:
+        tensors = collected(incoming)
+        some = next(iter(tensors.values()))
+        tensors |= {name: some.new_zeros(shape) for name, shape in self._zeros.items()}
+        write_adapter(self._folder, tensors, self._rank)
+
+
+class LoadedModel(ABC):
+    """The model in one engine process. Tensors have Hugging Face names."""
+
+    device: str
+    """Torch device of this process."""
+    rank: int
+    """Tensor parallel rank. Only rank 0 returns digests, of the gathered tensors."""
+
+    @abstractmethod
+    def locate(self, name: str) -> EngineTensor | None:
+        """Location of a tensor; None if another process has it. Raises `KeyError` if no process can have it."""
+
+    @abstractmethod
+    def located(self) -> Iterable[tuple[str, EngineTensor]]:
+        """All tensors that an update must contain, by the engine's names."""
+
+    @abstractmethod
+    def read(self, name: str, at: Any) -> Tensor:
+        """Full tensor at a location, gathered over ranks. All ranks read the same tensors in the same order."""
+
+    @abstractmethod
+    def adapter_buffer(self, name: str) -> Tensor:
+        """Buffer of this A `[R, I]` or B `[O, R]`, with R ≥ the adapter's rank. Raises `KeyError` if there is none."""
+
+    def required(self, names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+        """Names and shapes of adapter tensors that the engine requires in addition to `names`."""
+        yield from ()
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load tensors with the model's own loader."""
+        raise NotImplementedError
+
+    def act(self, action: Action, argument: Any) -> Any:
+        """Run an action of the worker. Arguments and results are plain values.
+
+        compare          names and shapes of a manifest -> the mismatches, see `compare`
+        open             a bucket with test data -> the reason why this process cannot open it, empty if it can
+        load             a bucket, which may be reused afterwards
+        digest           names -> digests of the loaded weights
+        compare_adapter  names and shapes of an adapter's manifest -> the mismatches, see `compare_adapter`
+        digest_adapter   names and shapes -> digests of the loaded adapter
+        """
+        if action == "compare":
+            return compare(argument, self.locate, self.located())
+        if action == "open":
+            return opening_failure(BucketInfo(**argument), self.device)
+        if action == "load":
+            return self.load(read_bucket(BucketInfo(**argument), self.device))
+        if action == "digest":
+            return self._digests(argument)
+        if action == "compare_adapter":
+            found = compare_adapter(argument, lambda name: tuple(self.adapter_buffer(name).shape))
+            names = () if found["unknown"] else [name for name, _ in argument]
+            return found | {"required": list(self.required(names))}
+        buffers = {name: self.adapter_buffer(name)[:rows, :columns] for name, (rows, columns) in argument}
+        return {name: digest(each.contiguous()) for name, each in buffers.items()}
+
+    def _digests(self, names: Iterable[str]) -> dict[str, str]:
+        found = {}
+        for name in names:
+            at = self.locate(name)
+            if at is None:
+                continue
+            tensor = self.read(name, at)
+            if self.rank == 0:
+                found[name] = digest(tensor)
+        return found
+
+
+def _merged(results: Iterable[Mapping[str, str]]) -> Mapping[str, str]:
+    """Digests of all processes in one mapping."""
+    return {name: each for result in results for name, each in result.items()}

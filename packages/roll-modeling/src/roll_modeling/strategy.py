@@ -1,0 +1,138 @@
+"""`HuggingFaceStrategy`: what train strategies for Hugging Face models have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from roll_core.errors import UnsupportedError
+from roll_core.spec.train import PortableState, StateKind, TrainStrategy
+from roll_modeling.lora import Adapters, add_adapters
+from roll_modeling.offload import Offloader
+from roll_modeling.pieces import write_gathered
+from roll_modeling.portable_state import check_same, stored_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.train import ParameterState
+
+OptimizerT = TypeVar("OptimizerT")
+
+
+class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
+    """Base class: roles that only score, adapters, portable state, and offload.
+
+    `OptimizerT` is the class of the rank's optimizer.
+    """
+
+    spec: ModelSpec
+    model: PreTrainedModel
+    adapters: Adapters | None
+    optimizer: OptimizerT | None = None
+    """None for a role that only scores."""
+
+    def _begin_build(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Keep the arguments of `build`, and set the number of threads."""
+        if mesh.num_threads:
+            torch.set_num_threads(mesh.num_threads)
+        self._mesh, self.spec = mesh, model
+        self.offloader = Offloader(mesh.role, torch.device(mesh.device))
+
+    def _add_adapters(self) -> Adapters | None:
+        """Add the adapters of the spec, if any, to `model`, and set `requires_grad` of the parameters."""
+        found = add_adapters(self.model, self.spec) if self.spec.lora is not None else None
+        if found is None or self.training is None:
+            self.model.requires_grad_(self.training is not None)
+        return found
+
+    def _require_training(self) -> OptimizerT:
+        """Return the optimizer. Raises `UnsupportedError` for a role that only scores, or if a part is offloaded."""
+        if self.optimizer is None:
+            raise UnsupportedError(f"role {self._mesh.role} only scores: it was built without training settings")
+        self.offloader.need("weights", "grads", "optimizer")
+        return self.optimizer
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """LoRA factors A and B as whole tensors; B includes the LoRA scale. Collective if parameters are sharded.
+
+        Raises `UnsupportedError` without adapters.
+        """
+        self.offloader.need("weights")
+        if self.adapters is None:
+            raise UnsupportedError(f"role {self._mesh.role} trains the whole model: it has no adapters to export")
+        return self.adapters.exported(self._whole)
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """The whole tensor of a parameter, which a subclass may have to gather."""
+        return parameter
+
+    def _identity(self) -> dict[str, Any] | None:
+        """Base model and adapters, which must match on resume; None without adapters. Collective."""
+        return self.adapters.identity(self._whole) if self.adapters is not None else None
+
+    def _write_gathered(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        shape_of: Callable[[Tensor], tuple[int, ...]] = lambda each: tuple(each.shape),
+    ) -> None:
+        """Write a directory that transformers loads: the model, or only the adapters with `lora_export: adapter`.
+
+        Rank 0 writes. `shape_of` is the whole shape of a parameter. Collective.
+        """
+        write_gathered(
+            self.model,
+            spec,
+            path,
+            adapters=self.adapters,
+            exported=self.export_weights(),
+            whole=self._whole,
+            shape_of=shape_of,
+            writes=self._mesh.rank == 0,
+        )
+
+    # -- portable state ------------------------------------------------------------------------------------------------
+
+    def _portable_state(
+        self, step_count: int, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], ParameterState]
+    ) -> PortableState:
+        """The state of `export_state`, with the adapters' identity or the model's buffers."""
+        buffers = stored_buffers(self.model) if self.adapters is None else {}
+        return PortableState(
+            step_count=step_count, shapes=shapes, read=read, adapters=self._identity(), buffers=buffers
+        )
+
+    def _check_state(self, state: PortableState, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `CheckpointError` unless `import_state` may load `state`."""
+        check_same(state, shapes, adapters=self.adapters, identity=self._identity())
+
+    # -- offload -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def part_tensors(self) -> dict[StateKind, list[Tensor]]:
+        """This rank's tensors of each part."""
+
+    def offload(self, parts: Sequence[StateKind]) -> None:
+        """Move this rank's tensors of `parts` to host memory."""
+        for part in parts:
+            self.offloader.offload(part, self.part_tensors().get(part, ()))
+
+    def onload(self, parts: Sequence[StateKind]) -> None:
+        """Move `parts` back to the device, into the same tensors."""
+        for part in parts:
+            self.offloader.onload(part)
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of this rank's tensors by part; 0 for offloaded parts."""
+        held = {part: sum(each.nbytes for each in tensors) for part, tensors in self.part_tensors().items()}
+        return {part: 0 if self.offloader.has(part) else size for part, size in held.items()}

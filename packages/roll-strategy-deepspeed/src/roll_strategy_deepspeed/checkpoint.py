@@ -1,0 +1,103 @@
+"""Checkpoints: master weight and moments of every parameter as full float32 tensors, and a few numbers.
+
+    rank-0/state.json                        numbers, and the names of the parameters
+    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name> of every second parameter
+    rank-N/random.safetensors                each rank's random state
+
+Full tensors do not depend on the number of ranks or the ZeRO stage. They are gathered one after another; each rank
+keeps and writes every N-th parameter of N ranks, so that no rank holds all of them. All ranks write into rank 0's
+directory, which must be on a shared file system.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from roll_core.errors import CheckpointError
+from roll_core.spec.train import ParameterState
+from roll_modeling.checkpoints import (
+    STATE,
+    check_names,
+    check_tensor,
+    load_random,
+    read_state,
+    reading,
+    save_random,
+    shared_folder,
+    write_json,
+)
+from roll_modeling.optimizer import MOMENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from roll_strategy_deepspeed.optimizer_state import OptimizerState
+    from roll_strategy_deepspeed.ranks import Ranks
+
+FORMAT = 1
+KINDS = ("master", *MOMENTS)
+
+
+def save_state(held: OptimizerState, ranks: Ranks, path: Path, numbers: Mapping[str, Any]) -> None:
+    """Save `held` and the JSON-serializable `numbers`, which include `step_count`. Collective."""
+    mine: dict[str, Tensor] = {}
+    for at, name in enumerate(held.parameters):
+        for kind, tensor in held.read(name):
+            if at % ranks.size == ranks.rank:
+                # Always copy: the tensor may be the parameter itself.
+                mine[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    save_random(path)
+    path = shared_folder(path, ranks.device)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(mine, path / _shard(ranks.rank, ranks.size))
+    if ranks.rank == 0:
+        state = {"format": FORMAT, "num_shards": ranks.size, **numbers, "parameters": list(held.parameters)}
+        write_json(path / STATE, state)
+    ranks.wait()
+
+
+def load_state(
+    held: OptimizerState, ranks: Ranks, path: Path, check: Callable[[Mapping[str, Any]], None]
+) -> Mapping[str, Any]:
+    """Load a checkpoint into `held` and return its `state.json`. Collective.
+
+    `check` validates the content of `state.json` before any tensor is written. Raises `CheckpointError`.
+    """
+    shared = shared_folder(path, ranks.device)
+    with reading(shared), ExitStack() as stack:
+        state = read_state(shared, FORMAT)
+        check(state)
+        check_names(state["parameters"], held.parameters, shared)
+        files: dict[str, Any] = {}
+        for shard in range(state["num_shards"]):
+            file = stack.enter_context(safe_open(shared / _shard(shard, state["num_shards"]), framework="pt"))
+            files |= dict.fromkeys(file.keys(), file)
+        shapes = held.shapes
+
+        def read(name: str) -> ParameterState:
+            return ParameterState(**{kind: _read(files, f"{kind}.{name}", shapes[name], shared) for kind in KINDS})
+
+        held.load(state["step_count"], read)
+    load_random(path)
+    ranks.wait()
+    return state
+
+
+def _shard(rank: int, size: int) -> str:
+    return f"state-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def _read(files: Mapping[str, Any], key: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    if key not in files:
+        raise CheckpointError(f"{path}: {key} is missing")
+    found: Tensor = files[key].get_tensor(key)
+    check_tensor(key, (found.dtype, found.shape), (torch.float32, shape), path)
+    return found

@@ -1,0 +1,200 @@
+"""Access to the state of DeepSpeed's optimizers: master weights and Adam moments as full tensors, and the loss scale.
+
+| optimizer | master weights | moments |
+|---|---|---|
+| stage 0, float32 | the parameters | torch's optimizer state of the parameters |
+| stage 0, 16 bit | `fp32_groups`, one tensor per parameter | torch's optimizer state of those tensors |
+| stages 1 to 3 | flat partitions, accessed by DeepSpeed's own functions | torch's optimizer state of the partitions |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll_core.spec.train import ParameterState
+from roll_modeling.optimizer import MOMENTS, moments
+from roll_strategy_deepspeed.workarounds import make_moments_known
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor, nn
+
+
+class OptimizerState:
+    """Master weights and moments of one engine.
+
+    Reading and writing is collective, in the order of `parameters`.
+    """
+
+    def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], *, stage: int) -> None:
+        """`parameters` are the trained ones, by name. Allocates the moments if no step was taken yet."""
+        self.engine, self.parameters, self.stage = engine, dict(parameters), stage
+        self.torch_optimizer: torch.optim.AdamW = engine.basic_optimizer
+        for each in self._stepped():
+            moments(self.torch_optimizer, each)
+        if stage in (1, 2):
+            make_moments_known(engine)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the trained parameters, by name."""
+        return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in self.parameters.items()}
+
+    @property
+    def masters_apart(self) -> dict[int, Tensor]:
+        """Stage 0: the master weight of each parameter, by the parameter's `id`; in float32, the parameter itself."""
+        lists = getattr(self.engine.optimizer, "fp16_groups", None)
+        if lists is None:
+            return {id(each): each for each in self.parameters.values()}
+        pairs = zip(lists, self.engine.optimizer.fp32_groups, strict=True)
+        return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
+
+    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield `master` and the moments of a parameter as full tensors, on every rank.
+
+        A tensor may become invalid when the next one is read.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        parameter = self.parameters[name]
+        if not self.stage:
+            master = self.masters_apart[id(parameter)]
+            yield "master", master
+            yield from zip(MOMENTS, moments(self.torch_optimizer, master), strict=True)
+            return
+        yield "master", safe_get_full_fp32_param(parameter)
+        for moment in MOMENTS:
+            yield moment, safe_get_full_optimizer_state(parameter, moment)
+
+    def read_whole(self, name: str) -> ParameterState:
+        """Master weight and Adam moments of one parameter, as full tensors on every rank. Collective."""
+        return ParameterState(**{kind: each.detach() for kind, each in self.read(name)})
+
+    @torch.no_grad()
+    def load(self, step_count: int, read: Callable[[str], ParameterState]) -> None:
+        """Overwrite step count, master weights and moments by those that `read` returns by name. Collective."""
+        for each in self._stepped():
+            self.torch_optimizer.state[each]["step"].fill_(float(step_count))
+        for name in self.parameters:
+            found = read(name)
+            self._write(name, {"master": found.master, "exp_avg": found.exp_avg, "exp_avg_sq": found.exp_avg_sq})
+        if self.stage in (1, 2):
+            self.engine.optimizer.update_lp_params()
+        self.forget_gradients()
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite a parameter's `master` and moments with full tensors, and set the parameter to the rounded master
+        weight."""
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        parameter = self.parameters[name]
+        if not self.stage:
+            master = self.masters_apart[id(parameter)]
+            for held, kind in zip((master, *moments(self.torch_optimizer, master)), tensors, strict=True):
+                held.data.copy_(tensors[kind])
+            parameter.data.copy_(master.data)
+            return
+        on_device = {kind: each.to(parameter.device) for kind, each in tensors.items()}
+        safe_set_full_fp32_param(parameter, on_device["master"])
+        for moment in MOMENTS:
+            safe_set_full_optimizer_state(parameter, on_device[moment], moment)
+        if self.stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(on_device["master"])
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients, including those of backward passes that no optimizer step followed.
+
+        Stages 1 and 2 accumulate gradients in lists of their own, which `zero_grad` does not clear.
+        """
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
+            getattr(optimizer, kept).clear()
+        if getattr(optimizer, "cpu_offload", False):
+            optimizer.reset_cpu_buffers()
+            # As after a step: the next backward pass overwrites the host buffers instead of adding to them.
+            optimizer.micro_step_id = -1
+
+    def gradients(self) -> list[Tensor]:
+        """All gradient tensors of this rank except `scratch`."""
+        optimizer = self.engine.optimizer
+        found = [each.grad for each in (*self.parameters.values(), *self._apart())]
+        if self.stage == 3:
+            found.append(optimizer.grad_partitions_flat_buffer)
+        for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
+            for group in getattr(optimizer, kept, {}).values():
+                found += group or []
+        found += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
+        return [each for each in found if each is not None]
+
+    def scratch(self) -> list[Tensor]:
+        """Stage 3: the reduction buffers, of `reduce_bucket_size` elements. They are empty between backward passes."""
+        buckets = self.engine.optimizer.ipg_buckets.values() if self.stage == 3 else ()
+        return [each.buffer for each in buckets if each.buffer is not None]
+
+    def optimizer_state(self) -> list[Tensor]:
+        """This rank's optimizer state: moments, step counts, and master weights that are not the parameters
+        themselves."""
+        return [*self._apart(), *(each for entry in self.torch_optimizer.state.values() for each in entry.values())]
+
+    def _apart(self) -> list[Tensor]:
+        """Master weights that are not the parameters themselves."""
+        own = {id(each) for each in self.parameters.values()}
+        return [each for each in self._stepped() if id(each) not in own]
+
+    def _stepped(self) -> Iterator[Tensor]:
+        """The tensors that torch's optimizer updates: parameters, their master weights, or flat partitions of master
+        weights."""
+        if self.stage == 3:
+            # DeepSpeed adds them to torch's parameter groups only during the step.
+            yield from self.engine.optimizer.fp32_partitioned_groups_flat
+            return
+        for group in self.torch_optimizer.param_groups:
+            yield from group["params"]
+
+
+SCALE_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""State of a dynamic loss scale; a fixed one has only `cur_scale`."""
+
+
+class LossScale:
+    """Loss scale of one engine; inactive unless the model is float16 (which requires ZeRO stages 1 to 3)."""
+
+    def __init__(self, engine: Any) -> None:
+        scaler: Any = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+        self._scaler = scaler
+        if self._falls:
+            # At the minimum scale, DeepSpeed would raise. Skip the step instead, as in other dtypes: the scale is not
+            # the cause.
+            self._scaler.raise_error_at_min_scale = False
+        self._first = self.state()
+
+    @property
+    def can_fall(self) -> bool:
+        """True if a lower loss scale may remove the overflow of a gradient."""
+        return self._falls and self._scaler.cur_scale > self._scaler.min_scale
+
+    @property
+    def _falls(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.dynamic)
+
+    def state(self) -> dict[str, float]:
+        """State for `restore`; empty if the model is not float16."""
+        if self._scaler is None:
+            return {}
+        return {field: getattr(self._scaler, field) for field in SCALE_FIELDS if hasattr(self._scaler, field)}
+
+    def begin_anew(self) -> None:
+        """Reset the loss scale to its initial state."""
+        self.restore(self._first)
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Restore the state of a dynamic loss scale. A fixed scale keeps the configured value."""
+        if self._falls:
+            for field, value in state.items():
+                setattr(self._scaler, field, value)

@@ -1,0 +1,253 @@
+"""Rows are read from every format alike; what is wrong is named by file, row and column."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from roll_core.data.rows import messages_of, need_column, read_rows, text_of
+from roll_core.errors import DataError
+from roll_core.spec.config import DataArguments
+from roll_testing.errors import raises_error
+
+ROWS = [
+    {"prompt": "1+1=", "response": "2", "tag": "sum", "answer": 2},
+    {"prompt": "é漢😀", "response": "", "tag": "odd", "answer": 3},
+    {"prompt": "2*3=", "response": "6", "tag": "product", "answer": 6},
+]
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        names = list(rows[0])
+        lines = [",".join(names), *(",".join(f'"{row[name]}"' for name in names) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "arrow", "csv"])
+def test_every_format_gives_the_same_rows(tmp_path, ending):
+    rows = read_rows(DataArguments(file_name=write(tmp_path / f"rows.{ending}")))
+    expected = [row | {"answer": str(row["answer"])} for row in ROWS] if ending == "csv" else ROWS
+    assert [dict(row.values) for row in rows] == expected
+    assert [row.id for row in rows] == ["0", "1", "2"]
+    assert [row.tag for row in rows] == ["sum", "odd", "product"]
+    assert rows[-1].where == f"rows.{ending} row 3"
+    assert rows.columns == ("prompt", "response", "tag", "answer")
+
+
+def test_text_in_a_csv_stays_text(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,response\n007,NA\n1e3,\n")
+    rows = read_rows(DataArguments(file_name=str(tmp_path / "a.csv")))
+    assert [dict(row.values) for row in rows] == [
+        {"prompt": "007", "response": "NA"},
+        {"prompt": "1e3", "response": ""},
+    ]
+
+
+def test_files_are_read_in_order_up_to_max_samples(tmp_path):
+    one, two = write(tmp_path / "b.jsonl"), write(tmp_path / "a.jsonl", ROWS[:2])
+    rows = read_rows(DataArguments(file_name=[one, two], max_samples=4))
+    assert [row.where for row in rows] == ["b.jsonl row 1", "b.jsonl row 2", "b.jsonl row 3", "a.jsonl row 1"]
+
+
+def test_a_changed_file_is_read_anew_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HF_HOME", str(home))
+    path = write(tmp_path / "a.jsonl")
+    assert len(read_rows(DataArguments(file_name=path))) == 3
+    write(tmp_path / "a.jsonl", ROWS[:1])
+    assert len(read_rows(DataArguments(file_name=path))) == 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_ids_come_from_their_column_and_must_differ(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "b"}])
+    assert [row.id for row in read_rows(DataArguments(file_name=path))] == ["x", "y"]
+    path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}])
+    with raises_error(DataError, "a.jsonl", "row 2", "'id'", "'x'", "row 1"):
+        read_rows(DataArguments(file_name=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "facts"),
+    [
+        ("a.jsonl", "", ("empty",)),
+        ("a.json", "[]", ()),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', ("row 2", "JSON")),
+        ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', ("row 2",)),
+        ("a.parquet", "not a parquet file", ("parquet",)),
+        ("a.txt", "x", ("format",)),
+    ],
+)
+def test_files_that_cannot_be_read_say_where(tmp_path, name, content, facts):
+    (tmp_path / name).write_text(content)
+    with raises_error(DataError, *facts) as caught:
+        read_rows(DataArguments(file_name=str(tmp_path / name)))
+    assert name in str(caught.value)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path):
+    write(tmp_path / "train.jsonl")
+    with raises_error(DataError, "'train.jsonl'"):
+        read_rows(DataArguments(file_name=str(tmp_path / "trian.jsonl")))
+    with raises_error(DataError, tmp_path / "nowhere"):
+        read_rows(DataArguments(file_name=str(tmp_path / "nowhere" / "a.jsonl")))
+    with raises_error(DataError, tmp_path):
+        read_rows(DataArguments(file_name=str(tmp_path)))
+    with raises_error(DataError, "file_name"):
+        read_rows(DataArguments())
+
+
+def test_a_missing_column_names_the_nearest(tmp_path):
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl")))
+    with raises_error(DataError, "a.jsonl", "'promt'", "'prompt'"):
+        need_column("promt", rows)
+    with raises_error(DataError, "'prompt'", "'response'"):
+        need_column("zzz", rows)
+
+
+def test_a_value_that_is_no_text_names_its_row(tmp_path):
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": None}])))
+    with raises_error(DataError, "a.jsonl", "row 2", "'prompt'"):
+        text_of(rows[1], "prompt", rows)
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": 5}])))
+    assert text_of(rows[0], "prompt", rows) == "a"
+    with raises_error(DataError, "row 2", "'prompt'", "5"):
+        text_of(rows[1], "prompt", rows)
+
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "ciao"},
+]
+
+
+@pytest.mark.parametrize("stored", [CHAT, json.dumps(CHAT)], ids=["list", "json"])
+def test_messages_are_a_list_or_its_json(tmp_path, stored):
+    data = DataArguments(
+        file_name=write(tmp_path / "a.jsonl", [{"chat": stored, "sys": "be brief"}]), messages="chat", system="sys"
+    )
+    rows = read_rows(data)
+    system = [{"role": "system", "content": "be brief"}]
+    assert messages_of(rows[0], data, rows, response=True) == system + CHAT
+    assert messages_of(rows[0], data, rows, response=False) == system + CHAT[:3]
+
+
+@pytest.mark.parametrize(
+    ("stored", "facts"),
+    [
+        ("[{", ("JSON",)),
+        ("[]", ("list",)),
+        ('[{"role": "user"}]', ("1", "'chat'")),
+        ('[{"role": "user", "content": 3}]', ("text",)),
+        ('[{"role": "user", "content": "a"}]', ("assistant",)),
+    ],
+)
+def test_broken_messages_name_their_row(tmp_path, stored, facts):
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": stored}]), messages="chat")
+    rows = read_rows(data)
+    with raises_error(DataError, *facts) as caught:
+        messages_of(rows[0], data, rows, response=True)
+    assert "a.jsonl row 1" in str(caught.value)
+
+
+def test_prompt_and_response_columns_make_two_messages(tmp_path):
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl"))
+    rows = read_rows(data)
+    user, assistant = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    assert messages_of(rows[0], data, rows, response=True) == [user, assistant]
+    assert messages_of(rows[0], data, rows, response=False) == [user]
+
+
+@pytest.mark.parametrize("name", ["rows[1].jsonl", "row?.jsonl", "row*.jsonl", "a::b.jsonl", "file:x.jsonl"])
+def test_a_file_name_is_literal(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows1.jsonl", ROWS[:1])
+    write(tmp_path / name, ROWS[1:])
+    rows = read_rows(DataArguments(file_name=name))
+    assert [row.values["answer"] for row in rows] == [3, 6]
+    assert rows[0].where == f"{name} row 1"
+
+
+def test_a_pattern_is_no_file_name_and_its_files_are_named(tmp_path):
+    write(tmp_path / "rows1.jsonl")
+    with raises_error(DataError, tmp_path / "rows1.jsonl"):
+        read_rows(DataArguments(file_name=str(tmp_path / "rows*.jsonl")))
+
+
+GOOD = b'{"prompt": "a", "response": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("a.jsonl", GOOD + b"\n" + GOOD + b'{"prompt": "\xff", "response": "b"}\n', 3),
+        ("a.json", b'[{"prompt": "a"},\n {"prompt": "\xff"}]', 2),
+        ("a.csv", b"prompt,response\na,b\nc,\xff\n", 2),
+        ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b"[" * 5_000 + b"]" * 5_000 + b"}\n", 2),
+        ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}\n", 2),
+        ("a.json", b'[{"prompt": "a"}, {"more": ' + b"[" * 5_000 + b"]" * 5_000 + b"}]", 2),
+    ],
+    ids=["utf-8 of jsonl", "utf-8 of json", "utf-8 of csv", "lists", "objects", "lists of json"],
+)
+def test_a_row_that_no_library_can_take_is_named(tmp_path, name, content, row):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(DataArguments(file_name=str(tmp_path / name)))
+    assert str(caught.value).startswith(f"{tmp_path / name}: row {row} ")
+    assert caught.value.exit_code == 2
+
+
+def test_bytes_of_a_parquet_column_that_are_no_text_name_their_row(tmp_path):
+    raw = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    pyarrow.parquet.write_table(pa.table({"prompt": raw}), tmp_path / "a.parquet")
+    with raises_error(DataError, "a.parquet", "row 2"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
+
+
+def test_a_compressed_file_that_ends_early_is_named(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(GOOD * 1000)[:-20])
+    with raises_error(DataError, "a.gz"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.gz"), dataset_type="json"))
+
+
+def test_rows_of_a_csv_with_too_many_values_are_named(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,response\na,b\na,b,c\n")
+    with raises_error(DataError, "a.csv", "row 2", "3", "2"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.csv")))
+
+
+def test_messages_nested_too_deep_name_their_row(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"chat": "[" * 100_000}])
+    data = DataArguments(file_name=path, messages="chat")
+    rows = read_rows(data)
+    with raises_error(DataError, "a.jsonl", "row 1", "'chat'"):
+        messages_of(rows[0], data, rows, response=False)
+
+
+def test_brackets_in_text_are_no_nesting_and_compressed_files_are_read(tmp_path):
+    rows = [{"prompt": "[" * 5_000 + '"{', "list": [[1], [2]] * 200}]
+    text = "\ufeff" + json.dumps(rows[0]) + "\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(json.dumps(rows[0]).encode()))
+    for name in ("a.jsonl", "a.json", "a.gz"):
+        found = read_rows(DataArguments(file_name=str(tmp_path / name), dataset_type="json"))
+        assert [dict(row.values) for row in found] == rows

@@ -1,0 +1,177 @@
+"""What each role takes in each phase, by hand."""
+
+import pytest
+
+from roll_core.runtime.planning.plan import CONTEXT_BYTES, PROCESS_BYTES
+from roll_core.weights import device_memory
+from roll_modeling.memory import MODEL_CODE_BYTES
+
+ACC = ("platform=acc", "executor=ray", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]")
+
+
+def role(plan, name):
+    return next(each for each in plan.memory if each.role == name)
+
+
+def amounts(memory, act, *names):
+    return sum(use.num_bytes for use in memory.taken(act) if use.what in names)
+
+
+def held(memory, act):
+    return amounts(memory, act, "weights", "gradients", "optimizer")
+
+
+def test_a_trainer_holds_sixteen_bytes_of_each_parameter_in_float32(planned, num_parameters):
+    trainer = role(planned(), "actor_train")
+    assert trainer.parameters == num_parameters
+    assert held(trainer, "step") == 16 * num_parameters
+    assert held(trainer, "start") == 8 * num_parameters  # gradients have their buffer from the beginning
+
+
+def test_in_bfloat16_it_holds_a_float32_copy_as_well(planned, num_parameters):
+    trainer = role(planned("actor_train.model_args.dtype=bf16"), "actor_train")
+    largest = 1000 * 64
+    assert held(trainer, "step") == (2 + 4 + 12) * num_parameters
+    # One on its way into the float32 buffer, and the output layer's, which is added up in float32 first.
+    assert held(trainer, "backward") == (2 + 4 + 12) * num_parameters + 2 * largest + (4 + 2) * largest
+    assert amounts(trainer, "start", "weights") == (2 + 4) * num_parameters  # drawn in float32
+
+
+def test_adapters_have_the_gradients(planned, num_parameters):
+    trainer = role(
+        planned("actor_train.model_args.lora_target=[q_proj,v_proj]", "actor_train.model_args.lora_rank=3"),
+        "actor_train",
+    )
+    adapters = 2 * 3 * ((64 + 64) + (64 + 32))
+    assert amounts(trainer, "backward", "weights") == 4 * (num_parameters + adapters)
+    assert amounts(trainer, "backward", "gradients", "optimizer") == 12 * adapters
+
+
+def test_activations_by_hand(planned):
+    keys = ("actor_train.model_args.disable_gradient_checkpointing=true", "actor_train.infer_batch_size=4")
+    trainer = role(planned(*keys), "actor_train")
+    tokens, hidden, query, key, width = 8 * 64, 64, 64, 32, 160
+    # Inputs and outputs of two norms; heads before their norm; queries, keys, values, what was attended; the
+    # feed-forward part's gate, up and product; attention weights of 64 tokens for each of 4 heads.
+    layer = 4 * (4 * hidden + (query + key) + (2 * query + 2 * key) + 3 * width) + 4 * 4 * 64
+    backward = tokens * (3 * width + 2 * hidden) * 4 + 4 * hidden * width
+    # All of it is there when the logits are, which take most; unless these come one token at a time.
+    assert amounts(trainer, "backward", "activations") == 2 * tokens * layer
+    slowly = "actor_train.strategy_args.strategy_config.logprob_chunk_tokens=1"
+    recomputing = role(planned(keys[1], slowly), "actor_train")
+    assert amounts(recomputing, "backward", "logits") == 0
+    assert amounts(recomputing, "backward", "activations") == 2 * tokens * hidden * 4 + tokens * layer + backward
+    assert held(recomputing, "backward") == 16 * recomputing.parameters + 4 * 1000 * hidden  # the output's waits
+
+
+def test_a_smaller_budget_of_tokens_makes_smaller_microbatches(planned):
+    whole = role(planned(), "actor_train")
+    half = role(
+        planned("actor_train.use_dynamic_batching_in_train=true", "actor_train.max_tokens_per_microbatch_in_train=256"),
+        "actor_train",
+    )
+    assert amounts(half, "backward", "activations") < amounts(whole, "backward", "activations")
+    assert held(half, "backward") == held(whole, "backward")
+
+
+def test_an_engine_in_the_trainers_process_borrows_its_weights(planned, num_parameters):
+    together = role(planned(), "actor_infer")
+    apart = role(planned("executor=ray", "num_gpus_per_node=1"), "actor_infer")
+    packed = amounts(together, "generate", "weights")
+    assert amounts(apart, "generate", "weights") == packed + 4 * num_parameters
+    assert amounts(together, "start", "weights") == packed + 4 * num_parameters
+
+
+def test_weights_that_stay_on_the_device_take_room_there_for_two_buckets_of_the_trainers(
+    planned, monkeypatch, num_parameters
+):
+    monkeypatch.setitem(device_memory.KINDS, "acc", object())
+
+    def buffers(name, act, *keys):
+        taken = role(planned(*ACC, *keys), name).taken(act)
+        return [(use.num_bytes, use.on) for use in taken if use.what == "sync buffers"]
+
+    assert buffers("actor_train", "publish") == [(2 * 4 * num_parameters, "device")]
+    assert buffers("actor_infer", "receive") == []
+    ((_, where),) = buffers("actor_train", "publish", "actor_infer.device_mapping=[1]")
+    assert where == "host"
+
+
+def test_keys_and_values_have_room_for_the_longest_rows(planned):
+    engine = role(
+        planned(
+            "actor_infer.strategy_args.strategy_config.max_num_seqs=10",
+            "actor_infer.strategy_args.strategy_config.max_num_batched_tokens=48",
+        ),
+        "actor_infer",
+    )
+    position = 2 * 2 * 32 * 4
+    assert amounts(engine, "generate", "kv cache") == (10 * 64 + 48) * position
+
+
+def test_phases_are_in_order_and_roles_that_share_a_slot_take_turns(planned, num_parameters):
+    plan = planned(*ACC)
+    slots = {load.phase: dict(load.by_role) for load in plan.loads if "slot" in load.where}
+    nodes = {load.phase: dict(load.by_role) for load in plan.loads if "slot" not in load.where}
+    assert [name for name in slots if not name.startswith("start of")] == [
+        "publish", "rollout", "logprobs of the policy", "train", "train: step", "checkpoint of actor_train",
+    ]  # fmt: skip
+    trainer = role(plan, "actor_train")
+    assert slots["publish"]["actor_train"] == 4 * num_parameters
+    assert "actor_train" not in slots["rollout"]
+    assert nodes["rollout"]["actor_train"] == 16 * num_parameters + MODEL_CODE_BYTES
+    assert "actor_infer" not in slots["train"]
+    assert slots["train"]["actor_train"] == trainer.num_bytes("backward", "device")
+    assert slots["train"]["device context"] == 2 * CONTEXT_BYTES
+
+
+def test_without_turns_everything_stays(planned, num_parameters):
+    plan = planned(*ACC, "is_offload_states=false")
+    rollout = next(load for load in plan.loads if load.phase == "rollout" and "slot" in load.where)
+    assert dict(rollout.by_role)["actor_train"] == 16 * num_parameters
+
+
+def test_roles_apart_do_not_move(planned, num_parameters):
+    plan = planned(*ACC[:3], "actor_infer.device_mapping=[1]")
+    rollout = {load.where: dict(load.by_role) for load in plan.loads if load.phase == "rollout"}
+    assert rollout["node 0, slot 0"]["actor_train"] == 16 * num_parameters
+    assert "actor_train" not in rollout["node 0, slot 1"]
+
+
+def test_the_slot_with_least_memory_counts(planned):
+    assert planned(*ACC).capacity.slot == 78 * 2**30
+    assert planned(*ACC, slot_bytes=5).capacity.slot == 5
+
+
+def test_a_host_holds_the_libraries_of_every_process(planned):
+    one = next(load for load in planned().loads if load.phase == "train")
+    three = next(load for load in planned("executor=ray", "num_gpus_per_node=1").loads if load.phase == "train")
+    assert dict(one.by_role)["libraries"] == PROCESS_BYTES
+    assert dict(three.by_role)["libraries"] == 4 * PROCESS_BYTES  # the driver, a trainer, an engine, a judge
+
+
+def test_what_is_not_known_is_said(planned, tmp_path):
+    text = (
+        "pipeline: sft\npretrain: nowhere/model\nsft_train: {data_args: {file_name: a.jsonl}, strategy_args:"
+        " {strategy_name: hf_train}}\n"
+    )
+    plan = planned(text=text)
+    assert "nowhere/model" in role(plan, "sft_train").unknown
+    assert plan.starts
+    assert not plan.known
+
+
+@pytest.mark.parametrize(("kind", "size"), [("byte", 258), ("{kind: char, alphabet: abca}", 5), ("bpe", 1024)])
+def test_the_vocabulary_is_that_of_the_tokenizer_to_be_made(planned, kind, size):
+    tokenizer = kind if kind.startswith("{") else f"{{kind: {kind}}}"
+    plan = planned(f"tokenizer={tokenizer}", "~actor_train.model_args.random_init.vocab_size")
+    hidden = 64
+    with_given = role(planned(), "actor_train").parameters
+    assert with_given - role(plan, "actor_train").parameters == (1000 - size) * hidden
+
+
+def test_a_formula_that_fails_is_told_and_ends_nothing(planned, monkeypatch):
+    monkeypatch.setattr("roll_infer_hf.memory.engine", lambda question: 1 / 0)
+    plan = planned()
+    assert "memory:engine failed: ZeroDivisionError" in role(plan, "actor_infer").unknown
+    assert not role(plan, "actor_train").unknown
