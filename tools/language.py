@@ -1,7 +1,6 @@
 """Checks the language of docs and messages; part of `./run lint`. Words and rules: CONTRIBUTING.md.
 
-Pages and packages that are already clean are listed in `PAGES` and `PACKAGES`, so that they stay clean. A page that
-is cleaned joins the list. `python tools/language.py PATH...` checks other files.
+Checks all pages, and the messages of errors and logs in all packages. `python tools/language.py PATH...` checks others.
 """
 
 from __future__ import annotations
@@ -16,27 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES: tuple[str, ...] = ("docs/errors.md", "docs/support.md")
-PACKAGES: tuple[str, ...] = (
-    *(
-        f"packages/roll-core/src/roll_core/{name}"
-        for name in ("builtin", "config", "errors.py", "host.py", "openmp.py", "plugins", "spec", "types.py")
-    ),
-    "packages/roll-infer-hf/src",
-    "packages/roll-infer-sglang/src",
-    "packages/roll-infer-vllm/src",
-    "packages/roll-migrate/src",
-    "packages/roll-platform-cuda/src",
-    "packages/roll-platform-npu/src",
-    "packages/roll-platform-rocm/src",
-    "packages/roll-modeling/src",
-    "packages/roll-strategy-deepspeed/src",
-    "packages/roll-strategy-fsdp2/src",
-    "packages/roll-strategy-hf/src",
-    "packages/roll-strategy-megatron/src",
-    "packages/roll-testing/src",
-)
-"""Folders of sources whose error and log messages are checked as well."""
+CHECKED = ("README.md", "CONTRIBUTING.md", "docs/*.md", "packages/*/README.md", "packages/*/src")
 
 MAX_COLUMNS = 100
 MAX_CELL_WORDS = 15
@@ -56,8 +35,8 @@ TEXT = re.compile(
 
 def main(arguments: list[str]) -> int:
     """0 if nothing is found."""
-    named = [Path(each) for each in arguments] or [REPOSITORY / each for each in (*PAGES, *PACKAGES)]
-    files = [each for path in named for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    named = [Path(each) for each in arguments] or [each for glob in CHECKED for each in REPOSITORY.glob(glob)]
+    files = [each for path in sorted(named) for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     found = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
     if not arguments:
         tests = [*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("packages/*/tests/*.py")]

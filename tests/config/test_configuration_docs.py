@@ -1,6 +1,6 @@
 """docs/configuration.md lists every key of every schema, with its type, default and meaning, as the code has them.
 
-ROLL_UPDATE_GOLDEN=1 writes the tables anew. Its YAML examples are loaded, too.
+ROLL_UPDATE_GOLDEN=1 updates the lists. The YAML examples are loaded as well.
 """
 
 import ast
@@ -17,11 +17,12 @@ from roll_core.config.schema import members
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Config
+from roll_testing.config_table import key_entry
 from roll_testing.kit import hf_plugins
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 TEXT = DOCS.read_text(encoding="utf-8")
-BEGIN, END = "<!-- tables: made by tests/config/test_configuration_docs.py -->\n", "<!-- end of tables -->"
+BEGIN, END = "<!-- keys: made by tests/config/test_configuration_docs.py -->\n", "<!-- end of keys -->"
 
 
 def schemas():
@@ -64,7 +65,7 @@ def spell_type(node):
         return " ".join([spell_type(kind), *(f"{signs[name]} {bounds[name]}" for name in signs if name in bounds)])
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
         values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return ", ".join(str(each.value) for each in values)
+        return " | ".join(str(each.value) for each in values)
     return ast.unparse(node)
 
 
@@ -81,7 +82,7 @@ def spell_default(node):
     return {"None": "null", "True": "true", "False": "false"}.get(value, value.replace("'", ""))
 
 
-def tables():
+def lists():
     lines = []
     for schema in schemas():
         rows = list(own_fields(schema))
@@ -89,19 +90,15 @@ def tables():
         bases = [base.__name__.strip("_") for base in schema.__bases__ if base is not Config]
         if not rows:
             continue
-        lines += [f"### {schema.__name__.strip('_')}", "", " ".join(title.split()), ""]
+        lines += [f"### {schema.__name__.strip('_')}", "", textwrap.fill(" ".join(title.split()), 100), ""]
         if bases:
             lines += [f"Has the keys of {' and '.join(bases)}, and:", ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for name, kind, default, meaning in rows:
-            cells = [f"`{name}`", kind, f"`{default}`" if default else "", meaning]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
+        lines += ["".join(key_entry(*row) for row in rows)]
     return "\n".join(lines)
 
 
-def test_the_tables_are_those_of_the_schemas():
-    found = tables()
+def test_the_keys_are_those_of_the_schemas():
+    found = lists()
     head, _, rest = TEXT.partition(BEGIN)
     if os.environ.get("ROLL_UPDATE_GOLDEN"):
         DOCS.write_text(head + BEGIN + found + END + rest.partition(END)[2], encoding="utf-8")
@@ -119,10 +116,10 @@ def test_every_key_says_what_it_means(schema):
 ROLES = ("model_args", "training_args", "generating_args", "strategy_args", "rewards", "kind")
 
 
-def test_every_key_of_every_schema_is_in_the_tables():
+def test_every_key_of_every_schema_is_listed():
     for schema in schemas():
         for name in schema.model_fields:
-            assert f"| `{name}` |" in TEXT, f"{schema.__name__}.{name}"
+            assert f"\n- `{name}` (" in TEXT, f"{schema.__name__}.{name}"
 
 
 def test_the_example_loads(tmp_path):

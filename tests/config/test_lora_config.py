@@ -132,5 +132,5 @@ def test_the_page_has_every_key_and_its_example_loads(read):
     config = read(example)
     assert lora_spec(config.actor_train.model_args) == LoraSpec(targets=("all-linear",), rank=16, alpha=32.0)
     assert config.stays_close
-    listed = set(re.findall(r"^\| `(\w+)` \|", DOCS, flags=re.MULTILINE))
+    listed = set(re.findall(r"^- `(\w+)`:", DOCS, flags=re.MULTILINE))
     assert listed == {"lora_target", *LORA_KEYS}

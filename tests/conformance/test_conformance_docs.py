@@ -43,12 +43,12 @@ PUBLIC = [
 @pytest.mark.parametrize(("text", "kit"), KITS)
 def test_every_test_has_its_line_and_no_other(text, kit):
     tests = sorted(name for name in dir(kit) if name.startswith("test_"))
-    assert sorted(re.findall(r"^\| `(test_\w+)` \| \S", text, flags=re.MULTILINE)) == tests
+    assert sorted(re.findall(r"^- `(test_\w+)`: \S", text, flags=re.MULTILINE)) == tests
 
 
 @pytest.mark.parametrize(("text", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
 def test_what_an_author_may_say_is_explained(text, name):
-    assert re.search(rf"^\| `{name}(\([\w, ]*\))?` \| \S", text, flags=re.MULTILINE)
+    assert re.search(rf"^- `{name}(\([\w, ]*\))?`: \S", text, flags=re.MULTILINE)
 
 
 def test_the_bounds_are_those_of_the_code():

@@ -1,9 +1,10 @@
-"""docs/from-roll.md has every key of the tables with what becomes of it. ROLL_UPDATE_GOLDEN=1 writes them anew."""
+"""docs/from-roll.md lists every key of the import rules with its result. ROLL_UPDATE_GOLDEN=1 updates it."""
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from roll_core.spec.importing import IMPORT_STATUSES
@@ -11,7 +12,7 @@ from roll_migrate import roll_keys
 from roll_migrate.rules import Each, KeyRule
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-roll.md"
-BEGIN, END = "<!-- tables: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of tables -->"
+BEGIN, END = "<!-- keys: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of keys -->"
 TITLES = {
     "`rlvr`: the run": roll_keys.RLVR,
     "`sft`: the run, where it differs": {
@@ -34,7 +35,7 @@ ELSEWHERE = {"model_args", "training_args", "data_args", "generating_args", "str
 
 
 def rows(table, prefix=""):
-    """`(keys, what becomes of them)`, keys of which the same is said in one row."""
+    """`(result, keys)`: keys with the same result share an entry."""
     said: dict[str, list[str]] = {}
     for key, rule in table.items():
         if isinstance(rule, Each):
@@ -47,7 +48,7 @@ def rows(table, prefix=""):
     return list(said.items())
 
 
-def tables() -> str:
+def lists() -> str:
     text = ""
     for title, table in TITLES.items():
         found = {
@@ -55,20 +56,22 @@ def tables() -> str:
             for key, rule in table.items()
             if isinstance(rule, (KeyRule, Each)) or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_")))
         }
-        text += f"### {title}\n\n| key | what becomes of it |\n|---|---|\n"
+        text += f"### {title}\n\n"
         for says, keys in rows(
             {key: rule for key, rule in found.items() if key not in ("reference", "critic", "validation")}
         ):
-            text += f"| {', '.join(f'`{key}`' for key in keys)} | {says.replace('|', chr(92) + '|')} |\n"
+            item = f"- {', '.join(f'`{key}`' for key in keys)}: {says}"
+            text += textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            text += "\n"
         text += "\n"
     return text
 
 
-def test_the_tables_are_those_of_the_code():
+def test_the_lists_are_those_of_the_code():
     text = DOCS.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    wanted = f"{before}{begin}{tables()}{END}{after}"
+    wanted = f"{before}{begin}{lists()}{END}{after}"
     if os.environ.get("ROLL_UPDATE_GOLDEN"):
         DOCS.write_text(wanted, encoding="utf-8")
     assert DOCS.read_text(encoding="utf-8") == wanted

@@ -1,9 +1,10 @@
-"""docs/troubleshooting.md has a section for each known error of ours. ROLL_UPDATE_GOLDEN=1 writes them anew."""
+"""docs/troubleshooting.md has a section for each known error of ours. ROLL_UPDATE_GOLDEN=1 updates them."""
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -33,9 +34,12 @@ def ours() -> list[tuple[str, KnownError]]:
 def sections() -> str:
     text = ""
     for package, each in ours():
-        where = f" While a worker does {', '.join(f'`{name}`' for name in each.during)}." if each.during else ""
-        text += f"### {each.id}\n\n{each.cause}{where}\n\nWhat to do: {each.remedy}.\n\n"
-        text += f"Recognised by `{package}`:\n\n    {each.pattern}\n\n"
+        where = f" During {', '.join(f'`{name}`' for name in each.during)} of a worker." if each.during else ""
+        cause, remedy = (
+            textwrap.fill(each, 100, break_long_words=False, break_on_hyphens=False)
+            for each in (f"{each.cause}{where}", f"What to do: {each.remedy}.")
+        )
+        text += f"### {each.id}\n\n{cause}\n\n{remedy}\n\nPattern of `{package}`:\n\n    {each.pattern}\n\n"
     return text
 
 

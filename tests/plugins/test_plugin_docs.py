@@ -33,7 +33,7 @@ def test_every_field_of_every_record_is_explained(name):
     assert heading is not None
     explained = section(heading[0]) + (section("## Records") if name.endswith("Provider") else "")
     for field in fields(getattr(providers, name)):
-        assert re.search(rf"^\| `{field.name}` \| \S", explained, flags=re.MULTILINE), field.name
+        assert re.search(rf"^- `{field.name}`: \S", explained, flags=re.MULTILINE), field.name
 
 
 def test_every_kind_of_record_is_named_under_its_hook():

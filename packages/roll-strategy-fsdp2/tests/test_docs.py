@@ -8,7 +8,7 @@ from roll_strategy_fsdp2.config import FSDP2Config
 from roll_testing.config_table import check_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "fsdp2.md"
-BEGIN, END = "<!-- table: made by packages/roll-strategy-fsdp2/tests/test_docs.py -->\n", "<!-- end of table -->"
+BEGIN, END = "<!-- keys: made by packages/roll-strategy-fsdp2/tests/test_docs.py -->\n", "<!-- end of keys -->"
 
 
 def test_the_page_has_every_key_as_the_schema_has_it():

@@ -37,7 +37,7 @@ REFUSED = {
     "moe_permute_fusion": TRANSFORMER_ENGINE,
     "moe_router_fusion": TRANSFORMER_ENGINE,
     "cross_entropy_loss_fusion": "logprobs are computed in chunks, and losses from logprobs",
-    "bias_activation_fusion": "Megatron compiles it anew for each length of a microbatch",
+    "bias_activation_fusion": "Megatron recompiles it for each length of a microbatch",
     "moe_expert_capacity_factor": DROPS,
     "moe_pad_expert_input_to_capacity": DROPS,
     "moe_token_drop_policy": DROPS,
