@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from types import FunctionType
+
     from roll_testing.kit import Kit
 
 # Under `uv run pytest` Ray would give every worker an environment resolved anew, from a copy of the working directory.
@@ -46,11 +49,22 @@ def _not_here(item: pytest.Item) -> bool:
     part = getattr(item, "cls", None)
     if part is None or not hasattr(part, "_engine_or_skip"):
         return False
-    calls = function.__code__.co_names
-    if "need_training" in calls and getattr(_provider(part), "forward_only", False):
+    if getattr(_provider(part), "forward_only", False) and "need_training" in _calls(part, function):
         return True
-    computes = {"case", "setup"} & set(item.fixturenames) or "_engine_or_skip" in calls
+    computes = {"case", "setup"} & set(item.fixturenames) or "_engine_or_skip" in function.__code__.co_names
     return bool(computes) and not everything and not _engine_is_here(part)
+
+
+@cache
+def _calls(part: type[Kit], test: FunctionType) -> set[str]:
+    """Names that a test of a kit uses, with those that the kit's methods it calls use."""
+    found: set[str] = set()
+    remaining = [test]
+    while remaining:
+        names = set(remaining.pop().__code__.co_names) - found
+        found |= names
+        remaining += [method for name in names if inspect.isfunction(method := getattr(part, name, None))]
+    return found
 
 
 @cache
