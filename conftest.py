@@ -29,13 +29,25 @@ settings.load_profile("untimed")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another command runs, instead of collecting thousands of skips.
 
-    Tests of an engine that is not installed run under `./run test-engines`, which sets `ROLL_CONFORMANCE=full`: then
-    nothing is left out, and a missing engine is a failure.
+    Tests of an engine that is not installed run under `./run test-engines`, which sets `ROLL_CONFORMANCE=full`: then a
+    missing engine is a failure. A kit's tests of a record run once for each record, not for each of its suites.
     """
-    left_out = [item for item in items if _not_here(item)]
+    kept: dict[object, pytest.Item] = {}
+    for item in items:
+        if not _not_here(item):
+            kept.setdefault(_of_record(item) or item, item)
+    left_out = set(items) - set(kept.values())
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = kept.values()
+
+
+def _of_record(item: pytest.Item) -> tuple[object, ...] | None:
+    """Test, kind and name of a part, for a test that reads only the part's record."""
+    part, function = getattr(item, "cls", None), getattr(item, "function", None)
+    if function is None or function.__module__ != "roll_testing.packaging":
+        return None
+    return function.__name__, part._kind, part.name
 
 
 def _not_here(item: pytest.Item) -> bool:
