@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from types import FunctionType
+
     from roll_testing.kit import Kit
 
 # Under `uv run pytest` Ray would give every worker an environment resolved anew, from a copy of the working directory.
@@ -26,13 +29,25 @@ settings.load_profile("untimed")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another command runs, instead of collecting thousands of skips.
 
-    Tests of an engine that is not installed run under `./run test-engines`, which sets `ROLL_CONFORMANCE=full`: then
-    nothing is left out, and a missing engine is a failure.
+    Tests of an engine that is not installed run under `./run test-engines`, which sets `ROLL_CONFORMANCE=full`: then a
+    missing engine is a failure. A kit's tests of a record run once for each record, not for each of its suites.
     """
-    left_out = [item for item in items if _not_here(item)]
+    kept: dict[object, pytest.Item] = {}
+    for item in items:
+        if not _not_here(item):
+            kept.setdefault(_of_record(item) or item, item)
+    left_out = set(items) - set(kept.values())
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = kept.values()
+
+
+def _of_record(item: pytest.Item) -> tuple[object, ...] | None:
+    """Test, kind and name of a part, for a test that reads only the part's record."""
+    part, function = getattr(item, "cls", None), getattr(item, "function", None)
+    if function is None or function.__module__ != "roll_testing.packaging":
+        return None
+    return function.__name__, part._kind, part.name
 
 
 def _not_here(item: pytest.Item) -> bool:
@@ -46,11 +61,22 @@ def _not_here(item: pytest.Item) -> bool:
     part = getattr(item, "cls", None)
     if part is None or not hasattr(part, "_engine_or_skip"):
         return False
-    calls = function.__code__.co_names
-    if "need_training" in calls and getattr(_provider(part), "forward_only", False):
+    if getattr(_provider(part), "forward_only", False) and "need_training" in _calls(part, function):
         return True
-    computes = {"case", "setup"} & set(item.fixturenames) or "_engine_or_skip" in calls
+    computes = {"case", "setup"} & set(item.fixturenames) or "_engine_or_skip" in function.__code__.co_names
     return bool(computes) and not everything and not _engine_is_here(part)
+
+
+@cache
+def _calls(part: type[Kit], test: FunctionType) -> set[str]:
+    """Names that a test of a kit uses, with those that the kit's methods it calls use."""
+    found: set[str] = set()
+    remaining = [test]
+    while remaining:
+        names = set(remaining.pop().__code__.co_names) - found
+        found |= names
+        remaining += [method for name in names if inspect.isfunction(method := getattr(part, name, None))]
+    return found
 
 
 @cache

@@ -1,19 +1,19 @@
-"""Asynchronous beside synchronous GRPO: the same task, model, data and number of steps on two cores.
+"""Compare asynchronous and synchronous GRPO: the same task, model, data and number of steps on two cores.
 
     ./run bench async_vs_sync [--seeds N] [--steps N] [--ratios 1 2] [--learning-rates 2e-4 5e-4]
 
-Sequences of digits are to be sorted, most of them short and a few long, as answers are. A Qwen3-style model with random
-weights learns it by SFT, once for each seed, from a teacher who more often than not confuses the last two; then
-`roll-core run` trains it on by GRPO with the embedded engine, in each mode in turn:
+The task is to sort digits; most prompts are short and a few are long. For each seed, a Qwen3-style model with random
+weights is trained by SFT on responses of which 60 % have the last two digits swapped. Then `roll-core run` continues
+with GRPO and the embedded engine, in each mode:
 
-    synchronous     trainer and engine take turns on both cores, in one process
-    asynchronous    trainer and engine have a core and a process each; generation runs `async_generation_ratio` batches
-                    ahead, and weights are replaced under way; what older weights drew is weighed by importance
-    clipped         the same, but PPO's ratio compares with the engine's logprobs, and clips
-    uncorrected     neither
+    synchronous     trainer and engine alternate on both cores, in one process
+    asynchronous    trainer and engine have a core and a process each; generation is `async_generation_ratio` batches
+                    ahead, weights change during generation, and importance weights correct for older ones
+    clipped         as asynchronous, but PPO's ratio uses the engine's logprobs, and clips
+    uncorrected     neither correction
 
-Seconds are those of the steps, less evaluations: starting processes is no part of it. Accuracy is that of held-out
-sequences after the last step. Modes of a seed run one after the other, so that a busy machine is busy for all of them.
+Seconds are those of the steps without evaluations and the start of processes. Accuracy is measured on held-out prompts
+after the last step. The modes of one seed run one after the other, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from common import RESULTS, write_result
 
 LONGEST = 24
 MISTAKES = 0.6
-"""The share of the teacher's answers whose last two digits are confused."""
+"""Share of the SFT responses whose last two digits are swapped."""
 PROMPTS, ANSWERS = 32, 8
 MODEL = {
     "model_type": "qwen3",
@@ -52,7 +52,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "clipped": {"force_disable_old_logprobs_recompute": True},
     "uncorrected": {"train_infer_correction": {"is_weight": {"enabled": False}}},
 }
-"""How else older answers may be treated."""
+"""Other treatments of off-policy responses, by mode."""
 
 
 def is_right(prompt: str, response: str, ground_truth: str) -> float:

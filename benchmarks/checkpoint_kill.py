@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 FORK = multiprocessing.get_context("fork")
 """Libraries are imported once, and every try is a fork of this process, which itself computes nothing."""
 FORKS_NEED = (
-    "datasets",
     "hydra",
     "transformers.models.qwen3.modeling_qwen3",
     "roll_strategy_hf.train",

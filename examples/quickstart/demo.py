@@ -1,8 +1,8 @@
-"""`./run demo`: make the quick start's data, train by SFT, go on by GRPO, and say how good the model was after each.
+"""`./run demo`: make the quick start's data, train by SFT and then by GRPO, and print the accuracy after each.
 
     python examples/quickstart/demo.py [key=value ...]
 
-The same by hand:
+The same with single commands:
 
     python examples/quickstart/make_data.py
     roll-core run examples/quickstart/sft.yaml examples/quickstart/grpo.yaml

@@ -1,14 +1,13 @@
-"""Make the quick start's data: digits to be sorted, as a teacher would who confuses the last two.
+"""Make the quick start's data: prompts of five digits, and responses with the digits sorted.
 
     python examples/quickstart/make_data.py [DIRECTORY]
 
-The teacher sorts five digits and then, more often than not, swaps the last two. A model that imitates him perfectly is
-right on about half of the problems. What is right is never shown to it: that it has to find out by reinforcement
-learning.
+SFT responses are noisy: 62 % have the last two digits swapped. A model that fits them perfectly is correct on about
+half of the prompts. GRPO rewards correct responses only.
 
-    sft.jsonl     problems with the teacher's answers
-    train.jsonl   the same problems with the true answers, to be rewarded
-    val.jsonl     problems that are in neither file
+    sft.jsonl     prompts with noisy responses
+    train.jsonl   the same prompts with the ground truth, for the reward
+    val.jsonl     prompts that are in neither file
 """
 
 from __future__ import annotations
@@ -19,25 +18,26 @@ import sys
 from pathlib import Path
 
 SEED = 2026
-SWAPS_THE_LAST_TWO = 0.62
+SWAP_PROBABILITY = 0.62
 NUM_TRAIN, NUM_VALIDATION, DIGITS = 24_000, 500, 5
 
 
-def teacher_sorts(digits: str, rng: random.Random) -> str:
-    """The digits in order, the last two of them too often the wrong way round."""
-    right = "".join(sorted(digits))
-    return right[:-2] + right[-1] + right[-2] if rng.random() < SWAPS_THE_LAST_TWO else right
+def noisy_response(digits: str, rng: random.Random) -> str:
+    """Sort the digits, and swap the last two with probability `SWAP_PROBABILITY`."""
+    correct = "".join(sorted(digits))
+    return correct[:-2] + correct[-1] + correct[-2] if rng.random() < SWAP_PROBABILITY else correct
 
 
 def main(directory: Path) -> None:
-    """Write the three files; the same ones every time."""
+    """Write the three files. Their contents are the same every time."""
     rng = random.Random(SEED)
-    # Drawn without replacement, so no problem of the validation is among those that are trained on.
-    problems = [f"{number:0{DIGITS}d}" for number in rng.sample(range(10**DIGITS), NUM_TRAIN + NUM_VALIDATION)]
-    train, validation = problems[:NUM_TRAIN], problems[NUM_TRAIN:]
+    # Sampled without replacement, so validation prompts are never trained on.
+    prompts = [f"{number:0{DIGITS}d}" for number in rng.sample(range(10**DIGITS), NUM_TRAIN + NUM_VALIDATION)]
+    train, validation = prompts[:NUM_TRAIN], prompts[NUM_TRAIN:]
     directory.mkdir(parents=True, exist_ok=True)
     write(
-        directory / "sft.jsonl", [row(i, each) | {"response": teacher_sorts(each, rng)} for i, each in enumerate(train)]
+        directory / "sft.jsonl",
+        [row(i, each) | {"response": noisy_response(each, rng)} for i, each in enumerate(train)],
     )
     write(directory / "train.jsonl", [row(i, each) for i, each in enumerate(train)])
     write(directory / "val.jsonl", [row(i, each) for i, each in enumerate(validation)])

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from roll_core.cli import main as cli
+from roll_core.errors import NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.run.resuming import SavedRole, SavedRun
@@ -89,7 +90,7 @@ def test_a_run_without_checkpoints_is_no_mistake_for_list_but_one_for_verify(tmp
     assert cli.main(["checkpoint", "list", str(run.path)]) == 0
     assert "no checkpoint in" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(run.path)]) == 2
-    assert "has no checkpoint that could be verified" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, NoCheckpointError.code, run.path)
 
 
 def test_a_truncated_file_is_seen_by_list(run, capsys):
@@ -109,7 +110,7 @@ def test_a_flipped_bit_is_seen_by_verify_and_by_list_when_asked(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("step-2: intact")
     assert lines[1].endswith("step-4: damaged: actor_train/weights does not have the digest that was recorded")
-    assert lines[2] == f"the last good one in {run.checkpoints} is step-2"
+    assert lines[2] == f"newest intact checkpoint in {run.checkpoints}: step-2"
 
 
 def test_verify_takes_checkpoints_by_their_own_paths(run, capsys):
@@ -118,7 +119,7 @@ def test_verify_takes_checkpoints_by_their_own_paths(run, capsys):
     assert cli.main(["checkpoint", "verify", str(run.checkpoints / "step-4")]) == 1
     shown = capsys.readouterr().out
     assert "actor_train/weights is missing" in shown
-    assert "the last good one" in shown
+    assert "step-2" in shown.splitlines()[-1]
     code, rows = listed(capsys, "verify", str(run.checkpoints / "step-2"), str(run.checkpoints / "step-4"))
     assert code == 1
     assert [row["state"] for row in rows] == ["intact", "damaged: actor_train/weights is missing"]
@@ -146,7 +147,7 @@ def test_a_renamed_checkpoint_is_found_out(run, capsys):
 @pytest.mark.parametrize("action", ["list", "verify"])
 def test_a_path_that_is_no_run_is_a_mistake(tmp_path, action, capsys):
     assert cli.main(["checkpoint", action, str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, RunDirectoryError.code, tmp_path)
     assert cli.main(["checkpoint", action, str(tmp_path / "nowhere")]) == 2
     assert "is not a directory" in capsys.readouterr().err
 

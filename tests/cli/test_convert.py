@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from roll_core.cli.main import main
-from roll_core.errors import CheckpointError
+from roll_core.errors import CheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.portable_state import FOLDER, write_portable_state
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
@@ -305,7 +305,7 @@ def test_what_is_there_already_is_left_alone(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
     assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "out")]) != 0
-    assert mentions(capsys.readouterr().err, "already")
+    assert mentions(capsys.readouterr().err, RunDirectoryError.code, tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 

@@ -103,5 +103,5 @@ def test_what_is_not_known_does_not_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["plan", "run.yaml", "--host-memory", "8", *unknown]) == 0
     shown = capsys.readouterr().out
     assert "output/before/latest/export" in shown
-    assert "· the rest takes at most" in shown
+    assert "· the other roles need at most" in shown
     assert "✓" not in shown

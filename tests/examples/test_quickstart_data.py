@@ -33,7 +33,7 @@ def test_true_answers_are_the_digits_in_order(data):
         assert "response" not in row
 
 
-def test_the_teacher_is_right_about_half_of_the_time(data):
+def test_about_half_of_the_sft_responses_are_correct(data):
     right = sum(row["response"] == row["ground_truth"] for row in data["sft"]) / len(data["sft"])
     assert 0.45 < right < 0.6
 

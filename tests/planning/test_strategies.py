@@ -214,7 +214,7 @@ def test_megatron_keeps_moments_on_the_host_if_told():
 )
 def test_megatron_offers_the_hosts_only_where_check_would_take_it(more, offered):
     found = answer(TrainProvider, "megatron_train", {}, on_host=False, **more)
-    assert ("optimizer_cpu_offload" in [key for lever in found.levers for key in lever.keys]) is offered
+    assert ("optimizer_cpu_offload" in [key for saving in found.savings for key in saving.keys]) is offered
 
 
 def test_megatron_spreads_experts_by_their_own_parallelism():

@@ -151,7 +151,7 @@ METHODS = {
     },
 }
 FACTS = {
-    "DeviceFacts": ["device", "backend", "uuid", "leads", "replica"],
+    "DeviceFacts": ["device", "backend", "uuid", "is_leader", "replica"],
     "WorkerFacts": ["host", "pid", "node", "slots", "device"],
     "RoleFacts": ["role", "workers", "weight_transports", "directory"],
     "Route": ["label", "sources", "options", "self_test", "note"],

@@ -102,7 +102,7 @@ def test_a_changed_byte_is_found(tmp_path):
         recording.batch(1, plan_of())
 
 
-@pytest.mark.parametrize("head", ["", "nonsense\n", "[]\n", "{}\n", '{"schema": 1}\n'])
+@pytest.mark.parametrize("head", ["", "nonsense\n", "[]\n", "{}\n", '{"schema": 2}\n'])
 def test_a_file_that_is_no_recording_is_named(tmp_path, head):
     recording = record(tmp_path, 1)
     recording.steps[1].write_text(head, encoding="utf-8")
@@ -114,8 +114,8 @@ def test_another_schema_is_refused(tmp_path):
     recording = record(tmp_path, 1)
     path = recording.steps[1]
     head, _, rest = path.read_text(encoding="utf-8").partition("\n")
-    path.write_text(json.dumps(json.loads(head) | {"schema": 2}) + "\n" + rest, encoding="utf-8")
-    with raises_error(RecordingError, "schema 2", "roll-core", "1"):
+    path.write_text(json.dumps(json.loads(head) | {"schema": 3}) + "\n" + rest, encoding="utf-8")
+    with raises_error(RecordingError, "schema 3", "roll-core", "2"):
         recording.batch(1, plan_of())
 
 

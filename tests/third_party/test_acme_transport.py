@@ -115,7 +115,7 @@ def test_one_changed_byte_fails_the_proof_and_names_the_tensor(position):
 def test_a_stream_that_ends_early_is_a_lost_connection_on_both_sides():
     found = publish(lambda at, data: data[: max(0, BYTES - 100 - at)])
     assert isinstance(found["received"], SenderLostError)
-    assert found["lost"].gone == (0,)
+    assert found["lost"].disconnected == (0,)
 
 
 def test_a_receipt_without_a_tensor_fails_the_proof():

@@ -37,7 +37,7 @@ from roll_testing.errors import raises_error
 def facts(role, *workers, follower=None):
     """Workers are (backend, slots)."""
     devices = [
-        DeviceFacts(device="cpu" if backend == "gloo" else "cuda:0", backend=backend, leads=rank != follower)
+        DeviceFacts(device="cpu" if backend == "gloo" else "cuda:0", backend=backend, is_leader=rank != follower)
         for rank, (backend, _) in enumerate(workers)
     ]
     found = [
@@ -210,7 +210,7 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
     CollectiveTransport().cancel_transfer(sender.address, HOW)
     sending.join(30)
     receiving.join(30)
-    assert (type(sent[0]), sent[0].gone, sent[0].at) == (ReceiversLostError, (0,), "a")
+    assert (type(sent[0]), sent[0].disconnected, sent[0].at) == (ReceiversLostError, (0,), "a")
     assert isinstance(received[0], SenderLostError)
     assert "called off" in str(received[0])
     receiver.close()
@@ -224,7 +224,7 @@ def test_a_device_that_is_late_is_silent_at_the_deadline(hanging):
     receiving, _ = begin(receiver, lambda end: list(end.receive(MANIFEST, Deadline(5))))
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
-    assert (caught.value.silent, caught.value.gone) == ((0,), ())
+    assert (caught.value.timed_out, caught.value.disconnected) == ((0,), ())
     receiving.join(30)
     assert not receiving.is_alive()
     sender.close()

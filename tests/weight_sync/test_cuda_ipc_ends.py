@@ -158,7 +158,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
     def send():
         with pytest.raises(ReceiversLostError) as caught:
             sender.send(manifest, iter([("a", torch.arange(100))]), Deadline(20))
-        lost.extend(caught.value.gone)
+        lost.extend(caught.value.disconnected)
 
     sending = in_thread(send)
     with raises_error(WeightSyncError, *facts):

@@ -84,7 +84,7 @@ def test_receivers_that_never_come_are_named(where):
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
     thread.join()
-    assert (caught.value.silent, caught.value.gone) == ((0, 2), ())
+    assert (caught.value.timed_out, caught.value.disconnected) == ((0, 2), ())
     sender.close()
 
 
@@ -95,7 +95,7 @@ def test_a_receiver_that_hangs_up_half_way_ends_the_sending(where):
     def send():
         with pytest.raises(ReceiversLostError) as caught:
             sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
-        outcome.append(caught.value.gone)
+        outcome.append(caught.value.disconnected)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -130,7 +130,7 @@ def test_the_driver_can_call_off_what_both_ends_wait_for(where):
     threading.Timer(0.2, disk.DiskTransport().cancel_transfer, [sender.address, {}]).start()
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
-    assert caught.value.gone == (0,)
+    assert caught.value.disconnected == (0,)
     sender.close()
     assert files_below(where) == []
 

@@ -96,7 +96,7 @@ def facts_of(role, *uuids, followers=(), host="h"):
         WorkerFacts(
             host=host,
             pid=rank,
-            device=DeviceFacts(device="cuda:0" if uuid else "cpu", uuid=uuid, leads=rank not in followers),
+            device=DeviceFacts(device="cuda:0" if uuid else "cpu", uuid=uuid, is_leader=rank not in followers),
         )
         for rank, uuid in enumerate(uuids)
     )
@@ -128,7 +128,7 @@ def test_equal_names_on_two_hosts_are_two_devices():
     assert sources_of(facts_of("actor_train", "a", host="one"), facts_of("actor_infer", "a", host="two"))[0] == ()
 
 
-@pytest.mark.parametrize("error", [ReceiversLostError("left", gone=(0,)), UnexpectedTensorError("left")])
+@pytest.mark.parametrize("error", [ReceiversLostError("left", disconnected=(0,)), UnexpectedTensorError("left")])
 def test_a_sender_that_gives_up_ends_its_export_because_other_ranks_are_in_it(monkeypatch, error):
     exported = []
 

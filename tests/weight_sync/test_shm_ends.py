@@ -89,7 +89,7 @@ def test_receivers_that_never_come_are_named():
     receiver = receiver_of(sender.address, 1, 10)
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(manifest, iter(TENSORS.items()), Deadline(0.2))
-    assert caught.value.silent == (0, 2)
+    assert caught.value.timed_out == (0, 2)
     receiver.close()
     sender.close()
 

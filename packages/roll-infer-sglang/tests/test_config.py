@@ -10,7 +10,6 @@ from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
 from roll_infer_sglang.config import SglangConfig, _architectures
-from roll_modeling.architectures import package_folder
 from roll_testing.errors import mentions, raises_error
 
 
@@ -171,7 +170,7 @@ def test_architectures_that_sglang_does_not_have_are_refused(models, tmp_path, m
     SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
 
 
-@pytest.mark.skipif(package_folder("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.engine("sglang")
 def test_the_installed_sglang_has_its_own_list():
     _architectures.cache_clear()
     assert len(_architectures()) > 200

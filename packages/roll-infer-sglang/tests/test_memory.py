@@ -62,8 +62,8 @@ def test_what_it_gives_back_asleep(keys, on_host, gone):
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_each_lever_takes_less_than_the_one_before(on_host):
-    levers = asked({}, on_host=on_host).levers
-    caches = [by_what(asked(dict(lever.keys), on_host=on_host))["kv cache"] for lever in levers]
+    savings = asked({}, on_host=on_host).savings
+    caches = [by_what(asked(dict(saving.keys), on_host=on_host))["kv cache"] for saving in savings]
     assert caches == sorted(caches, reverse=True)
     assert len(set(caches)) == len(caches) > 2
     assert caches[0] < by_what(asked({}, on_host=on_host))["kv cache"]

@@ -281,8 +281,8 @@ def test_nothing_is_refused_where_vllm_is_not_installed_or_a_plugin_of_vllm_may_
     VllmConfig().check_architecture(wrong)
 
 
+@pytest.mark.engine("vllm")
 def test_the_installed_vllm_has_its_own_list():
-    pytest.importorskip("vllm")
     from vllm import ModelRegistry
 
     from roll_infer_vllm.config import _architectures

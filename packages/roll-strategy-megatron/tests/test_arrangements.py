@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, WANT, score_and_train
 from safetensors.torch import load_file, save_file

@@ -6,9 +6,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from megatron_programs import DEEPSEEK, PRELOAD
 from test_arrangements import MISTRAL, Arrangement, check_against_transformers, host, sizes

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch.nn.functional as F
 from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, score_and_train
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

@@ -9,9 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, configure, score_and_train, train_and_export
 from safetensors.torch import load_file, save_file

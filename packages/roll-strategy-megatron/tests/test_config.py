@@ -257,20 +257,26 @@ def test_experts_alone_are_computed_again_where_only_they_are_named(keys, granul
     assert (config.recomputation, config.recomputed_modules) == (granularity, modules)
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ("Et*3|(tt|)*2,tL", ["Ettt", "tt", "tt", "tL"]),
-        ("E | t |*2 L", ["E", "t", "", "L"]),
-        ("EL", ["EL"]),
-    ],
-)
-def test_a_layout_is_read_as_megatron_reads_it(layout, expected):
-    assert runs(layout) == expected
-    schedules = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+LAYOUTS = {
+    "Et*3|(tt|)*2,tL": ["Ettt", "tt", "tt", "tL"],
+    "E | t |*2 L": ["E", "t", "", "L"],
+    "EL": ["EL"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_names_the_layers_of_each_stage(layout):
+    assert runs(layout) == LAYOUTS[layout]
+
+
+@pytest.mark.engine("megatron")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_is_read_as_megatron_reads_it(layout):
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
     letters = {"embedding": "E", "decoder": "t", "loss": "L"}
-    rows = schedules.PipelineParallelLayerLayout.parse_str_to_list(layout.replace(" ", ""))
-    assert ["".join(letters[each.name] for each in row) for row in rows] == expected
+    rows = PipelineParallelLayerLayout.parse_str_to_list(layout.replace(" ", ""))
+    assert ["".join(letters[each.name] for each in row) for row in rows] == LAYOUTS[layout]
 
 
 def test_an_architecture_that_the_bridge_does_not_have_is_a_mistake_of_check(tmp_path, monkeypatch):

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from convert_programs import write_and_export
 from megatron_programs import MIXTURE, PRELOAD

@@ -10,9 +10,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import test_router_replay
 import torch
 from megatron_programs import (

@@ -4,9 +4,6 @@ than a little beside its own share."""
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from megatron_programs import MIXTURE, PRELOAD, export, read
 from transformers import AutoModelForCausalLM

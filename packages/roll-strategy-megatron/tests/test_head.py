@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from head_programs import Problem, head_and_gradients, most_bytes
 

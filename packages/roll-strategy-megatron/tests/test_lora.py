@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-pytest.importorskip("megatron.core")
-
 import numpy as np
+import pytest
 import torch
 from megatron_programs import MIXTURE, PRELOAD, adapters_around, resume, save_after, score_and_train, train_and_export
 from peft import PeftModel

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 from megatron_programs import MIXTURE, PRELOAD, masters_after, resume, save_after, score_and_train, train_alike
 
 from roll_core.spec.model import LoraSpec

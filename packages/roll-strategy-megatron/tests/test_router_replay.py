@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("megatron.core")
-
 from megatron_programs import PRELOAD, score_and_train
 from replay_programs import take_experts
 from test_arrangements import (

@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import yaml
-
-pytest.importorskip("megatron.core")
-
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -8,9 +8,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 from fused_adam import with_fused_adam
 from megatron_programs import MIXTURE, PRELOAD, load_each, move_away, resume, save_after
 

@@ -295,17 +295,15 @@ class WorkerTimeoutError(RollError, TimeoutError):
     code = "ROLL-W005"
     names_worker = True
 
-    def __init__(
-        self, role: str, method: str, seconds: float, silent: Sequence[int], hosts: Sequence[str] = ()
-    ) -> None:
-        """`silent`: the ranks without a result. `hosts`: their hosts, in the same order."""
-        super().__init__(role, method, seconds, tuple(silent), tuple(hosts))
+    def __init__(self, role: str, method: str, seconds: float, ranks: Sequence[int], hosts: Sequence[str] = ()) -> None:
+        """`ranks`: the ranks without a result. `hosts`: their hosts, in the same order."""
+        super().__init__(role, method, seconds, tuple(ranks), tuple(hosts))
         self.role, self.method, self.seconds = role, method, seconds
-        self.silent, self.hosts = tuple(silent), tuple(hosts)
+        self.ranks, self.hosts = tuple(ranks), tuple(hosts)
 
     def __str__(self) -> str:
         by_host: dict[str, list[str]] = {}
-        for rank, host in zip_longest(self.silent, self.hosts, fillvalue=""):
+        for rank, host in zip_longest(self.ranks, self.hosts, fillvalue=""):
             by_host.setdefault(f" on {host}" if host else "", []).append(str(rank))
         ranks = "; ".join(f"rank {', '.join(ranks)}{where}" for where, ranks in by_host.items())
         return f"{self.role}: {self.method} got no result within {self.seconds:g} s from {ranks}"

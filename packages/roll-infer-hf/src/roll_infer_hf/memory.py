@@ -71,7 +71,7 @@ def engine(question: MemoryInput) -> MemoryEstimate:
                 during=("generate",),
             ),
         ),
-        levers=_smaller_caches(config, rows * width * position),
+        savings=_smaller_caches(config, rows * width * position),
     )
 
 
@@ -91,7 +91,7 @@ def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...
     Starts at half of the used cache: a limit above the used size saves nothing.
     """
     wanted = min(config.kv_cache_gib, used / GIB) / 2
-    levers = [
+    savings = [
         MemorySaving(
             keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together"
         )
@@ -99,5 +99,5 @@ def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...
         if wanted / 2**halvings >= 0.05
     ]
     if config.pack_weights:
-        levers.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
-    return tuple(levers)
+        savings.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
+    return tuple(savings)

@@ -37,7 +37,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
         ),
-        levers=tuple(_levers(question, config)),
+        savings=tuple(_savings(question, config)),
     )
 
 
@@ -60,7 +60,7 @@ def _cache(question: MemoryInput, config: SglangConfig, weights: int, slots: int
     return left, f"mem_fraction_static {share:g} of the memory, less the weights"
 
 
-def _levers(question: MemoryInput, config: SglangConfig) -> Iterator[MemorySaving]:
+def _savings(question: MemoryInput, config: SglangConfig) -> Iterator[MemorySaving]:
     costs = "fewer sequences are decoded together"
     if question.on_host:
         for halvings in (1, 2, 3):

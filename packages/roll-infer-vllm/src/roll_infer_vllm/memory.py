@@ -40,7 +40,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
             bucket_mib=config.bucket_mib,
             fp8=config.quantization is not None,
         ),
-        levers=tuple(_levers(question, config, cache)),
+        savings=tuple(_savings(question, config, cache)),
     )
 
 
@@ -57,7 +57,7 @@ def _cache(question: MemoryInput, config: VllmConfig, weights: int) -> tuple[int
     return max(0, left), f"gpu_memory_utilization {share:g} of the memory, less the weights"
 
 
-def _levers(question: MemoryInput, config: VllmConfig, cache: int) -> Iterator[MemorySaving]:
+def _savings(question: MemoryInput, config: VllmConfig, cache: int) -> Iterator[MemorySaving]:
     if question.on_host or config.kv_cache_memory_bytes is not None:
         for halvings in (1, 2, 3):
             keys = {"kv_cache_memory_bytes": cache >> halvings}

@@ -39,7 +39,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
         chunk_tokens=config.logprob_chunk_tokens,
         beside=partial(_in_backward, question, config),
     )
-    return MemoryEstimate(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryEstimate(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
 def _weights(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[MemoryItem]:
@@ -180,7 +180,7 @@ def _elements(value: Elements | int, otherwise: int) -> int:
     return otherwise if value == "auto" else int(value)
 
 
-def _levers(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[MemorySaving]:
+def _savings(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[MemorySaving]:
     zero = config.zero_optimization
     if not question.trains:
         return

@@ -33,7 +33,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
         shards=config.context_size,
         beside=partial(_in_backward, question, config, shards),
     )
-    return MemoryEstimate(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryEstimate(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
 def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[MemoryItem]:
@@ -189,7 +189,7 @@ def _computed(question: MemoryInput, config: FSDP2Config) -> int:
     return DTYPE_BYTES[config.param_dtype or question.dtype]
 
 
-def _levers(question: MemoryInput, config: FSDP2Config) -> Iterator[MemorySaving]:
+def _savings(question: MemoryInput, config: FSDP2Config) -> Iterator[MemorySaving]:
     if question.trains and question.num_micro_batches > 1 and not config.reduce_scatter_during_grad_accumulation:
         keys = {"reduce_scatter_during_grad_accumulation": True}
         yield MemorySaving(keys=keys, costs="gradients are reduced over ranks after each microbatch")

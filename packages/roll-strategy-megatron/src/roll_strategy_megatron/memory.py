@@ -34,7 +34,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     if question.trains:
         uses += _trained(question, config, dense, experts)
     uses += computation(_stage(question, config), fused=False, chunk_tokens=config.logprob_chunk_tokens)
-    return MemoryEstimate(uses=tuple(uses), levers=tuple(_levers(question, config)))
+    return MemoryEstimate(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
 def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def _on_their_way(config: MegatronConfig) -> float:
     return stages if runs == 1 else (2 * (stages - 1) + (runs - 1) * stages + 1) / runs
 
 
-def _levers(question: MemoryInput, config: MegatronConfig) -> Iterator[MemorySaving]:
+def _savings(question: MemoryInput, config: MegatronConfig) -> Iterator[MemorySaving]:
     # Megatron can only offload the optimizer of tensors with separate master weights: see `check_model_args`.
     has_masters = question.dtype != "fp32" and not question.added_parameters
     if question.trains and has_masters and not config.optimizer_cpu_offload:

@@ -179,13 +179,13 @@ class WeightTransportConformance(PackagingTests):
             verify(manifest, make_receipt(manifest, held.items()))
 
     def test_receivers_that_never_connect_are_named(self) -> None:
-        """`ReceiversLostError.silent` must have the ranks of receivers that have not connected by the deadline."""
+        """`ReceiversLostError.timed_out` must have the ranks of receivers that have not connected by the deadline."""
         sender = self.open_sender(3)
         self.receive(sender.address, 3, _read_all, 1)
-        self._expect_lost(sender, SHORT, silent={0, 2})
+        self._expect_lost(sender, SHORT, timed_out={0, 2})
 
     def test_a_receiver_that_stops_reading_is_named(self) -> None:
-        """`ReceiversLostError.silent` must have the rank of a receiver that has stopped reading by the deadline."""
+        """`ReceiversLostError.timed_out` must have the rank of a receiver that has stopped reading by the deadline."""
         done = threading.Event()
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
@@ -197,12 +197,15 @@ class WeightTransportConformance(PackagingTests):
         self.receive(sender.address, 2, _read_all, 0)
         self.receive(sender.address, 2, act, 1)
         try:
-            self._expect_lost(sender, SHORT, silent={1})
+            self._expect_lost(sender, SHORT, timed_out={1})
         finally:
             done.set()
 
     def test_a_receiver_that_hangs_up_is_named(self) -> None:
-        """`ReceiversLostError.gone` must have the rank of a receiver that closed its endpoint, before the deadline."""
+        """`ReceiversLostError.disconnected` must have the rank of a receiver that closed its endpoint.
+
+        The sender must raise before the deadline.
+        """
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
             next(endpoint.receive(_manifest(), Deadline(IN_TIME)))
@@ -210,7 +213,7 @@ class WeightTransportConformance(PackagingTests):
 
         sender = self.open_sender(1)
         self.receive(sender.address, 1, act, 0)
-        self._expect_lost(sender, IN_TIME, gone={0})
+        self._expect_lost(sender, IN_TIME, disconnected={0})
 
     def test_a_sender_that_hangs_up_frees_its_receivers(self) -> None:
         """If the sender closes, receivers must raise `SenderLostError` before their deadline instead of blocking."""
@@ -256,17 +259,22 @@ class WeightTransportConformance(PackagingTests):
             endpoint.close()
 
     def _expect_lost(
-        self, sender: SenderEndpoint, within_s: float, *, silent: Collection[int] = (), gone: Collection[int] = ()
+        self,
+        sender: SenderEndpoint,
+        within_s: float,
+        *,
+        timed_out: Collection[int] = (),
+        disconnected: Collection[int] = (),
     ) -> None:
         sent, deadline = weights(), Deadline(within_s)
         with pytest.raises(ReceiversLostError) as caught:
             sender.send(_manifest(), iter(sent.items()), deadline)
-        if not {*silent} <= {*caught.value.silent} or not {*gone} <= {*caught.value.gone}:
+        if not {*timed_out} <= {*caught.value.timed_out} or not {*disconnected} <= {*caught.value.disconnected}:
             raise AssertionError(
-                f"expected silent {sorted(silent)} and gone {sorted(gone)}, found silent {caught.value.silent} and gone"
-                f" {caught.value.gone}"
+                f"expected timed_out {sorted(timed_out)} and disconnected {sorted(disconnected)}, found timed_out"
+                f" {caught.value.timed_out} and disconnected {caught.value.disconnected}"
             )
-        assert not gone or deadline.left, "the sender noticed the closed connection only at its deadline"
+        assert not disconnected or deadline.left, "the sender noticed the closed connection only at its deadline"
 
 
 def _manifest() -> WeightManifest:

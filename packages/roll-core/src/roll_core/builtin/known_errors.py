@@ -49,7 +49,7 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         id="host_memory",
         pattern=r"DefaultCPUAllocator: (can't|not enough)|^MemoryError|Cannot allocate memory|std::bad_alloc"
         r"|killed .* for lack of memory|node running low on memory",
-        cause="The host's memory is too small, or a process got no more of it.",
+        cause="The host's memory is exhausted, or a limit for the process was reached.",
         remedy="keep less on the host: fewer workers on it (world_size, reward processes), no CPU offload, smaller"
         " kv_cache_gib and microbatches on `platform: cpu`; raise the container's limit. `roll-core plan CONFIG` shows"
         " what each host needs",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CheckpointError, RunDirectoryError
+from roll_core.errors import CheckpointError, NoCheckpointError
 from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
 from roll_core.runtime.records.run_dir import checkpoint_stores
@@ -83,7 +83,7 @@ def verify_checkpoints(places: Sequence[Path], *, as_json: bool) -> int:
         _print_json(rows)
     damaged = [row for row in rows if row.problems]
     if damaged and not as_json:
-        for line in _ways_out(checkpoints, damaged):
+        for line in _intact(checkpoints, damaged):
             sys.stdout.write(f"{line}\n")
     return 1 if damaged else 0
 
@@ -94,16 +94,16 @@ def _named(place: Path) -> list[Checkpoint]:
         return [Checkpoint.at(path)]
     found = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
     if not found:
-        raise RunDirectoryError(f"{place} has no checkpoint that could be verified")
+        raise NoCheckpointError(f"{place} has no checkpoint")
     return found
 
 
-def _ways_out(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
-    """Yield one line per directory with a damaged checkpoint, which names its newest intact checkpoint."""
+def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
+    """Yield the newest intact checkpoint of each directory with a damaged one."""
     bad = {row.path for row in damaged}
     for directory in dict.fromkeys(each.path.parent for each in checkpoints if str(each.path) in bad):
         good = [each.path for each in CheckpointStore(directory).list() if not verify(each.path)]
-        yield f"the last good one in {directory} is {good[-1].name}" if good else f"no good one is in {directory}"
+        yield f"newest intact checkpoint in {directory}: {good[-1].name if good else 'none'}"
 
 
 def _row(checkpoint: Checkpoint, *, digests: bool) -> CheckpointRow:
@@ -128,7 +128,7 @@ def _row(checkpoint: Checkpoint, *, digests: bool) -> CheckpointRow:
 
 
 def _table(rows: Sequence[CheckpointRow]) -> list[str]:
-    cells = [["checkpoint", "step", "written", "size", "goes on with", "state"]]
+    cells = [["checkpoint", "step", "written", "size", "resumes with", "state"]]
     cells += [
         [
             row.path,

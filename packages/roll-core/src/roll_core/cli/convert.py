@@ -64,7 +64,7 @@ def convert_checkpoint(
     intact checkpoint or its model is not known.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunDirectoryError(f"{out} is there already; name a directory that is not, or an empty one")
+        raise RunDirectoryError(f"{out} exists and is not an empty directory: give another OUT")
     checkpoint = _good(place)
     name = _role(checkpoint, role)
     working = out.absolute().parent / f".{out.name}.{secrets.token_hex(4)}"
@@ -79,7 +79,7 @@ def convert_checkpoint(
         os.replace(working, out)
     finally:
         shutil.rmtree(working, ignore_errors=True)
-    sys.stdout.write(f"{name} of {checkpoint.path} is now {out}\n")
+    sys.stdout.write(f"{out}: model of {name} from {checkpoint.path}\n")
     return 0
 
 
@@ -89,8 +89,8 @@ def _good(place: Path) -> Checkpoint:
         return CheckpointStore.open(path)
     if (path / "config.json").is_file():
         raise NoCheckpointError(
-            f"{place} is a model, not a checkpoint: there is nothing to convert. A run begins from it, under every"
-            f" strategy, by pretrain: {path}, and a role by model_args.model_name_or_path"
+            f"{place} is already a model, not a checkpoint. To train from it under any strategy, set"
+            f" pretrain: {path}, or model_args.model_name_or_path of a role"
         )
     for store in reversed(checkpoint_stores(place)):
         if (newest := store.latest_good()) is not None:
@@ -104,7 +104,7 @@ def _role(checkpoint: Checkpoint, asked: str | None) -> str:
         return saved[0]
     if asked not in saved:
         found = f"no role {asked!r}" if asked else "several roles" if saved else "no role"
-        raise CheckpointMismatchError(f"{checkpoint.path} holds {found}: give --role {' or '.join(saved)}")
+        raise CheckpointMismatchError(f"{checkpoint.path} has {found}: give --role {' or '.join(saved)}")
     return asked
 
 
@@ -115,8 +115,8 @@ def _model_of(checkpoint: Checkpoint, role: SavedRole, base_model: str | None, *
     """
     if role.model is None:
         raise CheckpointMismatchError(
-            f"{checkpoint.path} does not say what model it is of: resume that run with portable_checkpoints=true, and"
-            " convert its next checkpoint"
+            f"{checkpoint.path} has no model spec: resume that run with portable_checkpoints=true, and convert its next"
+            " checkpoint"
         )
     try:
         model = saved_model(role.model)

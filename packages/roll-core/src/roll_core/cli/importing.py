@@ -36,11 +36,11 @@ HEADINGS = {
     "differs": "kept, but the result differs",
     "renamed": "renamed",
     "changed": "changed",
-    "added": "added: ROLL does it without being told",
+    "added": "added: defaults of ROLL",
     "not needed": "not needed here",
-    "dead": "do nothing in ROLL",
+    "dead": "without effect in ROLL",
     "unsupported": "not supported here",
-    "unknown": "known to neither",
+    "unknown": "unknown in both",
 }
 BY_NAME = ("kept", "not needed")
 """Statuses whose keys are listed only by name, unless `verbose` is set."""
@@ -56,7 +56,7 @@ def import_config(
     exists.
     """
     if out is not None and out.exists():
-        raise RunDirectoryError(f"{out} is there already; name a file that is not")
+        raise RunDirectoryError(f"{out} exists: give --out another file")
     registry = load_registry(disabled_plugins)
     record = registry.find(ImporterProvider, name)
     importer: Importer = load_target(record.target, owner=registry.owner(record))

@@ -305,7 +305,7 @@ class _TerminatedError(KeyboardInterrupt):
 
 
 def _on_sigterm(number: int, frame: object) -> None:
-    raise _TerminatedError("stopped by SIGTERM before the run started; there is nothing to save")
+    raise _TerminatedError("stopped by SIGTERM before the run started: nothing was saved")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

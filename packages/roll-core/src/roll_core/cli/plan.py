@@ -76,7 +76,7 @@ def _show(found: Plan, proposal: Proposal | None, pipeline: str, *, verbose: boo
     _show_places(console, found)
     _show_memory(console, found, verbose=verbose)
     _show_phases(console, found)
-    for line in _verdict(found, proposal):
+    for line in _result(found, proposal):
         console.print(line)
 
 
@@ -152,11 +152,11 @@ def _show_memory(console: Console, found: Plan, *, verbose: bool) -> None:
     shared = found.placement.platform.slots_share_cores
     unit = _unit(role.num_bytes(act) for role in found.memory for act in role.acts)
     amounts_of = [unit.name] if shared else [f"device, {unit.name}", f"host, {unit.name}"]
-    titles = ["one worker of", "strategy", "does", *amounts_of, "of which"]
+    titles = ["one worker of", "strategy", "activity", *amounts_of, "allocations"]
     rows: list[list[str]] = []
     for role in found.memory:
         if role.unknown:
-            rows.append([role.role, role.strategy, "", *([""] if shared else ["", ""]), f"not known: {role.unknown}"])
+            rows.append([role.role, role.strategy, "", *([""] if shared else ["", ""]), f"unknown: {role.unknown}"])
             continue
         for act in role.acts:
             amounts = [role.num_bytes(act)] if shared else [role.num_bytes(act, "device"), role.num_bytes(act, "host")]
@@ -201,7 +201,7 @@ def _show_phases(console: Console, found: Plan) -> None:
     ]
     titles = {"slot": f"fullest slot, {unit.name}", "node": f"fullest host, {unit.name}"}
     if shown:
-        _table(console, ["phase", "who works", *(titles[kind] for kind in kinds)], shown, numbers=(2, 3))
+        _table(console, ["phase", "roles", *(titles[kind] for kind in kinds)], shown, numbers=(2, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +225,10 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f}"
 
 
-# -- the verdict -------------------------------------------------------------------------------------------------------
+# -- the result --------------------------------------------------------------------------------------------------------
 
 
-def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
+def _result(found: Plan, proposal: Proposal | None) -> Iterator[str]:
     yield ""
     for problem in found.placement.problems:
         yield f"✗ the run would not start: {problem}"
@@ -239,15 +239,15 @@ def _verdict(found: Plan, proposal: Proposal | None) -> Iterator[str]:
         yield f"· weights of {source} reach {target} by {choice.provider.name}{why}"
     unknown = [role.role for role in found.memory if role.unknown]
     if unknown:
-        yield f"· what {' and '.join(unknown)} take is not known (see above) and is not counted in what follows"
+        yield f"· the memory of {' and '.join(unknown)} is unknown (see above) and not counted below"
     for each in found.fullest:
         yield _sentence(each, whole=not unknown)
     if not found.over:
         return
     if proposal is None:
-        yield "  nothing that could be changed here would make it less"
+        yield "  no setting reduces it: use a smaller model, more slots, or slots with more memory"
         return
-    whole = "it fits with" if not proposal.over else f"still {_gib(proposal.over)} GiB too much, but nearest, is"
+    whole = "it fits with" if not proposal.over else f"closest, {_gib(proposal.over)} GiB above the limit"
     yield f"  {whole}: {' '.join(proposal.overrides)}"
     for costs in explained(proposal.changes):
         yield f"    cost: {costs}"
@@ -257,12 +257,12 @@ def _sentence(load: Load, *, whole: bool) -> str:
     """Describe the fullest memory on one line. `whole`: the memory use of every role is known."""
     amount = f"{_gib(load.num_bytes)} GiB in {load.phase!r} ({load.where})"
     if load.free is None:
-        return f"· wants {amount}; how much is there is not known: --slot-memory and --host-memory say it"
+        return f"· needs {amount}; free memory is unknown: give --slot-memory and --host-memory"
     if load.over:
-        return f"✗ does not fit by {_gib(load.over)} GiB: wants {amount}, and {_gib(load.free)} GiB are free"
+        return f"✗ does not fit by {_gib(load.over)} GiB: needs {amount}, {_gib(load.free)} GiB are free"
     if not whole:
-        return f"· the rest takes at most {amount} of {_gib(load.free)} GiB that are free"
-    return f"✓ fits: at most {amount} of {_gib(load.free)} GiB that are free"
+        return f"· the other roles need at most {amount}, {_gib(load.free)} GiB are free"
+    return f"✓ fits: at most {amount}, {_gib(load.free)} GiB are free"
 
 
 # -- for programs ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: boo
         for problem in broken:
             sys.stdout.write(f"broken: {problem}\n")
         if check_parts and not broken:
-            sys.stdout.write("all parts can be imported and have what they need\n")
+            sys.stdout.write("all parts can be imported, and their requirements are installed\n")
     return 2 if broken else 0
 
 

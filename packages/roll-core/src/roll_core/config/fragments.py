@@ -58,7 +58,7 @@ class PluginFragments:
         if bare in self.absent:
             return str(self.absent[bare])
         if bare in self.files:
-            return f"a plugin brings {bare}: name it without a folder"
+            return f"{bare} is a fragment of a plugin: write it without a folder"
         try:
             self.registry.find(FragmentProvider, bare)
         except PluginError as error:

@@ -162,7 +162,7 @@ class _Reader:
             self._problem(Mark(1, 1), (), "the file is empty, expected a mapping that begins with pipeline:")
         elif not isinstance(self.source.data, dict):
             found = "a list" if isinstance(data, list) else "a single value"
-            self._problem(self.source.root, (), f"the file holds {found}, expected keys and values")
+            self._problem(self.source.root, (), f"the file is {found}, expected keys and values")
 
     def _check_depth(self, text: str) -> None:
         """Stop at deep nesting. The C loader builds nodes recursively and would crash."""

@@ -116,7 +116,7 @@ class Registry:
                 bare = close[0]
         if bare in known and bare not in names:
             lines.append(
-                f"{bare!r} comes with the package {known[bare]}: pip install {known[bare]}"
+                f"{bare!r} is in the package {known[bare]}: pip install {known[bare]}"
                 f" (in a clone of ROLL: pip install -e packages/{known[bare]})"
             )
         lines.append(f"available: {', '.join(names) or 'none'}")

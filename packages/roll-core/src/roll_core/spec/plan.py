@@ -205,7 +205,7 @@ class MemoryEstimate:
     """Memory estimate of one worker."""
 
     uses: tuple[MemoryItem, ...]
-    levers: tuple[MemorySaving, ...] = field(default=())
+    savings: tuple[MemorySaving, ...] = field(default=())
     """Suggestions to save memory, least costly first."""
 
 

@@ -42,7 +42,7 @@ class DeviceFacts:
     """Collective backend between such devices."""
     uuid: str = ""
     """UUID of the device; empty if other processes cannot open its memory."""
-    leads: bool = True
+    is_leader: bool = True
     """Train workers: True if `export_weights` yields whole tensors on this rank."""
     replica: int = 0
     """Train workers: index of the model replica that this rank belongs to."""
@@ -173,10 +173,10 @@ class ReceiverSetup:
 class ReceiversLostError(WeightSyncError):
     """Receivers timed out or disconnected while the tensor `at` was being sent. Raised by `SenderEndpoint.send`."""
 
-    def __init__(self, at: str, silent: tuple[int, ...] = (), gone: tuple[int, ...] = ()) -> None:
-        """`silent`: ranks that missed the deadline. `gone`: ranks that closed their connection."""
-        super().__init__(at, silent, gone)
-        self.at, self.silent, self.gone = at, silent, gone
+    def __init__(self, at: str, timed_out: tuple[int, ...] = (), disconnected: tuple[int, ...] = ()) -> None:
+        """`timed_out`: ranks that missed the deadline. `disconnected`: ranks that closed their connection."""
+        super().__init__(at, timed_out, disconnected)
+        self.at, self.timed_out, self.disconnected = at, timed_out, disconnected
 
 
 class SenderLostError(WeightSyncError):

@@ -95,7 +95,7 @@ class TcpSender(SenderEndpoint):
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise ReceiversLostError(at, silent=tuple(sorted(missing))) from None
+                raise ReceiversLostError(at, timed_out=tuple(sorted(missing))) from None
             hello = bytearray(HELLO.size)
             connection.settimeout(HELLO_S)
             with contextlib.suppress(OSError):
@@ -113,9 +113,9 @@ class TcpSender(SenderEndpoint):
         try:
             yield
         except TimeoutError:
-            raise ReceiversLostError(at, silent=(rank,)) from None
+            raise ReceiversLostError(at, timed_out=(rank,)) from None
         except OSError:
-            raise ReceiversLostError(at, gone=(rank,)) from None
+            raise ReceiversLostError(at, disconnected=(rank,)) from None
 
 
 class TcpReceiver(ReceiverEndpoint):

@@ -139,7 +139,7 @@ def _plain(name: str, value: Any) -> Any:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"column {name!r} holds {type(value).__name__}, which cannot be sent to the reward function's process"
+            f"column {name!r} has a {type(value).__name__}, which cannot be sent to the reward function's process"
             f" ({error}): remove the column, or set isolation: none"
         ) from error
     return value

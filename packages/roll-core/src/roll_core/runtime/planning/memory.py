@@ -53,7 +53,7 @@ class RoleMemory:
     workers: int
     parameters: int = 0
     uses: tuple[MemoryItem, ...] = ()
-    levers: tuple[MemorySaving, ...] = ()
+    savings: tuple[MemorySaving, ...] = ()
     offloads: bool = False
     """True if the role offloads or frees memory while other roles use its slots."""
     unknown: str = ""
@@ -109,7 +109,7 @@ def _role_memory(
         memory,
         parameters=question.model.parameters,
         uses=(*estimate.uses, *buffers),
-        levers=estimate.levers,
+        savings=estimate.savings,
         offloads=offloads(role, config, registry, placement.platform),
     )
 

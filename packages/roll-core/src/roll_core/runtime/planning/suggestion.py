@@ -1,6 +1,6 @@
 """Search for the smallest config change that makes a run fit into memory: fewest settings first, then lowest cost.
 
-Candidates are microbatch sizes, gradient checkpointing, and the `MemoryEstimate.levers` of each strategy. Each
+Candidates are microbatch sizes, gradient checkpointing, and the `MemoryEstimate.savings` of each strategy. Each
 candidate is evaluated with the memory formulas, so `roll-core plan` accepts the proposed config.
 """
 
@@ -139,7 +139,7 @@ def _smaller_scoring(role: RoleMemory, worker: WorkerConfig) -> Iterator[Change]
 def _of_strategy(role: RoleMemory) -> Iterator[Change]:
     """Savings that the strategy offers. Those that set the same keys are of one kind."""
     ordered: dict[str, list[Change]] = {}
-    for saving in role.levers:
+    for saving in role.savings:
         kind = f"{role.role} {' '.join(sorted(saving.keys))}"
         keys = {f"{role.role}.strategy_args.strategy_config.{key}": value for key, value in saving.keys.items()}
         ordered.setdefault(kind, []).append(Change(kind=kind, keys=keys, costs=saving.costs))

@@ -67,7 +67,7 @@ class Checkpoint:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         if not isinstance(found, dict):
-            raise CheckpointError(f"{file} holds no mapping")
+            raise CheckpointError(f"{file} is {type(found).__name__}, expected a mapping")
         return found
 
 
@@ -90,10 +90,8 @@ class CheckpointStore:
         problems = verify(path)
         if problems:
             others = [c for c in CheckpointStore(path.parent).list() if c.path != path and not verify(c.path)]
-            way_out = (
-                f"the last good one beside it is {others[-1].path}" if others else "no other one beside it is good"
-            )
-            raise CheckpointError(f"checkpoint {path} is damaged: {_enumerate(problems)}; {way_out}")
+            newest = f"resume from the newest intact one, {others[-1].path}" if others else "the run has no intact one"
+            raise CheckpointError(f"checkpoint {path} is damaged: {_enumerate(problems)}; {newest}")
         return Checkpoint(read_manifest(path).step, path)
 
     def list(self) -> list[Checkpoint]:
@@ -173,7 +171,7 @@ class CheckpointStore:
         for path in self.directory.iterdir():
             match = _WORKING.fullmatch(path.name)
             if match and _abandoned(path, match["host"], int(match["pid"])):
-                logger.info("removing %s, which a process that is gone left half-written", path)
+                logger.info("removing %s: the process that wrote it exited before it was complete", path)
                 shutil.rmtree(path, ignore_errors=True)
 
     def _working(self, step: int, kind: str) -> Path:

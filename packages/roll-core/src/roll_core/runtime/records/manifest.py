@@ -64,11 +64,11 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(found, dict) or type(found.get("format")) is not int:
-        raise CheckpointError(f"{MANIFEST} is not one of ours")
+        raise CheckpointError(f"{MANIFEST} has no format number: roll-core did not write it")
     if found["format"] != FORMAT:
         raise CheckpointError(f"{MANIFEST} has format {found['format']}, this ROLL reads format {FORMAT}")
     if found.pop("sha256", None) != _self_digest(found):
-        raise CheckpointError(f"{MANIFEST} does not have the digest that it records of itself")
+        raise CheckpointError(f"{MANIFEST} is damaged: its contents do not match its own digest")
     step, created, files = found.get("step"), found.get("created"), found.get("files")
     if not _is_size(step):
         raise CheckpointError(f"{MANIFEST}: step is {step!r:.100}, expected a number ≥ 0")
@@ -171,7 +171,7 @@ def _digest(file: Path, flush: bool, stop: threading.Event | None) -> dict[str, 
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             if stop is not None and stop.is_set():
-                raise CheckpointError(f"{file.name}: it was not waited for until its digest was there")
+                raise CheckpointError(f"{file.name}: stopped before its digest was complete")
             sha.update(buffer[:count])
             size += count
         if flush:

@@ -164,7 +164,7 @@ def _describe(model: ModelSpec, folder: Path) -> None:
 
         write_description(model, folder)
     except (ModelError, UnsupportedError, ModuleNotFoundError) as error:
-        log.info("the portable state goes without a description of the model: %s", error)
+        log.info("the portable state has no config and tokenizer of the model: %s", error)
 
 
 def saved_model(found: Mapping[str, Any]) -> ModelSpec:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _GIT_TIMEOUT_S = 10.0
 DISTRIBUTIONS = (
-    "roll-core", "roll-modeling", "torch", "transformers", "ray", "datasets", "tokenizers", "numpy", "pydantic",
+    "roll-core", "roll-modeling", "torch", "transformers", "ray", "pyarrow", "tokenizers", "numpy", "pydantic",
     "safetensors", "tensorboard", "math-verify",
 )  # fmt: skip
 

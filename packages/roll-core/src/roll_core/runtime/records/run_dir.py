@@ -62,14 +62,14 @@ class RunDir:
         """
         place = Path(path).expanduser().absolute()
         if not place.is_dir():
-            raise RunDirectoryError(f"{place} is not a directory; give a run directory, such as output/grpo/latest")
+            raise RunDirectoryError(f"{place} is not a directory: give a run directory, such as output/grpo/latest")
         if _is_run(place):
             return cls(place.resolve())
         newest = cls.latest(place)
         if newest is None:
             raise RunDirectoryError(
-                f"{place} is no run directory (it has no run.json, config.yaml or metrics.jsonl)"
-                " and holds none; give one, such as output/grpo/latest"
+                f"{place} is not a run directory (run.json, config.yaml or metrics.jsonl) and contains none: give one,"
+                " such as output/grpo/latest"
             )
         return newest
 
@@ -161,8 +161,8 @@ def find_checkpoint(
         found = _newest_of_experiment(experiment, current)
         if found is None and spec is True:
             raise NoCheckpointError(
-                f"resume_from_checkpoint is true, but no run in {experiment} has a checkpoint;"
-                " leave it out or set it to auto to start from the beginning, or give the path of a run or a checkpoint"
+                f"resume_from_checkpoint is true, but no run in {experiment} has a checkpoint: give the path of a run"
+                " or a checkpoint, or set it to auto to start from the beginning"
             )
         return found
     place = Path(spec).expanduser().absolute()
@@ -177,8 +177,8 @@ def find_checkpoint(
     found = _newest_of_experiment(place, current)
     if found is None:
         raise NoCheckpointError(
-            f"resume_from_checkpoint: {place} holds no checkpoint;"
-            " give a checkpoint (checkpoints/step-N), or a run that has one"
+            f"resume_from_checkpoint: {place} has no checkpoint: give a checkpoint (checkpoints/step-N), or a run that"
+            " has one"
         )
     return found
 

@@ -65,8 +65,8 @@ def check_in_place(stream: IO[Any] | None, path: Path) -> None:
     except FileNotFoundError:
         pass
     raise RunFileError(
-        f"{path} was deleted or replaced while the run was writing to it: what was written since is lost; start again,"
-        " and leave the run directory alone"
+        f"{path} was deleted or replaced while the run was writing to it, and later writes are lost: start the run"
+        " again, and do not change its directory"
     )
 
 

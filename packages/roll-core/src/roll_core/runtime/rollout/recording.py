@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Completion, GenerateRequest
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "rollouts"
 TOKENS = "<i8"
 REPLAYED = "replayed"
@@ -118,7 +118,7 @@ class Recorder:
             "sha256": hashlib.sha256(body).hexdigest(),
             "terms": asdict(terms),
             "weight_version": batch.weight_version,
-            "facts": _saved_facts(batch.facts),
+            "facts": asdict(batch.facts),
         }
         path = self._folder / f"step-{step}.jsonl"
         working = path.with_name(f".{path.name}")
@@ -208,16 +208,9 @@ def _head(path: Path, stream: IO[bytes]) -> dict[str, Any]:
     return head
 
 
-def _saved_facts(facts: BatchFacts) -> dict[str, Any]:
-    found = asdict(facts)
-    stats = found.pop("rewards")
-    return found | {"verdicts": {"judged": stats.pop("scored"), **stats}}
-
-
 def _facts_from(saved: Mapping[str, Any]) -> BatchFacts:
     found = {**saved} | {name: tuple(saved[name]) for name in ("ages", "positions")}
-    stats = dict(found.pop("verdicts"))
-    return BatchFacts(**found, rewards=RewardStats(scored=stats.pop("judged"), **stats))
+    return BatchFacts(**found | {"rewards": RewardStats(**saved["rewards"])})
 
 
 def steps_in(run: Path) -> dict[int, Path]:

@@ -178,9 +178,9 @@ class WeightSyncController:
                     await engine.revive()
                     return await link.broadcaster.publish(version, changed_at=changed_at)
                 except (WorkerDiedError, WeightSyncError) as error:
-                    silent = error.ranks if isinstance(error, ReceiverTimeoutError) else ()
+                    ranks = error.ranks if isinstance(error, ReceiverTimeoutError) else ()
                     if not left or not (
-                        engine.group.lost or await engine.give_up(silent, f"{error} (model_update_timeout)")
+                        engine.group.lost or await engine.give_up(ranks, f"{error} (model_update_timeout)")
                     ):
                         raise
                     log.info("weight version %d: publish failed, retrying: %s", version, error)

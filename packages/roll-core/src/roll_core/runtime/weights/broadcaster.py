@@ -145,7 +145,7 @@ class WeightBroadcaster:
         try:
             outcomes = await self._receive(plan, handle, plan.deadline_s)
         except WorkerTimeoutError as error:
-            raise self._silent(plan, error.silent) from error
+            raise self._timed_out(plan, error.ranks) from error
         return _receipts(outcomes)
 
     async def _transfer(self, plan: SyncPlan, handle: SendHandle) -> tuple[SendOutcome, list[WeightReceipt]]:
@@ -189,9 +189,9 @@ class WeightBroadcaster:
         }
         (first_rank, first), *others = sorted(outcomes.items(), key=lambda each: each[1].manifest is not None)
         if first.manifest is None or not others:
-            silent = tuple(sorted(rank for each in outcomes.values() for rank in each.silent))
-            gone = tuple(sorted(rank for each in outcomes.values() for rank in each.gone))
-            return replace(first, silent=silent, gone=gone)
+            timed_out = tuple(sorted(rank for each in outcomes.values() for rank in each.timed_out))
+            disconnected = tuple(sorted(rank for each in outcomes.values() for rank in each.disconnected))
+            return replace(first, timed_out=timed_out, disconnected=disconnected)
         for rank, other in others:
             theirs = {entry.name: entry for entry in other.manifest.tensors} if other.manifest else {}
             if wrong := [entry.name for entry in first.manifest.tensors if theirs.get(entry.name) != entry]:
@@ -211,7 +211,7 @@ class WeightBroadcaster:
         sent = sending.result() if sending.done() and not sending.exception() else SendOutcome()
         for error in sorted(raised, key=lambda error: not isinstance(error, WorkerDiedError)):
             if isinstance(error, WorkerTimeoutError) and error.role == self._infer.role:
-                raise self._silent(plan, error.silent, sent.at) from error
+                raise self._timed_out(plan, error.ranks, sent.at) from error
             raise error
         received = receiving.result() if receiving.done() else []
         for outcome in received:
@@ -219,20 +219,20 @@ class WeightBroadcaster:
                 raise outcome.failure
         if sent.failure is not None:
             raise sent.failure
-        if sent.silent:
-            raise self._silent(plan, sent.silent, sent.at)
-        if sent.gone:
+        if sent.timed_out:
+            raise self._timed_out(plan, sent.timed_out, sent.at)
+        if sent.disconnected:
             raise WeightSyncError(
-                f"{self._infer.role} rank {_ranks(sent.gone)} disconnected before it read {sent.at} of weight version"
-                f" {plan.version}"
+                f"{self._infer.role} rank {_ranks(sent.disconnected)} disconnected before it read {sent.at} of weight"
+                f" version {plan.version}"
             )
         for outcome in received:
             if outcome.failure is not None:
                 raise outcome.failure
         if not receiving.done():
-            raise self._silent(plan, range(plan.num_receivers))
+            raise self._timed_out(plan, range(plan.num_receivers))
 
-    def _silent(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverTimeoutError:
+    def _timed_out(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverTimeoutError:
         where = f" (it did not read {at})" if at else ""
         return ReceiverTimeoutError(
             f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
@@ -270,7 +270,7 @@ def _grace_s(done: set[asyncio.Future[object]]) -> float | None:
         if isinstance(result, list) and any(outcome.failure is not None for outcome in result):
             return GRACE_S
         if isinstance(result, SendOutcome) and result.manifest is None:
-            return GRACE_AFTER_DEADLINE_S if result.silent else GRACE_S
+            return GRACE_AFTER_DEADLINE_S if result.timed_out else GRACE_S
     return None
 
 

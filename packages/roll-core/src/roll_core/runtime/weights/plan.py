@@ -79,9 +79,9 @@ class SendOutcome:
     manifest: WeightManifest | None = None
     """Manifest with digests of the bytes sent; None if sending failed."""
     copied_bytes: int = 0
-    silent: tuple[int, ...] = ()
+    timed_out: tuple[int, ...] = ()
     """Receivers that had not read everything by the deadline."""
-    gone: tuple[int, ...] = ()
+    disconnected: tuple[int, ...] = ()
     """Receivers that disconnected before the end."""
     at: str = ""
     """First tensor that these receivers had not confirmed."""
@@ -124,7 +124,7 @@ def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -
 
     kind, place = device_memory(device), data_rank or DataRank()
     uuid = kind.uuid(device) if kind else ""
-    return DeviceFacts(device=device, backend=backend, uuid=uuid, leads=place.leader, replica=place.index)
+    return DeviceFacts(device=device, backend=backend, uuid=uuid, is_leader=place.leader, replica=place.index)
 
 
 def role_facts(

@@ -81,7 +81,7 @@ class WeightSender:
         except ReceiversLostError as lost:
             self.close()
             _exhaust(exported)
-            return SendOutcome(silent=lost.silent, gone=lost.gone, at=lost.at)
+            return SendOutcome(timed_out=lost.timed_out, disconnected=lost.disconnected, at=lost.at)
         except WeightSyncError as error:
             self.close()
             _exhaust(exported)

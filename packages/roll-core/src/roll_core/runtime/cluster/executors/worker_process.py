@@ -76,7 +76,7 @@ def exit_cause(error: BaseException, *, pid: int, trace: str, oom_kills: int) ->
     if isinstance(error, EngineDiedError):
         return str(error)
     if lost := _NODE_DIED.search(str(error)):
-        return f"Ray reports that its host is gone or unreachable: {lost['why'].strip()}"
+        return f"Ray reports that its host is lost or unreachable: {lost['why'].strip()}"
     if not pid:
         return f"its process did not start: {_quote(error)}"
     if crash := _CRASH.search(trace):
@@ -84,8 +84,8 @@ def exit_cause(error: BaseException, *, pid: int, trace: str, oom_kills: int) ->
     if isinstance(ended := getattr(error, "cause", None), ProcessEndedError):
         return f"{process} {ended}"
     if oom_kills > 0:
-        return f"{process} is gone, and the kernel killed {oom_kills} processes for lack of memory (SIGKILL)"
-    return f"{process} is gone, most likely killed (SIGKILL): {_quote(error)}"
+        return f"{process} exited, and the kernel killed {oom_kills} processes for lack of memory (SIGKILL)"
+    return f"{process} exited, most likely killed (SIGKILL): {_quote(error)}"
 
 
 def _quote(error: BaseException) -> str:

@@ -6,7 +6,7 @@ between devices. It does not use the strategies' default process group.
 The endpoints register in the store before the group is made, so that errors can name a missing endpoint. Receivers
 write their progress into it, so that a timeout can name the slow ones:
 
-    receivers   here/<rank> (or gone/<rank>)   wait go    broadcasts ...   read/<n>/<rank>   all-reduce
+    receivers   here/<rank> (or disconnected/<rank>)   wait go    broadcasts ...   read/<n>/<rank>   all-reduce
     sender      wait here/*                    go         broadcasts ...                     all-reduce
     driver                                                off, if an endpoint has failed
 """
@@ -109,7 +109,7 @@ def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
 
     A platform's own backend carries only tensors on its devices, and allows one rank per device.
     """
-    leaders = (at for at, each in enumerate(sender.workers) if each.device.leads and each.device.replica == 0)
+    leaders = (at for at, each in enumerate(sender.workers) if each.device.is_leader and each.device.replica == 0)
     leader = next(leaders, None)
     if leader is None or sender.workers[leader].device.backend == HOST_BACKEND:
         return "", ""
@@ -189,17 +189,17 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
         except RuntimeError as error:
             unread = self._without(f"read/{self._number}")
             if deadline.left < EARLY_S:
-                raise ReceiversLostError(at, silent=unread) from error
-            raise ReceiversLostError(at, gone=self._with("gone") or unread) from error
+                raise ReceiversLostError(at, timed_out=unread) from error
+            raise ReceiversLostError(at, disconnected=self._with("disconnected") or unread) from error
         return sent
 
     def _meet(self, at: str, deadline: Deadline) -> BroadcastGroup:
         here = [f"here/{rank}" for rank in range(self._num_receivers)]
         while not self._store.check(here):
-            if gone := self._with("gone"):
-                raise ReceiversLostError(at, gone=gone)
+            if disconnected := self._with("disconnected"):
+                raise ReceiversLostError(at, disconnected=disconnected)
             if deadline.left == 0:
-                raise ReceiversLostError(at, silent=self._without("here"))
+                raise ReceiversLostError(at, timed_out=self._without("here"))
             time.sleep(POLL_S)
         self._store.set("go", "")
         return self._join(SENDER, self._num_receivers + 1, self._host, deadline)
@@ -252,7 +252,7 @@ class CollectiveReceiver(_Endpoint, ReceiverEndpoint):
     @override
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the sender may have exited, and its store with it
-            self._store.set(f"gone/{self._rank}", "")
+            self._store.set(f"disconnected/{self._rank}", "")
         super().close()
 
     def _meet(self, deadline: Deadline) -> BroadcastGroup:

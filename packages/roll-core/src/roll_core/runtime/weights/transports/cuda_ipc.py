@@ -59,7 +59,7 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
     reason is the second value, otherwise None. Devices are identified by host and UUID."""
     leaders: dict[tuple[str, str], int] = {}
     for rank, worker in enumerate(sender.workers):
-        if worker.device.uuid and worker.device.leads:
+        if worker.device.uuid and worker.device.is_leader:
             leaders.setdefault((worker.host, worker.device.uuid), rank)
     found = []
     for rank, worker in enumerate(receiver.workers):

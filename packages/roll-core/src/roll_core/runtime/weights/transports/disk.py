@@ -4,7 +4,7 @@
         open                            removed when the sender closes, or the driver calls the publish off
         <number of the publish>/
             bucket-0, bucket-1, ...     by the sender, each complete as soon as it is visible
-            read-<rank>, gone-<rank>    by receivers: have read everything, or have closed early
+            read-<rank>, disconnected-<rank>    by receivers: have read everything, or have closed early
 
 For roles whose hosts cannot connect to each other. Both sides poll, at growing intervals. The sender removes a publish
 once all receivers have read it, and its whole folder when it closes. The driver removes the folder if an endpoint
@@ -167,7 +167,7 @@ class DiskSender(SenderEndpoint):
             require_exhausted(exported)
             first = buckets[0].first if buckets else ""
             if not self._folder.wait(lambda: self._all_have_read(first), deadline):
-                raise ReceiversLostError(first, silent=self._without("read"))
+                raise ReceiversLostError(first, timed_out=self._without("read"))
             self._folder.remove(str(self._number))
         except OSError as error:
             raise _unwritable(self.address, error) from error
@@ -180,10 +180,10 @@ class DiskSender(SenderEndpoint):
 
     def _all_have_read(self, first: str) -> bool:
         """True if every receiver has read everything. Raises `ReceiversLostError` if one has closed."""
-        if gone := self._with("gone"):
-            raise ReceiversLostError(first, gone=gone)
+        if disconnected := self._with("disconnected"):
+            raise ReceiversLostError(first, disconnected=disconnected)
         if OPEN not in self._folder.names():  # called off by the driver
-            raise ReceiversLostError(first, gone=self._without("read"))
+            raise ReceiversLostError(first, disconnected=self._without("read"))
         return not self._without("read")
 
     def _with(self, what: str) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ class DiskReceiver(ReceiverEndpoint):
         if self._is_reading:
             self._is_reading = False
             with contextlib.suppress(OSError):  # otherwise the driver calls the publish off
-                self._report("gone")
+                self._report("disconnected")
 
     def _report(self, what: str) -> None:
         if OPEN in self._folder.names():

@@ -150,7 +150,7 @@ class PooledSender(SenderEndpoint):
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise ReceiversLostError("the first tensor", silent=tuple(sorted(missing))) from None
+                raise ReceiversLostError("the first tensor", timed_out=tuple(sorted(missing))) from None
             try:
                 connection.settimeout(_HELLO_S)
                 token, rank = _HELLO.unpack(_recv_exactly(connection, _HELLO.size))
@@ -181,7 +181,7 @@ def _send_to(rank: int, connection: socket.socket, message: bytes, at: str, desc
         else:
             connection.sendall(message)
     except OSError:
-        raise ReceiversLostError(at, gone=(rank,)) from None
+        raise ReceiversLostError(at, disconnected=(rank,)) from None
 
 
 class _ReadProgress:
@@ -203,8 +203,8 @@ class _ReadProgress:
         """Wait until a receiver has read another bucket."""
         if not self.poll(deadline.left):
             oldest = self.by_all
-            silent = tuple(sorted(rank for rank, number in self._read.items() if number == oldest))
-            raise ReceiversLostError(self._buckets[oldest].first, silent=silent)
+            timed_out = tuple(sorted(rank for rank, number in self._read.items() if number == oldest))
+            raise ReceiversLostError(self._buckets[oldest].first, timed_out=timed_out)
 
     def poll(self, timeout_s: float) -> bool:
         """Process messages of receivers; True if there were any."""
@@ -222,7 +222,7 @@ class _ReadProgress:
         except OSError:
             messages = b""
         if not messages:
-            raise ReceiversLostError(self._buckets[self._read[rank]].first, gone=(rank,))
+            raise ReceiversLostError(self._buckets[self._read[rank]].first, disconnected=(rank,))
         self._read[rank] += len(messages)
         if self._read[rank] >= len(self._buckets):
             self._selector.unregister(connection)  # it may close the connection now
