@@ -19,6 +19,7 @@ from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.registry import load_registry
 
 REGISTRY = load_registry()
+FOLDER = tempfile.TemporaryDirectory()
 EXAMPLES = int(os.environ.get("ROLL_FUZZ_EXAMPLES", "1200"))
 FUZZ = settings(
     max_examples=EXAMPLES,
@@ -128,13 +129,12 @@ def damaged_trees(draw):
 
 def load_text(text: str, overrides=()):
     """The loaded config, or None where it was refused in words."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "run.yaml")
-        file.write_text(text, encoding="utf-8", errors="surrogatepass")
-        try:
-            return load(file, overrides, REGISTRY).config
-        except (ConfigError, PluginError) as error:
-            refusal = error
+    file = Path(FOLDER.name, "run.yaml")
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        return load(file, overrides, REGISTRY).config
+    except (ConfigError, PluginError) as error:
+        refusal = error
     assert str(refusal)
     assert "Traceback" not in str(refusal)
     if isinstance(refusal, ConfigError):

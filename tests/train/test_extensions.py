@@ -22,9 +22,15 @@ print(flush=True)
 time.sleep(60)
 """
 BUILDER = """
-import sys
+import sys, time
 from pathlib import Path
 from roll_core.native.extensions import Extension
+
+def compile(made, folder):
+    time.sleep(0.5)
+    (folder / "answer.so").write_text("")
+
+Extension._compile = compile
 print(Extension(name="answer", sources=(Path(sys.argv[1]),)).library().stat().st_ino)
 """
 GOOD = """
@@ -41,6 +47,12 @@ def source(tmp_path, monkeypatch):
     path = tmp_path / "answer.cpp"
     path.write_text(GOOD)
     return path
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Instead of compiling, writes a library that cannot be loaded: for tests of where libraries are kept."""
+    monkeypatch.setattr(Extension, "_compile", lambda made, folder: (folder / f"{made.name}.so").write_text(""))
 
 
 def extension(source, answer=42):
@@ -79,6 +91,7 @@ def test_a_folder_that_cannot_be_written_is_named(source, monkeypatch, tmp_path)
         extension(source).library()
 
 
+@pytest.mark.usefixtures("pretended")
 def test_a_build_that_was_killed_keeps_nobody_waiting(source):
     made = extension(source)
     lock = f"{extensions.cache_folder()}/answer-{made.key()}.lock"
@@ -118,6 +131,7 @@ def test_a_library_that_came_with_the_package_is_taken(source, monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["source", "flags", "torch"])
+@pytest.mark.usefixtures("pretended")
 def test_what_came_for_something_else_is_left_aside(source, changed, monkeypatch):
     made = extension(source)
     shipped = made.build_ahead(made.ahead_folder())

@@ -1,4 +1,7 @@
-"""Sharded over any number of ranks, a model computes and learns as `hf_train` has it in one process."""
+"""Sharded over any number of ranks, a model computes and learns as `hf_train` has it in one process.
+
+`./run test` runs one job of each kind of parallelism, `./run test-engines fsdp2` all of them.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,15 @@ def furthest(found, expected):
     return max(float(np.abs(found[name] - expected[name]).max()) for name in expected)
 
 
-@pytest.mark.parametrize("name", JOBS)
+ALWAYS = {"2", "2 x 2", "adapters", "tensor 2", "ulysses 2", "ring 2", "experts 2"}
+
+
+def jobs(names):
+    """Parameters; those that are not in `ALWAYS` wait for `./run test-engines`."""
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.engine) for name in names]
+
+
+@pytest.mark.parametrize("name", jobs(JOBS))
 def test_training_equals_hf_train(ranks, name):
     job = JOBS[name]
     answers = ranks(train, job)
@@ -183,7 +194,7 @@ def test_the_model_beneath_adapters_stays_as_it_was(ranks):
 
 
 @pytest.mark.parametrize(
-    "name", ["adapters", "tensor 2, adapters", "ring 2, two copies, adapters", "experts 2, adapters"]
+    "name", jobs(["adapters", "tensor 2, adapters", "ring 2, two copies, adapters", "experts 2, adapters"])
 )
 def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_beneath(ranks, name):
     answers = ranks(train, JOBS[name], 2)
@@ -250,7 +261,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank_and_changes_noth
         assert furthest(spoilt["weights"], straight["weights"]) == 0
 
 
-@pytest.mark.parametrize("name", ["4, of which one has less to do", "2 x 2", "tensor 2, 2 x 2, tied, checkpointed"])
+@pytest.mark.parametrize(
+    "name", jobs(["4, of which one has less to do", "2 x 2", "tensor 2, 2 x 2, tied, checkpointed"])
+)
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(ranks, name):
     """None waits for the others, and what comes after is as if nothing had been."""
     for error, after, alone_after in ranks(lose_and_go_on, JOBS[name], "s4"):

@@ -27,7 +27,9 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize(
+    "name", ["2, checkpointed", *(pytest.param(name, marks=pytest.mark.engine) for name in list(SPREAD)[1:])]
+)
 def test_experts_are_replayed_as_in_one_process(ranks, tmp_path, name):
     num_ranks, config, model = SPREAD[name]
     written = write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61)

@@ -39,6 +39,9 @@ from roll_testing.ranks import RanksFailedError
 from roll_testing.stored_buffers import check_stored_buffers
 from roll_testing.train_kit import registry
 
+# The kit checks the state of two ranks in `./run test`; these take minutes.
+pytestmark = pytest.mark.engine
+
 BF16 = {"dtype": "bf16"}
 TENSOR = {"tensor_model_parallel_size": 2}
 

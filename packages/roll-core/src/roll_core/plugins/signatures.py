@@ -11,6 +11,7 @@ import ast
 import gc
 import importlib.util
 import inspect
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,19 +38,25 @@ CONTRACTS: dict[type[Provider], str] = {
 
 def signature_problem(record: Provider) -> str:
     """Why the target of a record cannot be called as its contract requires; empty if it can or is not checked."""
-    contract = _definition(CONTRACTS.get(type(record), ""))
-    found = _definition(record.target)
+    wanted = CONTRACTS.get(type(record), "")
+    return _problem(wanted, _source(wanted), record.target, _source(record.target))
+
+
+@lru_cache(maxsize=128)
+def _problem(wanted: str, contract_source: bytes, target: str, source: bytes) -> str:
+    """`signature_problem` of two names and the sources of their modules. Parsing takes most of a config's load time."""
+    contract, found = _definition(wanted, contract_source), _definition(target, source)
     if not isinstance(contract, ast.ClassDef) or found is None:
         return ""
     expected = _methods(contract)
     if isinstance(found, ast.ClassDef):
         for name, method in _methods(found).items():
             if name in expected and (why := _why_not(method, expected[name].args.args, expected[name])):
-                return f"{record.target}.{name} cannot be called as {contract.name}.{name} is: {why}"
+                return f"{target}.{name} cannot be called as {contract.name}.{name} is: {why}"
     elif "__call__" in expected and not found.decorator_list:
         called = expected["__call__"]
         if why := _why_not(found, called.args.args[1:], called):
-            return f"{record.target} cannot be called as {contract.name} is: {why}"
+            return f"{target} cannot be called as {contract.name} is: {why}"
     return ""
 
 
@@ -97,16 +104,14 @@ def _signature(args: ast.arguments) -> inspect.Signature:
     return inspect.Signature(found)
 
 
-def _definition(target: str) -> Function | ast.ClassDef | None:
-    """Function or class that `"module:name"` defines at module level; None if it cannot be read."""
-    module, _, name = target.partition(":")
+def _definition(target: str, source: bytes) -> Function | ast.ClassDef | None:
+    """Function or class that `"module:name"` defines at module level of `source`; None if there is none."""
     try:
-        source = _source(module)
-        tree = _parsed(source.read_bytes()) if source is not None else None
-    except (ImportError, KeyError, ValueError, OSError, SyntaxError):  # KeyError: below a package without __init__.py
+        tree = _parsed(source)
+    except (ValueError, SyntaxError):
         return None
-    defined = [each for each in tree.body if isinstance(each, Function | ast.ClassDef)] if tree is not None else []
-    named = [each for each in defined if each.name == name]
+    name = target.partition(":")[2]
+    named = [each for each in tree.body if isinstance(each, Function | ast.ClassDef) and each.name == name]
     return named[-1] if named else None
 
 
@@ -125,14 +130,17 @@ def _parsed(source: bytes) -> ast.Module:
             gc.enable()
 
 
-def _source(module: str) -> Path | None:
-    """Source file of a module, found without importing its parent packages; None if there is none."""
-    top, *below = module.split(".")
-    spec, path = importlib.util.find_spec(top), top
-    for name in below:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        path = f"{path}.{name}"
-        spec = PathFinder.find_spec(path, spec.submodule_search_locations)
-    origin = spec.origin if spec is not None and spec.has_location else None
-    return Path(origin) if origin is not None and origin.endswith(".py") else None
+def _source(target: str) -> bytes:
+    """Source of the module of `"module:name"`, found without importing its parent packages; empty if unavailable."""
+    path, *below = target.partition(":")[0].split(".")
+    try:
+        spec = importlib.util.find_spec(path)
+        for name in below:
+            if spec is None or spec.submodule_search_locations is None:
+                return b""
+            path = f"{path}.{name}"
+            spec = PathFinder.find_spec(path, spec.submodule_search_locations)
+        origin = spec.origin if spec is not None and spec.has_location else None
+        return Path(origin).read_bytes() if origin is not None and origin.endswith(".py") else b""
+    except (ImportError, KeyError, ValueError, OSError):  # KeyError: below a package without __init__.py
+        return b""

@@ -11,8 +11,8 @@ from roll_core.spec.importing import IMPORT_STATUSES
 from roll_migrate import roll_keys
 from roll_migrate.rules import Each, KeyRule
 
-DOCS = Path(__file__).parents[2] / "docs" / "from-roll.md"
-BEGIN, END = "<!-- keys: made by tests/importing/test_from_roll_docs.py -->\n", "<!-- end of keys -->"
+DOCS = Path(__file__).parents[3] / "docs" / "from-roll.md"
+BEGIN, END = "<!-- keys: made by packages/roll-migrate/tests/test_from_roll_docs.py -->\n", "<!-- end of keys -->"
 TITLES = {
     "`rlvr`: the run": roll_keys.RLVR,
     "`sft`: the run, where it differs": {

@@ -545,7 +545,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys):
     out.write_text("mine")
     assert main(["import", "roll", str(FILES / "sft_defaults.yaml"), "-o", str(out)]) == 2
     assert out.read_text() == "mine"
-    assert mentions(capsys.readouterr().err, "already")
+    assert mentions(capsys.readouterr().err, "ROLL-R005", out)
 
 
 def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tmp_path, capsys):
