@@ -21,7 +21,8 @@ MAX_COLUMNS = 100
 MAX_CELL_WORDS = 15
 WORDS = re.compile(
     r"\b(whoever|nobody|anew|so many|so long as|drawn|errands?|judgement|verdicts?|is given up|was given up"
-    r"|signs? of life|eight bits|first choices?|is to be|are to be|shall|lent|beneath)\b",
+    r"|signs? of life|eight bits|first choices?|is to be|are to be|shall|lent|beneath"
+    r"|goes? on|went on|(?:is|are) there already|is gone|of ours|without being told|takes? no)\b",
     re.IGNORECASE,
 )
 """What the glossary replaces by the field's terms: sampled, request, reward, killed, heartbeat, fp8, argmax …"""

@@ -14,7 +14,8 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
+from roll_core.errors import CorruptTensorError, MissingTensorError
+from roll_modeling.comparing import entries, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ SIDES = ("lora_A.weight", "lora_B.weight")
 def compare_adapter(
     announced: Iterable[tuple[str, Sequence[int]]], room: Callable[[str], Sequence[int]]
 ) -> dict[str, Any]:
-    """Compare announced tensors with the adapter slots of this process; returns plain values.
+    """Compare announced tensors with the adapter slots of this process; returns plain values for `refuse_adapter`.
 
     The result has `unknown` names and `shapes` that do not fit (the slot's shape by name). `room` returns the shape of
     a tensor's slot, whose rank may be larger, and raises `KeyError` if there is no slot.
@@ -55,17 +56,11 @@ def refuse_adapter(
 ) -> None:
     """Raise for the first mismatch in the results of `compare_adapter`.
 
-    Also raises if A or B of a layer is not announced, or has another rank than `rank`. Raises `UnexpectedTensorError`,
-    `CorruptTensorError` or `MissingTensorError`.
+    Also raises if A or B of a layer is not announced, or has another rank than `rank`. The errors are those of
+    `refuse`.
     """
-    sent = {entry.name: list(entry.shape) for entry in manifest.tensors}
-    for answer in answers:
-        if unknown := answer["unknown"]:
-            raise UnexpectedTensorError(
-                f"{who}: received {unknown[0]}, but {engine}'s model has no adapter there ({len(unknown)} such tensors)"
-            )
-        for name, found in answer["shapes"].items():
-            raise CorruptTensorError(f"{who}: {name} is {sent[name]} in the manifest; {engine} accepts {found}")
+    refuse(who, engine, manifest, answers)
+    sent = dict(entries(manifest))
     for name, shape in sent.items():
         layer, _, side = name.rpartition(".lora_")
         other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"

@@ -63,7 +63,7 @@ def compare(
 
 
 def refuse(who: str, engine: str, manifest: WeightManifest, answers: Iterable[Mapping[str, Any]]) -> None:
-    """Raise for the first mismatch in the results of `compare`.
+    """Raise for the first mismatch in the results of `compare` or `compare_adapter`.
 
     Raises `UnexpectedTensorError`, `CorruptTensorError` or `MissingTensorError`.
     """
@@ -71,12 +71,12 @@ def refuse(who: str, engine: str, manifest: WeightManifest, answers: Iterable[Ma
     for answer in answers:
         if unknown := answer["unknown"]:
             raise UnexpectedTensorError(
-                f"{who}: received {unknown[0]}, which {engine}'s model lacks or cannot read back"
+                f"{who}: received {unknown[0]}, which {engine} has no place for or cannot read back"
                 f" ({len(unknown)} such tensors)"
             )
         for name, shape in answer["shapes"].items():
             raise CorruptTensorError(f"{who}: {name} is {sent[name]} in the manifest, and {shape} in {engine}'s model")
-        if missing := answer["missing"]:
+        if missing := answer.get("missing"):
             raise MissingTensorError(
                 f"{who}: {missing[0]} is not in the manifest of version {manifest.version}"
                 f" ({len(missing)} such tensors)"

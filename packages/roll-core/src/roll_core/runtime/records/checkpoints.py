@@ -116,7 +116,7 @@ class CheckpointStore:
             if not problems:
                 return checkpoint
             damaged.append(f"{checkpoint.path.name} ({_enumerate(problems)})")
-            logger.warning("checkpoint %s is damaged and is passed over: %s", checkpoint.path, _enumerate(problems))
+            logger.warning("checkpoint %s is damaged and is skipped: %s", checkpoint.path, _enumerate(problems))
         if damaged:
             raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {', '.join(damaged)}")
         return None
