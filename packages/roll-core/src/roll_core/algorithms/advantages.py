@@ -56,9 +56,7 @@ def reinforce_plus_plus(batch: AdvantageInput) -> AdvantageOutput:
     """
     plain = reinforce(batch)
     whitened_T = whiten(plain.advantages_T, batch.mask_T, batch.whiten_epsilon)
-    return AdvantageOutput(
-        advantages_T=whitened_T, returns_T=plain.returns_T, token_rewards_T=plain.token_rewards_T
-    )
+    return AdvantageOutput(advantages_T=whitened_T, returns_T=plain.returns_T, token_rewards_T=plain.token_rewards_T)
 
 
 def reinforce_plus_plus_baseline(batch: AdvantageInput) -> AdvantageOutput:
@@ -136,8 +134,8 @@ def pass_at_k(batch: AdvantageInput) -> AdvantageOutput:
     * `mean`: `(E[max(I) | i in I] - E[max(I)]) / (std[max(I)] + norm_epsilon)`, in closed form (arXiv:2508.10751 §2.4
       for rewards of 0 and 1; the same expectation for others). `k: 1` is GRPO with the biased deviation.
     * `leave_one_out`: `E[max(I) - max(I without i) | i in I]` (arXiv:2505.15201). With `k` equal to the group's size
-      only the best response has an advantage, its distance to the second: verl's `grpo_passk` (arXiv:2503.19595) without
-      the division by the rewards' deviation.
+      only the best response has an advantage, its distance to the second: verl's `grpo_passk` (arXiv:2503.19595)
+      without the division by the rewards' deviation.
 
     A group of fewer than `k` members gets advantage 0; with `mean` also one of exactly `k`. Raises `NonFiniteError`.
     """

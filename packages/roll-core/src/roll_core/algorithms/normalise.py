@@ -68,9 +68,9 @@ class RunningMoments:
 class RewardNormaliser:
     """Normalise rewards to `(R - mean) / (std + epsilon)`, then clamp them to `± clip`.
 
-    Config keys: `norm_mean_type`, `norm_std_type`, `reward_clip` and `norm_epsilon`. Mean and standard deviation are chosen
-    independently; None skips the subtraction or the division. Standard deviations are unbiased (divided by n - 1), as
-    in ROLL.
+    Config keys: `norm_mean_type`, `norm_std_type`, `reward_clip` and `norm_epsilon`. Mean and standard deviation are
+    chosen independently; None skips the subtraction or the division. Standard deviations are unbiased (divided by
+    n - 1), as in ROLL.
 
     Rewards without spread (equal rewards, a group of one) are centred but not scaled, because dividing by the epsilon
     would inflate them. Batch and running statistics are kept per domain. A domain with higher rewards therefore does

@@ -84,30 +84,107 @@ def roll_trackers() -> Iterator[TrackerProvider]:
 
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
-    """Advantage estimators: GRPO, REINFORCE, RLOO and GAE."""
+    """Advantage estimators: of whole responses, and of turns."""
+    whole, options = "roll_core.algorithms.advantages", "roll_core.builtin.config"
     yield AdvantageProvider(
         name="grpo",
-        target="roll_core.algorithms.advantages:grpo",
+        target=f"{whole}:grpo",
+        config=f"{options}:GRPOOptions",
         summary="Reward less the group's mean, over the group's deviation",
         needs_groups=True,
         normalise="group",
     )
     yield AdvantageProvider(
         name="reinforce",
-        target="roll_core.algorithms.advantages:reinforce",
+        target=f"{whole}:reinforce",
         summary="Discounted reward to go",
     )
     yield AdvantageProvider(
+        name="reinforce++",
+        target=f"{whole}:reinforce_plus_plus",
+        summary="Discounted reward to go, whitened over the batch's tokens",
+    )
+    yield AdvantageProvider(
+        name="reinforce++_baseline",
+        target=f"{whole}:reinforce_plus_plus_baseline",
+        summary="Reward less the group's mean, whitened over the batch's tokens",
+        needs_groups=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
         name="rloo",
-        target="roll_core.algorithms.advantages:rloo",
+        target=f"{whole}:rloo",
         summary="Reward less the mean of the group's other samples",
         needs_groups=True,
     )
     yield AdvantageProvider(
+        name="opo",
+        target=f"{whole}:opo",
+        summary="Reward less the group's length-weighted mean",
+        needs_groups=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
+        name="max_rl",
+        target=f"{whole}:max_rl",
+        summary="Reward less the group's mean, over that mean",
+        needs_groups=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
+        name="pass_at_k",
+        target=f"{whole}:pass_at_k",
+        config=f"{options}:PassAtKOptions",
+        summary="Best reward of k responses, over all subsets of the group",
+        needs_groups=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
+        name="gdpo",
+        target=f"{whole}:gdpo",
+        config=f"{options}:GDPOOptions",
+        summary="Weighted components of the reward, each normalised in its group",
+        needs_groups=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
         name="gae",
-        target="roll_core.algorithms.advantages:gae",
+        target=f"{whole}:gae",
         summary="Generalised advantage estimation with a critic",
         needs_critic=True,
+    )
+    turns = "roll_core.algorithms.turn_advantages"
+    yield AdvantageProvider(
+        name="step_reinforce",
+        target=f"{turns}:step_reinforce",
+        config=f"{options}:StepReinforceOptions",
+        summary="Discounted reward to go of each turn",
+        needs_turns=True,
+        normalise="none",
+    )
+    yield AdvantageProvider(
+        name="agentic_reinforce",
+        target=f"{turns}:agentic_reinforce",
+        summary="Reward to go of each turn, with the pipeline's discount",
+        needs_turns=True,
+        normalise="none",
+    )
+    yield AdvantageProvider(
+        name="gigpo",
+        target=f"{turns}:gigpo",
+        config=f"{options}:GiGPOOptions",
+        summary="Relative reward of the rollout, and of turns from the same state",
+        needs_groups=True,
+        needs_turns=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
+        name="turn_gae",
+        target=f"{turns}:turn_gae",
+        summary="Generalised advantage estimation over turns, with a critic",
+        needs_critic=True,
+        needs_turns=True,
+        normalise="none",
     )
 
 

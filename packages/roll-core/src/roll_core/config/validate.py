@@ -198,9 +198,15 @@ def _check_estimator(parts: Parts, provider: AdvantageProvider, key: str, schema
     if provider.needs_groups and data.get("num_return_sequences_in_group") == 1:
         message = f"found 1, but {name} compares the samples of one prompt, so each prompt needs at least 2"
         parts.report(("num_return_sequences_in_group",), message, code="ROLL-C014")
+    if provider.needs_turns and not schema.multi_turn:
+        message = f"{name} credits turns, but pipeline {data.get('pipeline')} has rollouts of one turn"
+        parts.report((key,), message, "use an estimator of whole responses, such as grpo", code="ROLL-C014")
     for norm in ("norm_mean_type", "norm_std_type") if provider.normalise != "config" else ():
         if data.get(norm) not in (None, provider.normalise):
-            message = f"found {data[norm]}, but {name} itself normalises rewards by {provider.normalise}"
+            own = "does not normalise rewards"
+            if provider.normalise != "none":
+                own = f"itself normalises rewards by {provider.normalise}"
+            message = f"found {data[norm]}, but {name} {own}"
             hint = f"remove {norm}, or choose an estimator that does not normalise (adv_estimator: reinforce)"
             parts.report((norm,), message, hint, code="ROLL-C014")
 
