@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll_core.algorithms.advantage_options import GDPOOptions, GRPOOptions, PassAtKOptions
 from roll_core.algorithms.advantages import (
     gae,
     gdpo,
@@ -22,7 +23,6 @@ from roll_core.algorithms.advantages import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
 )
-from roll_core.builtin.config import GDPOOptions, GRPOOptions, PassAtKOptions
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput
 from roll_testing.errors import raises_error

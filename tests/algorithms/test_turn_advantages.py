@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll_core.algorithms.advantage_options import GiGPOOptions, StepReinforceOptions
 from roll_core.algorithms.turn_advantages import agentic_reinforce, gigpo, step_reinforce, turn_gae
-from roll_core.builtin.config import GiGPOOptions, StepReinforceOptions
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput, Turns
 from roll_testing.errors import raises_error

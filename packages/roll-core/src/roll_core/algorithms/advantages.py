@@ -70,8 +70,7 @@ def reinforce_plus_plus_baseline(batch: AdvantageInput) -> AdvantageOutput:
 
 
 def grpo(batch: AdvantageInput) -> AdvantageOutput:
-    """GRPO: `A_i = (R_i - mean(R)) / (std(R) + norm_epsilon)` over the samples of one prompt, for each token of
-    response `i`.
+    """GRPO: `A_i = (R_i - mean(R)) / (std(R) + norm_epsilon)` over one prompt's samples, at each token of response `i`.
 
     Source: arXiv:2402.03300 §4.1.2. The standard deviation is unbiased. A group without spread gets advantage 0.
 
@@ -96,12 +95,10 @@ def opo(batch: AdvantageInput) -> AdvantageOutput:
     Source: arXiv:2505.23585. `l_j` counts the masked tokens of rollout `j`. A group of one gets advantage 0; in verl
     its baseline is 0. Raises `NonFiniteError`.
     """
-    require_finite("rewards", batch.scores_S)
-    scores_S = batch.scores_S.double()
     groups_S, num_groups = dense(batch.groups_S)
-    lengths_S = counts_by(batch.segments_T[batch.mask_T], scores_S.numel()).double()
     # Distances from the group's mean make equal rewards exactly 0, whatever the lengths.
     distance_S = _distance_from_mean(batch)
+    lengths_S = counts_by(batch.segments_T[batch.mask_T], distance_S.numel()).double()
     weighted_G = sums_by(lengths_S * distance_S, groups_S, num_groups)
     baselines_S = (weighted_G / sums_by(lengths_S, groups_S, num_groups).clamp(min=1))[groups_S]
     return _relative_credit(batch, distance_S - baselines_S)

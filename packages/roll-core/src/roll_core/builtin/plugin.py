@@ -84,16 +84,29 @@ def roll_trackers() -> Iterator[TrackerProvider]:
 
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
-    """Advantage estimators: of whole responses, and of turns."""
-    whole, options = "roll_core.algorithms.advantages", "roll_core.builtin.config"
-    yield AdvantageProvider(
-        name="grpo",
-        target=f"{whole}:grpo",
-        config=f"{options}:GRPOOptions",
-        summary="Reward less the group's mean, over the group's deviation",
-        needs_groups=True,
-        normalise="group",
-    )
+    """Advantage estimators of whole responses and of turns, see docs/algorithms.md."""
+    whole, options = "roll_core.algorithms.advantages", "roll_core.algorithms.advantage_options"
+    for name, function, schema, summary in (
+        ("grpo", "grpo", "GRPOOptions", "Reward less the group's mean, over the group's deviation"),
+        (
+            "reinforce++_baseline",
+            "reinforce_plus_plus_baseline",
+            "",
+            "Reward less the group's mean, whitened over tokens",
+        ),
+        ("opo", "opo", "", "Reward less the group's length-weighted mean"),
+        ("max_rl", "max_rl", "", "Reward less the group's mean, over that mean"),
+        ("pass_at_k", "pass_at_k", "PassAtKOptions", "Best reward of k responses, over all subsets of the group"),
+        ("gdpo", "gdpo", "GDPOOptions", "Weighted components of the reward, each normalised in its group"),
+    ):
+        yield AdvantageProvider(
+            name=name,
+            target=f"{whole}:{function}",
+            config=f"{options}:{schema}" if schema else "",
+            summary=summary,
+            needs_groups=True,
+            normalise="group",
+        )
     yield AdvantageProvider(
         name="reinforce",
         target=f"{whole}:reinforce",
@@ -102,50 +115,13 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
     yield AdvantageProvider(
         name="reinforce++",
         target=f"{whole}:reinforce_plus_plus",
-        summary="Discounted reward to go, whitened over the batch's tokens",
-    )
-    yield AdvantageProvider(
-        name="reinforce++_baseline",
-        target=f"{whole}:reinforce_plus_plus_baseline",
-        summary="Reward less the group's mean, whitened over the batch's tokens",
-        needs_groups=True,
-        normalise="group",
+        summary="Discounted reward to go, whitened over tokens",
     )
     yield AdvantageProvider(
         name="rloo",
         target=f"{whole}:rloo",
         summary="Reward less the mean of the group's other samples",
         needs_groups=True,
-    )
-    yield AdvantageProvider(
-        name="opo",
-        target=f"{whole}:opo",
-        summary="Reward less the group's length-weighted mean",
-        needs_groups=True,
-        normalise="group",
-    )
-    yield AdvantageProvider(
-        name="max_rl",
-        target=f"{whole}:max_rl",
-        summary="Reward less the group's mean, over that mean",
-        needs_groups=True,
-        normalise="group",
-    )
-    yield AdvantageProvider(
-        name="pass_at_k",
-        target=f"{whole}:pass_at_k",
-        config=f"{options}:PassAtKOptions",
-        summary="Best reward of k responses, over all subsets of the group",
-        needs_groups=True,
-        normalise="group",
-    )
-    yield AdvantageProvider(
-        name="gdpo",
-        target=f"{whole}:gdpo",
-        config=f"{options}:GDPOOptions",
-        summary="Weighted components of the reward, each normalised in its group",
-        needs_groups=True,
-        normalise="group",
     )
     yield AdvantageProvider(
         name="gae",

@@ -537,6 +537,15 @@ class RewardConfig(WorkerConfig):
         return {}
 
 
+class AdvantageOptions(Config):
+    """Base of the schemas of `adv_options` (`AdvantageProvider.config`)."""
+
+    @property
+    def min_samples(self) -> int:
+        """Samples that each prompt needs at least."""
+        return 1
+
+
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
 """Reward configs by domain. They are saved with the keys of their own schemas."""
 
