@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.algorithms.advantage_options import GDPOOptions, GRPOOptions, PassAtKOptions
 from roll_core.algorithms.advantages import (
     gae,
     gdpo,
@@ -221,20 +220,6 @@ def test_an_empty_batch_is_no_error(estimate):
 def test_rewards_that_are_not_finite_are_an_error(estimate):
     with pytest.raises(NonFiniteError):
         estimate(batch_for(estimate, [math.inf, 0.0]))
-
-
-@pytest.mark.parametrize(
-    ("estimate", "schema"),
-    [(grpo, GRPOOptions()), (pass_at_k, PassAtKOptions(k=2)), (gdpo, GDPOOptions(weights={"part": 1.0}))],
-)
-def test_defaults_of_the_schema_are_those_of_the_function(estimate, schema):
-    scores = [1.0, 0.0, 0.5]
-    written = schema.model_dump(exclude_unset=True)
-    found = [
-        per_rollout(estimate, batch_of(scores, components={"part": scores}, options=options))
-        for options in (written, schema.model_dump())
-    ]
-    assert found[0] == found[1]
 
 
 # -- against loops -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.algorithms.advantage_options import GiGPOOptions, StepReinforceOptions
 from roll_core.algorithms.turn_advantages import agentic_reinforce, gigpo, step_reinforce, turn_gae
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput, Turns
@@ -180,12 +179,6 @@ def test_the_kl_of_later_tokens_is_subtracted_from_each_token(estimate):
     charged = estimate(batch_of(TWO, kl=lambda u, t: 0.1)).advantages_T
     # Two and one generated tokens, then one and three: what is still to come, itself included.
     assert (plain - charged).tolist() == pytest.approx([0, 0.3, 0.2, 0, 0.1, 0, 0.4, 0, 0.3, 0.2, 0.1], abs=1e-6)
-
-
-@pytest.mark.parametrize(("estimate", "schema"), [(step_reinforce, StepReinforceOptions()), (gigpo, GiGPOOptions())])
-def test_defaults_of_the_schema_are_those_of_the_function(estimate, schema):
-    plain, written = batch_of(TWO), batch_of(TWO, options=schema.model_dump())
-    assert torch.equal(estimate(plain).advantages_T, estimate(written).advantages_T)
 
 
 # -- against loops -----------------------------------------------------------------------------------------------------

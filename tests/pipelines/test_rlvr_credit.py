@@ -453,6 +453,37 @@ def test_cutting_rollouts_into_rows_changes_no_advantage(recipe, monkeypatch):
         assert found == pytest.approx(each.advantages[each.loss_mask], abs=1e-6)
 
 
+def test_constants_of_the_formulas_are_keys():
+    # Rewards 1 and 0 have the deviation sqrt(1/2), below 0.8: they are not divided.
+    _, sequences = step(groups_of((1.0, 0.0)), norm_epsilon=0.8)
+    assert sequences[0].advantages[-1] == 0.5
+    _, sequences = step(groups_of((1.0, 0.0)), adv_estimator="reinforce", norm_mean_type="group", norm_std_type="group",
+                        norm_epsilon=0.5)  # fmt: skip
+    assert sequences[0].advantages[-1] == pytest.approx(0.5 / (0.5**0.5 + 0.5))
+    # Tokens 1, 1, 0, 0: mean 0.5, unbiased variance 1/3.
+    _, sequences = step(groups_of((1.0, 0.0)), adv_estimator="reinforce", gamma=1.0, whiten_advantages=True,
+                        whiten_epsilon=2 / 3)  # fmt: skip
+    assert sequences[0].advantages[-1] == pytest.approx(0.5)
+    critic = FakeRole()
+    step(
+        groups_of((1.0, 0.0)), {"critic": critic}, value_loss_coef=2.0, value_loss_agg_mode="seq-mean-token-mean", **PPO
+    )
+    objective = critic.updates[0][1]
+    assert (objective.coef, objective.aggregation) == (2.0, "seq-mean-token-mean")
+
+
+def test_the_clip_of_the_kl_controllers_error_is_a_key():
+    # KL 0.3 against a target of 0.1: the error 2 is clipped to 0.5; 2 samples of a horizon of 4: a factor of 1.25.
+    roles = {"actor_train": FakeRole(logprob=-0.5), "reference": FakeRole(logprob=-0.8)}
+    run = FakeRun(groups_of((1.0, 0.0)), roles)
+    given = {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "reference": {}}
+    pipeline = RLVRPipeline(config(target_kl=0.1, kl_horizon=4, kl_error_clip=0.5, **given))
+    pipeline.prepare(run)
+    asyncio.run(pipeline.setup(run))
+    asyncio.run(pipeline.step(run))
+    assert pipeline.kl.coef == pytest.approx(0.125)
+
+
 def test_wrong_answers_that_are_too_long_are_left_out():
     groups = [Group(id="0", samples=(sample(0, 0, 1.0, length=5), sample(0, 1, 0.0, length=5)))]
     groups += [Group(id="1", samples=(sample(1, 0, 0.0, length=2), sample(1, 1, 1.0, length=2)))]

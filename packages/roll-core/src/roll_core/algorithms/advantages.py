@@ -26,6 +26,7 @@ from roll_core.algorithms._segments import (
     reverse_discounted_sum,
     sums_by,
 )
+from roll_core.algorithms.advantage_options import GDPOOptions, GRPOOptions, PassAtKOptions
 from roll_core.algorithms.normalise import clip, divide_by_std, moments_by, whiten
 from roll_core.algorithms.rewards import token_rewards
 from roll_core.errors import UnsupportedError
@@ -81,7 +82,7 @@ def grpo(batch: AdvantageInput) -> AdvantageOutput:
     process supervision (§4.1.3). `gamma` below 1 discounts that sum, as in ROLL. Raises `NonFiniteError`.
     """
     require_finite("rewards", batch.scores_S)
-    if batch.options.get("leave_one_out", False):
+    if GRPOOptions(**batch.options).leave_one_out:
         means_S, stds_S = _moments_of_others(batch.scores_S.double(), batch.groups_S)
     else:
         means_S, stds_S = moments_by(batch.scores_S, batch.groups_S)
@@ -137,13 +138,13 @@ def pass_at_k(batch: AdvantageInput) -> AdvantageOutput:
     A group of fewer than `k` members gets advantage 0; with `mean` also one of exactly `k`. Raises `NonFiniteError`.
     """
     require_finite("rewards", batch.scores_S)
-    k, leave_one_out = batch.options["k"], batch.options.get("baseline", "mean") == "leave_one_out"
+    options = PassAtKOptions(**batch.options)
     scores_S = batch.scores_S.double()
     relative_S = torch.zeros_like(scores_S)
     groups_S, num_groups = dense(batch.groups_S)
     for group in range(num_groups):
         members = (groups_S == group).nonzero()[:, 0]
-        relative_S[members] = _best_of_k(scores_S[members], k, leave_one_out, batch.norm_epsilon)
+        relative_S[members] = _best_of_k(scores_S[members], options, batch.norm_epsilon)
     return _relative_credit(batch, relative_S)
 
 
@@ -159,8 +160,9 @@ def gdpo(batch: AdvantageInput) -> AdvantageOutput:
     `UnsupportedError` if no rollout has a component, and `NonFiniteError`.
     """
     require_finite("rewards", batch.scores_S)
+    options = GDPOOptions(**batch.options)
     total_S = torch.zeros(batch.scores_S.shape, dtype=torch.float64, device=batch.scores_S.device)
-    for name, weight in batch.options["weights"].items():
+    for name, weight in options.weights.items():
         values_S = batch.components_S.get(name)
         if values_S is None:
             raise UnsupportedError(
@@ -170,7 +172,7 @@ def gdpo(batch: AdvantageInput) -> AdvantageOutput:
         given_S = ~values_S.isnan()
         means_X, stds_X = moments_by(values_S[given_S], batch.groups_S[given_S])
         total_S[given_S] += weight * divide_by_std(values_S[given_S].double() - means_X, stds_X, batch.norm_epsilon)
-    if batch.options.get("batch_norm", True):
+    if options.batch_norm:
         means_S, stds_S = moments_by(total_S, torch.zeros_like(batch.groups_S))
         total_S = divide_by_std(total_S - means_S, stds_S, batch.norm_epsilon)
     return _relative_credit(batch, total_S)
@@ -252,10 +254,10 @@ def _moments_of_others(scores_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tens
     return means_S, torch.where(others_S > 1, variance_S, 0.0).sqrt()
 
 
-def _best_of_k(rewards_n: Tensor, k: int, leave_one_out: bool, epsilon: float) -> Tensor:
+def _best_of_k(rewards_n: Tensor, options: PassAtKOptions, epsilon: float) -> Tensor:
     """`pass_at_k` for one group. Subsets are counted by the rank of their best member; ties have any order."""
-    n = rewards_n.numel()
-    if n < k or (n == k and not leave_one_out):
+    n, k = rewards_n.numel(), options.k
+    if n < options.min_samples:
         return torch.zeros_like(rewards_n)
     order = rewards_n.argsort(stable=True)
     # Distances from the group's best make equal maxima exactly 0.
@@ -266,7 +268,7 @@ def _best_of_k(rewards_n: Tensor, k: int, leave_one_out: bool, epsilon: float) -
 
     with_i, ranks = comb(n - 1, k - 1), range(n)
     is_best = share([comb(rank, k - 1) for rank in ranks], with_i)
-    if leave_one_out:
+    if options.baseline == "leave_one_out":
         below = ranked * share([comb(rank, k - 2) for rank in ranks], with_i)
         credit = is_best * ranked - (below.cumsum(0) - below)
     else:

@@ -21,6 +21,7 @@ from roll_core.algorithms._segments import (
     reverse_discounted_sum,
     sums_by,
 )
+from roll_core.algorithms.advantage_options import GiGPOOptions, StepReinforceOptions
 from roll_core.algorithms.advantages import reinforce
 from roll_core.algorithms.normalise import clip, divide_by_std, moments_by
 from roll_core.errors import UnsupportedError
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.algorithms import AdvantageInput, Turns
-
-STEP_REWARD_GAMMA = 0.95
 
 
 def step_reinforce(batch: AdvantageInput) -> AdvantageOutput:
@@ -43,14 +42,13 @@ def step_reinforce(batch: AdvantageInput) -> AdvantageOutput:
     however they are cut into rows. Raises `UnsupportedError` without turns, and `NonFiniteError`.
     """
     turns = _turns(batch, "step_reinforce")
-    returns_U = _returns_of(turns, batch)
-    method, grouping = batch.options.get("method", "identity"), batch.options.get("grouping", "group")
-    if method != "identity":
-        if grouping == "state":
-            index_U = _same_state(turns, batch)
-        else:
-            index_U = batch.groups_S[turns.rollouts_U] if grouping == "group" else torch.zeros_like(turns.rollouts_U)
-        returns_U = _normalised(returns_U, index_U, batch, by_std=method == "mean_std")
+    options = StepReinforceOptions(**batch.options)
+    returns_U = reverse_discounted_sum(turns.rewards_U, turns.rollouts_U, options.step_reward_gamma)
+    if options.method != "identity":
+        index_U = torch.zeros_like(turns.rollouts_U)
+        if options.grouping != "batch":
+            index_U = _same_state(turns, batch) if options.grouping == "state" else batch.groups_S[turns.rollouts_U]
+        returns_U = _normalised(returns_U, index_U, batch, by_std=options.method == "mean_std")
     return _credit(returns_U, turns, batch)
 
 
@@ -67,11 +65,13 @@ def gigpo(batch: AdvantageInput) -> AdvantageOutput:
     """
     turns = _turns(batch, "gigpo")
     require_finite("rewards", batch.scores_S)
-    by_std = batch.options.get("mode", "mean_norm") == "mean_std_norm"
+    options = GiGPOOptions(**batch.options)
+    by_std = options.mode == "mean_std_norm"
     episode_S = _normalised(batch.scores_S.double(), batch.groups_S, batch, by_std=by_std)
-    step_U = _normalised(_returns_of(turns, batch), _same_state(turns, batch), batch, by_std=by_std)
-    weights = [batch.options.get(name, 1.0) for name in ("episode_reward_weight", "step_reward_weight")]
-    return _credit(weights[0] * episode_S[turns.rollouts_U] + weights[1] * step_U, turns, batch)
+    returns_U = reverse_discounted_sum(turns.rewards_U, turns.rollouts_U, options.step_reward_gamma)
+    step_U = _normalised(returns_U, _same_state(turns, batch), batch, by_std=by_std)
+    episode_U = options.episode_reward_weight * episode_S[turns.rollouts_U]
+    return _credit(episode_U + options.step_reward_weight * step_U, turns, batch)
 
 
 def agentic_reinforce(batch: AdvantageInput) -> AdvantageOutput:
@@ -136,11 +136,6 @@ def _turns(batch: AdvantageInput, name: str) -> Turns:
         raise UnsupportedError(f"{name} credits turns and does not whiten token rewards: set whiten_rewards to false")
     require_finite("rewards of turns", batch.turns.rewards_U)
     return batch.turns
-
-
-def _returns_of(turns: Turns, batch: AdvantageInput) -> Tensor:
-    gamma = batch.options.get("step_reward_gamma", STEP_REWARD_GAMMA)
-    return reverse_discounted_sum(turns.rewards_U, turns.rollouts_U, gamma)
 
 
 def _turn_rewards(turns: Turns, batch: AdvantageInput) -> Tensor:
