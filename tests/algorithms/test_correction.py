@@ -177,3 +177,59 @@ def test_levels_agree_with_loops_over_the_sequences(sequences):
     for level, logs in expected.items():
         found = importance_weights(d, zeros, mask, segments, level=level, upper_bound=1e9)[mask]
         assert found.log().tolist() == pytest.approx([max(-20.0, min(20.0, x)) for x in logs], abs=1e-4)
+
+
+TOKEN = st.tuples(st.booleans(), st.floats(-3, 3, width=32), st.sampled_from([-1.0, 0.0, 2.0]))
+
+
+@given(
+    st.lists(st.lists(TOKEN, min_size=1, max_size=8), min_size=1, max_size=5),
+    st.sampled_from(["token", "segment", "geometric", "sequence", "max"]),
+)
+def test_bands_and_masks_agree_with_loops_over_tokens(sequences, level):
+    """Masked and normalised weights, k2 and k3, and the off-policy mask. Values on a bound may fall on either side."""
+    mask = torch.tensor([drawn for each in sequences for drawn, _, _ in each])
+    d = torch.tensor([value for each in sequences for _, value, _ in each])
+    advantages = torch.tensor([value for each in sequences for _, _, value in each])
+    segments = torch.tensor([i for i, each in enumerate(sequences) for _ in each])
+    zeros = torch.zeros_like(d)
+    spans = []
+    for each in sequences:
+        run = []
+        for at, (on, value, _) in enumerate([*each, (False, 0.0, 0.0)]):
+            if on and (level != "token" or not run):
+                run.append(value)
+            if run and (level == "token" or (level == "segment" and not on) or at == len(each)):
+                spans.append(run)
+                run = []
+
+    def over(span, f):
+        values = [f(value) for value in span]
+        return {"sequence": sum(values), "max": max(values)}.get(level, sum(values) / len(values))
+
+    def clear(value, bound):
+        return abs(value - bound) > 1e-4
+
+    for name, f in (("k2_max", lambda x: x * x / 2), ("k3_max", lambda x: math.expm1(x) - x)):
+        found = inside(Band(level=level, **{name: 0.5}), d, zeros, mask, segments)[mask].tolist()
+        measured = [over(span, f) for span in spans for _ in span]
+        assert [kept for kept, value in zip(found, measured, strict=True) if clear(value, 0.5)] == [
+            value <= 0.5 for value in measured if clear(value, 0.5)
+        ]
+    if level != "max":
+        given = {"level": level, "lower_bound": 0.5, "upper_bound": 2.0, "outside": "mask"}
+        found = importance_weights(d, zeros, mask, segments, **given)
+        ratios = [math.exp(over(span, float)) for span in spans]
+        if all(clear(ratio, 0.5) and clear(ratio, 2.0) for ratio in ratios):
+            weights = [ratio if 0.5 <= ratio <= 2 else 0.0 for ratio in ratios]
+            expected = [weight for weight, span in zip(weights, spans, strict=True) for _ in span]
+            assert found[mask].tolist() == pytest.approx(expected, rel=1e-4)
+            mean = sum(weights) / len(weights) if any(weights) else 1.0
+            normal = normalise_weights(found, mask, segments, level)[mask].tolist()
+            assert normal == pytest.approx([value / mean for value in expected], rel=1e-4)
+    if level == "geometric":
+        means = [-over(span, float) for span in spans for _ in span]
+        found = off_policy_mask(advantages, d, zeros, mask, segments, 0.25)
+        assert not found[~mask].any()
+        for hit, mean, advantage in zip(found[mask].tolist(), means, advantages[mask].tolist(), strict=True):
+            assert not clear(mean, 0.25) or hit == (mean > 0.25 and advantage < 0)

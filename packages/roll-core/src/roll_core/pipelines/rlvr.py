@@ -144,9 +144,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 "all_groups_filtered", False, "no reward signal at {steps}: query_filter_config rejected every group"
             )
             return
-        run.log_samples([sample for group in groups for sample in group.samples])
+        config, samples = self.config, [sample for group in groups for sample in group.samples]
+        run.log_samples(samples)
         run.log(sample_metrics(groups))
-        config = self.config
+        run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
         experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
         if not experience.samples:
             reason = "no response has a reward"
@@ -216,7 +217,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         groups_S, mask_T = experience.groups_S, experience.mask_T
         tags = [sample.tag for sample in experience.samples]
         entries = domains(config.rewards, set(tags))
-        run.log(component_metrics(experience.samples, entries))
         raw_S, components_S = self._shaped(run, experience)
         scores_S = self.normaliser(raw_S, groups_S, [entries.get(tag, tag) for tag in tags])
         kl_coef = self.kl.coef  # for this step: `_penalty` adapts the next one's
