@@ -294,11 +294,9 @@ class RLVRConfig(RewardRunConfig):
     """
 
     adv_estimator: str = "grpo"
-    """Advantage estimator: grpo, reinforce, rloo, gae, … (see algorithms.md), or a plugin's."""
+    """Advantage estimator: grpo, reinforce, rloo, gae, or a plugin's."""
     adv_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the advantage estimator."""
-    min_group_size: PositiveInt = 1
-    """Minimum number of samples with a reward in a group. A smaller group is not trained on."""
+    """Further options of a plugin's advantage estimator."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lambd: Fraction = 0.95
@@ -315,6 +313,8 @@ class RLVRConfig(RewardRunConfig):
 
     Null divides by nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
     """
+    min_group_size: PositiveInt = 1
+    """Minimum number of samples with a reward in a group. A smaller group is not trained on."""
     norm_epsilon: PositiveFloat = 1e-6
     """Added to a standard deviation that divides rewards. A deviation of at most this value does not divide."""
     reward_clip: PositiveFloat | None = None

@@ -208,6 +208,22 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = experience.with_rows(values=scored.values)
         return experience
 
+    def _shaped(self, run: Run, experience: Experience) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Scores and their components, float32 `[S]`, with the penalty for long responses."""
+        scores_S, components_S = experience.scores_S, experience.components_S
+        given = self.config.soft_overlong_penalty
+        if given is not None:
+            lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
+            penalty_S = soft_overlong_penalty(
+                lengths_S,
+                max_length=given.l_max or self.config.max_new_tokens,
+                cache_length=given.l_cache,
+                factor=given.penalty_factor,
+            )
+            scores_S, components_S = scores_S + penalty_S, {**components_S, "overlong_penalty": penalty_S.float()}
+            run.log({"reward/overlong_penalty/mean": float(penalty_S.mean())})
+        return scores_S.float(), components_S
+
     def _credit(self, run: Run, experience: Experience) -> Experience:
         """Compute advantages from scores.
 
@@ -261,22 +277,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             " scored the same",
         )
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
-
-    def _shaped(self, run: Run, experience: Experience) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Scores and their components, float32 `[S]`, with the penalty for long responses."""
-        scores_S, components_S = experience.scores_S, experience.components_S
-        given = self.config.soft_overlong_penalty
-        if given is not None:
-            lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
-            penalty_S = soft_overlong_penalty(
-                lengths_S,
-                max_length=given.l_max or self.config.max_new_tokens,
-                cache_length=given.l_cache,
-                factor=given.penalty_factor,
-            )
-            scores_S, components_S = scores_S + penalty_S, {**components_S, "overlong_penalty": penalty_S.float()}
-            run.log({"reward/overlong_penalty/mean": float(penalty_S.mean())})
-        return scores_S.float(), components_S
 
     def _chosen(self, run: Run, experience: Experience) -> Experience:
         """Samples and tokens of the policy's loss, after masks and corrections."""

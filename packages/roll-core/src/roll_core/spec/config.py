@@ -537,15 +537,6 @@ class RewardConfig(WorkerConfig):
         return {}
 
 
-class AdvantageOptions(Config):
-    """Base of the schemas of `adv_options` (`AdvantageProvider.config`)."""
-
-    @property
-    def min_samples(self) -> int:
-        """Samples that each prompt needs at least."""
-        return 1
-
-
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
 """Reward configs by domain. They are saved with the keys of their own schemas."""
 
@@ -846,3 +837,12 @@ class RewardRunConfig(RunConfig):
     """Held-out prompts. Default: no validation."""
     val_batch_size: PositiveInt = 1024
     """Prompts per batch in an evaluation."""
+
+
+class AdvantageOptions(Config):
+    """Base of the schemas of `adv_options` (`AdvantageProvider.config`)."""
+
+    @property
+    def min_samples(self) -> int:
+        """Samples that each prompt needs at least."""
+        return 1
