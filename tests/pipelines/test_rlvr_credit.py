@@ -719,6 +719,30 @@ def test_corrections_weigh_advantages_and_take_tokens_out_of_the_loss():
     assert run.metrics["correction/weight/mean"] == pytest.approx((np.exp(-0.2) + 3.0) / 2)
 
 
+def test_masked_weights_and_the_off_policy_mask_leave_the_loss_mask_as_it_is():
+    groups = groups_of((1.0, 0.0))
+    drawn = np.array([-0.5, -2.5], dtype=np.float32)
+    groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
+    plain = step(groups, {"actor_train": FakeRole(logprob=-0.7)})[1]
+    bounds = {"enabled": True, "outside": "mask", "lower_bound": 0.5, "upper_bound": 5.0}
+    given = {"is_weight": bounds, "is_log_ratio_clamp": 0.1}
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, train_infer_correction={"is_weight": bounds})
+    # exp(-0.2) is within the bounds, exp(1.8) = 6.05 is not.
+    for before, after in zip(plain, sequences, strict=True):
+        assert after.advantages[2:] == pytest.approx([before.advantages[2] * np.exp(-0.2), 0.0])
+        assert after.loss_mask.tolist() == [False, False, True, True]
+    assert run.metrics["correction/zero_share"] == 0.5
+    _, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, train_infer_correction=given)
+    assert sequences[0].advantages[2:] == pytest.approx(plain[0].advantages[2:] * np.exp([-0.1, 0.1]))
+    # The engine's logprobs have the mean -1.5, the trainer's -1.7: 0.2 above it.
+    mask = {"off_policy_mask_threshold": 0.1}
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-1.7)}, train_infer_correction=mask)
+    assert [each.advantages[-1] > 0 for each in sequences] == [True, False]
+    assert sequences[1].advantages.tolist() == [0.0] * 4
+    assert sequences[1].loss_mask.tolist() == [False, False, True, True]
+    assert run.metrics["correction/off_policy_masked_share"] == 0.5
+
+
 def test_a_correction_that_leaves_no_token_leaves_the_sample_out():
     groups = groups_of((1.0, 0.0))
     far = replace(groups[0].samples[0], logprobs=np.full(2, -9.0, dtype=np.float32))

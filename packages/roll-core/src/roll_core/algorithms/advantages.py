@@ -63,7 +63,7 @@ def reinforce_plus_plus(batch: AdvantageInput) -> AdvantageOutput:
 def reinforce_plus_plus_baseline(batch: AdvantageInput) -> AdvantageOutput:
     """REINFORCE++-baseline: `R_i - mean(R)` of the group, whitened over all masked tokens of the batch.
 
-    Source: arXiv:2501.03262 §3.3; its KL is in the loss (k2). A group of one has baseline `R_i`; in verl it has none.
+    Source: arXiv:2501.03262; its KL is in the loss (k2). A group of one has baseline `R_i`; in verl it has none.
     """
     plain = _relative_credit(batch, _distance_from_mean(batch))
     whitened_T = whiten(plain.advantages_T, batch.mask_T, batch.whiten_epsilon)
@@ -129,7 +129,7 @@ def pass_at_k(batch: AdvantageInput) -> AdvantageOutput:
 
     With `max(I)` the best reward of a subset `I`, `adv_options.baseline` selects:
 
-    * `mean`: `(E[max(I) | i in I] - E[max(I)]) / (std[max(I)] + norm_epsilon)`, in closed form (arXiv:2508.10751 §2.4
+    * `mean`: `(E[max(I) | i in I] - E[max(I)]) / (std[max(I)] + norm_epsilon)`, in closed form (arXiv:2508.10751,
       for rewards of 0 and 1; the same expectation for others). `k: 1` is GRPO with the biased deviation.
     * `leave_one_out`: `E[max(I) - max(I without i) | i in I]` (arXiv:2505.15201). With `k` equal to the group's size
       only the best response has an advantage, its distance to the second: verl's `grpo_passk` (arXiv:2503.19595)
@@ -209,7 +209,7 @@ def gae(batch: AdvantageInput) -> AdvantageOutput:
     `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lambd * A_{t+1}`. `V_{t+1}` is the value before
     the next masked token, and 0 after the last one. A response truncated at the length limit therefore counts as
     terminated. With `critic_lambd` the critic's target uses this lambda instead of `lambd` (decoupled GAE,
-    arXiv:2503.01491 §3.2). Raises `UnsupportedError` for a batch without values, and `NonFiniteError`.
+    arXiv:2503.01491). Raises `UnsupportedError` for a batch without values, and `NonFiniteError`.
     """
     if batch.values_T is None:
         raise UnsupportedError("gae needs values, but the batch has none: configure the role critic")

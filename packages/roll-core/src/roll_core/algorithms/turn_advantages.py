@@ -53,7 +53,7 @@ def step_reinforce(batch: AdvantageInput) -> AdvantageOutput:
 
 
 def gigpo(batch: AdvantageInput) -> AdvantageOutput:
-    """GiGPO: `A = episode_reward_weight A_E + step_reward_weight A_S` (arXiv:2505.10978 eq. 3-8).
+    """GiGPO: `A = episode_reward_weight A_E + step_reward_weight A_S` (arXiv:2505.10978).
 
     `A_E = (R_i - mean(R)) / F` over the rollouts of the group. `A_S = (G_k - mean(G)) / F` over the group's turns that
     began in the same state, with `G_k` as in `step_reinforce`. `F` is 1 (`mode: mean_norm`) or the standard deviation
