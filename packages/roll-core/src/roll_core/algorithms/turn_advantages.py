@@ -152,8 +152,8 @@ def _same_state(turns: Turns, batch: AdvantageInput) -> Tensor:
     """Index of each turn's group and anchor state, `[U]`."""
     if turns.states_U is None:
         raise UnsupportedError("the environment names no states of turns, which gigpo and grouping: state compare")
-    both_U2 = torch.stack([dense(batch.groups_S)[0][turns.rollouts_U], dense(turns.states_U)[0]], dim=1)
-    return torch.unique(both_U2, dim=0, return_inverse=True)[1]
+    states_U, num_states = dense(turns.states_U)
+    return dense(batch.groups_S)[0][turns.rollouts_U] * num_states + states_U
 
 
 def _normalised(values: Tensor, index: Tensor, batch: AdvantageInput, *, by_std: bool) -> Tensor:
