@@ -135,6 +135,8 @@ def test_the_value_objective_by_hand(micro_of):
     assert out.loss.item() == pytest.approx(1.25)
     assert float(out.metrics["value"]) == pytest.approx(2.5)
     assert float(out.metrics["return"]) == pytest.approx(2.0)
+    out = ValueObjective(coef=2.0)(TokenOutputs(values_T=torch.tensor([math.nan, 1.0, 4.0])), micro)
+    assert out.loss.item() == pytest.approx(5.0)
 
 
 def test_the_value_clip_by_hand(micro_of):

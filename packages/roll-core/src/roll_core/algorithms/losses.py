@@ -254,14 +254,15 @@ class CrossEntropy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueObjective:
-    """Critic loss: regression on the return, `0.5 * (V - R)²` per token.
+    """Critic loss: regression on the return, `coef * (V - R)²` per token.
 
-    With `value_clip`, as in PPO's reference implementation: `0.5 * max((V - R)², (V_clip - R)²)`, where `V_clip` stays
+    With `value_clip`, as in PPO's reference implementation: `coef * max((V - R)², (V_clip - R)²)`, where `V_clip` stays
     within `± value_clip` of the value at the start of the update. Metrics: `loss`, `value` and `return` (means over
     tokens), and `value_clipfrac` with `value_clip`.
     """
 
     value_clip: float | None = None
+    coef: float = 0.5
     aggregation: Aggregation = "token-mean"
 
     @property
@@ -286,7 +287,7 @@ class ValueObjective:
             clipped_T = (near_T - returns_T).square()
             metrics["value_clipfrac"] = aggregate((clipped_T > squares_T).float(), micro, "token-mean")
             squares_T = torch.maximum(squares_T, clipped_T)
-        loss = aggregate(0.5 * squares_T, micro, self.aggregation)
+        loss = aggregate(self.coef * squares_T, micro, self.aggregation)
         _check(loss, micro, values=outputs.values_T)
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
 
