@@ -272,7 +272,13 @@ class DataArguments(Config):
     prompt: str = "prompt"
     """Column with the prompt's text."""
     response: str = "response"
-    """Column with the response's text (sft)."""
+    """Column with the response's text (sft, and labelled responses of preference)."""
+    chosen: str = "chosen"
+    """Column with the better response of a pair (preference, reward_model): text, or a list of chat messages."""
+    rejected: str = "rejected"
+    """Column with the worse response of a pair."""
+    label: str = "label"
+    """Column that is true for desirable and false for undesirable responses (`loss_type: kto`)."""
     messages: str | None = None
     """Column with a list of chat messages, or its JSON. Replaces prompt and response."""
     system: str | None = None
