@@ -14,7 +14,7 @@ from roll_core.data.encode import Counts, Encoder, Overlong, report_counts
 from roll_core.data.preference_rows import are_pairs, labelled_of, need_preferences, number_of, pair_of
 from roll_core.data.rows import are_chats
 from roll_core.errors import DataError
-from roll_core.types import TrainSequence
+from roll_core.types import CHOSEN, DESIRABLE, MARGIN, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import Message, Row, Rows
     from roll_core.spec.config import DataArguments
-
-CHOSEN = "chosen"
-"""Stream with weight 1 at the tokens of chosen (or desirable) responses."""
-DESIRABLE = "desirable"
-"""Stream with weight 1 at the last token of desirable responses: its total counts them."""
-MARGIN = "margin"
-"""Stream with the pair's margin at the last token of the chosen response."""
+    from roll_core.types import Floats
 
 
 def encode_pairs(
@@ -53,13 +47,12 @@ def encode_pairs(
     sequences: list[TrainSequence] = []
     for row in rows:
         prompt, *responses = pair_of(row, data, rows)
-        value = number_of(row, margin, rows) if margin is not None else None
+        value = number_of(row, margin, rows) if margin is not None else 0.0
         found = [encode(row, prompt, response) for response in responses]
         if encode.keeps(row, found):
             (tokens, mask), (other, other_mask) = (each for each in found if each is not None)
             sequences.append(_sequence(f"{row.id}/chosen", tokens, mask, chosen=True, margin=value))
-            margin_of_other = None if value is None else 0.0
-            sequences.append(_sequence(f"{row.id}/rejected", other, other_mask, chosen=False, margin=margin_of_other))
+            sequences.append(_sequence(f"{row.id}/rejected", other, other_mask, chosen=False))
     report_counts("pairs", rows, encode.counts)
     return sequences, encode.counts
 
@@ -177,14 +170,13 @@ class _PreferenceEncoder:
 
 
 def _sequence(
-    id: str, tokens: Any, mask: Any, *, chosen: bool, margin: float | None = None, counted: bool = False
+    id: str, tokens: Any, mask: Any, *, chosen: bool, margin: float = 0.0, counted: bool = False
 ) -> TrainSequence:
-    zeros = np.zeros(len(tokens), dtype=np.float32)
-    last = zeros.copy()
+    streams: dict[str, Floats] = {CHOSEN: mask.astype(np.float32)} if chosen else {}
+    last = np.zeros(len(tokens), dtype=np.float32)
     last[-1] = 1.0
-    streams = {CHOSEN: mask.astype(np.float32) if chosen else zeros}
-    if margin is not None:
+    if margin:
         streams[MARGIN] = last * np.float32(margin)
-    if counted:
-        streams[DESIRABLE] = last if chosen else zeros
+    if counted and chosen:
+        streams[DESIRABLE] = last
     return TrainSequence(id=id, tokens=tokens, loss_mask=mask, streams=streams)

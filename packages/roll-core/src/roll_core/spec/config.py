@@ -820,6 +820,15 @@ class RunConfig(Config):
         """
         return {}
 
+    @classmethod
+    def check_rows(cls, key: str, rows: Any, data: DataArguments, values: Mapping[Any, Any]) -> None:
+        """Raise `DataError` for rows that the pipeline cannot use, if `row_keys` cannot express its requirements.
+
+        `rows` are the first `roll_core.data.rows.Rows` of a file, and `key` is the key above its `data_args`. `values`
+        are the config's values as written, which may be invalid. `roll-core check` and `run` call this before anything
+        is built.
+        """
+
     def roles(self) -> dict[str, WorkerConfig]:
         """All roles of this config by dotted name (`actor_train`, `rewards.math`), in the order of the schema."""
         found: dict[str, WorkerConfig] = {}
