@@ -24,19 +24,21 @@ def wrong(right: str) -> str:
     return swapped if swapped != right else right[::-1]
 
 
-def main(directory: Path) -> None:
-    """Write both files."""
+def main(directory: Path, problems: Path) -> None:
+    """Write both files, and the quick start's to the directory `problems`."""
     sys.path.insert(0, str(QUICKSTART))
     import make_data as quickstart
 
-    quickstart.main(QUICKSTART / "data")
+    quickstart.main(problems)
     directory.mkdir(parents=True, exist_ok=True)
     for name in ("train", "val"):
-        lines = (QUICKSTART / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in (problems / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         pairs = [row | {"chosen": row["ground_truth"], "rejected": wrong(row["ground_truth"])} for row in rows]
         quickstart.write(directory / f"{name}.jsonl", [pair for pair in pairs if pair["chosen"] != pair["rejected"]])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "data")
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]), Path(sys.argv[1]) / "quickstart")
+    else:
+        main(HERE / "data", QUICKSTART / "data")
