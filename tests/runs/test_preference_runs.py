@@ -58,6 +58,7 @@ def test_dpo_begins_at_log_2_and_separates_held_out_pairs(local_runs, pairs):
     assert lines[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[-1]["val/loss"] < lines[0]["val/loss"]
     assert lines[-1]["val/rewards/accuracies"] > 0.5
+    assert f"{lines[-1]['val/rewards/accuracies']:.1%}" in local_runs.screen.getvalue()
     assert {"train/rewards/chosen", "train/logps/rejected", "train/chosen_nll", "train/grad_norm"} <= lines[1].keys()
 
 
