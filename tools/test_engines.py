@@ -7,6 +7,9 @@ the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an
 `.engines/`, made of the repository's own files;
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
+A peer is another framework whose numbers ours are compared with: `[tool.roll.peers.NAME]` of the repository's
+`pyproject.toml` has its `requirements` and the files with `tests`. It runs only if it is named.
+
 The tests run with `ROLL_CONFORMANCE=full`: what is not installed is a failure, and nothing is left out to save time.
 """
 
@@ -30,12 +33,19 @@ def main(arguments: list[str]) -> int:
     """0 if the tests of all chosen engines pass, 2 if one of the names is not an engine's."""
     first_option = next((at for at, each in enumerate(arguments) if each.startswith("-")), len(arguments))
     names, options = arguments[:first_option], arguments[first_option:]
-    engines = find_engines()
+    engines, peers = find_engines(), find_peers()
     for name in names:
-        if name not in engines:
-            print(f"there is no engine {name!r}; there are {', '.join(engines) or 'none'}", file=sys.stderr)
+        if name not in (*engines, *peers):
+            print(f"there is no engine {name!r}; there are {', '.join((*engines, *peers))}", file=sys.stderr)
             return 2
-    failed = [name for name in names or engines if not test(name, engines[name], options)]
+    failed = []
+    for name in names or engines:
+        if name in engines:
+            python, tests = engine_python(name, engines[name]), [str(engines[name] / "tests")]
+        else:
+            python, tests = peer_python(name, peers[name]), [str(REPOSITORY / file) for file in peers[name]["tests"]]
+        if not test(name, python, [*tests, *options]):
+            failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -48,6 +58,18 @@ def find_engines() -> dict[str, Path]:
         if engine_table(read(file)):
             found[file.parent.name.rpartition("-")[2]] = file.parent
     return found
+
+
+def find_peers() -> dict[str, dict[str, Any]]:
+    """Tables of the peers, by name."""
+    found: dict[str, dict[str, Any]] = read(REPOSITORY / "pyproject.toml")["tool"]["roll"]["peers"]
+    return found
+
+
+def peer_python(name: str, peer: dict[str, Any]) -> Path:
+    """The interpreter of a peer's environment: roll-core, the peer, pytest."""
+    tools = [each for each in read(REPOSITORY / "pyproject.toml")["dependency-groups"]["dev"] if each.startswith(TOOLS)]
+    return environment(f"{name}-tests", ["-e", "./packages/roll-core", *peer["requirements"], *tools])
 
 
 def engine_table(project: dict[str, Any]) -> dict[str, Any]:
@@ -92,17 +114,16 @@ def left_out(package: Path) -> list[str]:
     return [each for each in project["project"]["dependencies"] if Requirement(each).name in names]
 
 
-def test(name: str, package: Path, options: list[str]) -> bool:
-    """Whether the package's tests pass in its engine's environment."""
+def test(name: str, python: Path, arguments: list[str]) -> bool:
+    """Whether the tests pass in their environment."""
     print(f"== {name}", file=sys.stderr, flush=True)
-    python = engine_python(name, package)
     # The environment's own programs (ninja, ray) come first: engines and workers look for them by name.
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     variables = {
         key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH")
     }
     variables |= {"PATH": path, "ROLL_CONFORMANCE": "full"}
-    command = [str(python), "-m", "pytest", str(package / "tests"), *options]
+    command = [str(python), "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, env=variables).returncode == 0
 
 

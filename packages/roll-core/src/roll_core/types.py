@@ -221,6 +221,14 @@ class TrainSequence:
         return len(self.tokens)
 
 
+CHOSEN = "chosen"
+"""Stream of preference data: 1 at the tokens of chosen or desirable responses."""
+DESIRABLE = "desirable"
+"""Stream of labelled responses: 1 at the last token of desirable ones, so that its total counts them."""
+MARGIN = "margin"
+"""Stream of pairs: the pair's margin at the last token of the chosen response."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
     """Denominators of the global objective: over all microbatches and all data-parallel ranks of one optimizer step."""

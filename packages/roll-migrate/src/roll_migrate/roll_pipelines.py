@@ -17,7 +17,7 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("agentic", "environments and agents", ("train_env_manager", "val_env_manager", "custom_envs")),
     ("on-policy distillation", "a teacher", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
     ("distill", "a teacher", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
-    ("dpo", "pairs of responses", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
+    ("dpo", "", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
@@ -37,9 +37,10 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
             f"{written.name} is not a ROLL config for {' or '.join(IMPORTABLE)}: it has neither sft_train"
             " nor rewards, actor_train and actor_infer"
         )
+    reason = "write a config for pipeline preference" if name == "dpo" else f"roll-core has no pipeline with {lacks}"
     raise UnsupportedError(
-        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: roll-core"
-        f" has no pipeline with {lacks}. Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
+        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: {reason}."
+        f" Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
     )
 
 

@@ -11,7 +11,10 @@ from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
+    from roll_core.pipelines.preference_config import PreferenceConfig, RewardModelConfig
 
 
 def sft(config: SFTConfig) -> PipelinePlan:
@@ -26,11 +29,37 @@ def sft(config: SFTConfig) -> PipelinePlan:
     if config.validation is not None:
         phases.append(Phase(name="held-out loss", acts={"sft_train": "score"}))
     if config.actor_infer is not None:
-        roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
-        roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
-        phases.append(Phase(name="publish", acts={"sft_train": "publish", "actor_infer": "receive"}))
-        phases.append(Phase(name="held-out responses", acts={"actor_infer": "generate"}))
+        _add_generation(roles, phases, "sft_train", config.rewards)
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
+
+
+def preference(config: PreferenceConfig) -> PipelinePlan:
+    """Plan of the preference pipeline. The number of optimizer steps is 0 here, as in `sft`."""
+    roles = [RoleSpec(name="actor_train", kind="train")]
+    phases = []
+    if config.reference is not None:
+        roles.append(RoleSpec(name="reference", kind="score", model_from="actor_train"))
+        phases.append(Phase(name="logprobs of the reference", acts={"reference": "score"}))
+    elif config.uses_reference:
+        phases.append(Phase(name="logprobs of the initial policy", acts={"actor_train": "score"}))
+    phases += _training("train", "actor_train")
+    if config.save_steps:
+        phases.append(Phase(name="checkpoint", acts={"actor_train": "save"}))
+    if config.validation is not None:
+        phases.append(Phase(name="held-out preferences", acts={"actor_train": "score"}))
+    if config.actor_infer is not None:
+        _add_generation(roles, phases, "actor_train", config.rewards)
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
+
+
+def reward_model(config: RewardModelConfig) -> PipelinePlan:
+    """Plan of the reward model pipeline. The number of optimizer steps is 0 here, as in `sft`."""
+    phases = _training("train", "reward_train")
+    if config.save_steps:
+        phases.append(Phase(name="checkpoint", acts={"reward_train": "save"}))
+    if config.validation is not None:
+        phases.append(Phase(name="held-out preferences", acts={"reward_train": "score"}))
+    return PipelinePlan(roles=(RoleSpec(name="reward_train", kind="train", task="reward"),), phases=tuple(phases))
 
 
 def rlvr(config: RLVRConfig) -> PipelinePlan:
@@ -66,6 +95,14 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+
+
+def _add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, rewards: Iterable[str]) -> None:
+    """Add an engine that generates held-out responses with the weights of `source`, and the rewards that score them."""
+    roles.append(RoleSpec(name="actor_infer", kind="generate", model_from=source))
+    roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in rewards]
+    phases.append(Phase(name="publish", acts={source: "publish", "actor_infer": "receive"}))
+    phases.append(Phase(name="held-out responses", acts={"actor_infer": "generate"}))
 
 
 def _training(name: str, role: str) -> list[Phase]:

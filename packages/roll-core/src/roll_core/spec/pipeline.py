@@ -347,6 +347,18 @@ class Run(ABC):
         without a response raises `DataError`, or is skipped if `require_response` is false."""
 
     @abstractmethod
+    def preferences(
+        self,
+        data: DataArguments,
+        *,
+        labelled: bool = False,
+        overlong: Literal["drop", "truncate"] = "drop",
+        margin: str | None = None,
+    ) -> Sequence[TrainSequence]:
+        """Rows of preference data as training sequences, with the streams of `roll_core.types`: the chosen and then the
+        rejected response of each pair; or single responses if `labelled`. `margin` names a column of numbers."""
+
+    @abstractmethod
     def columns(self, data: DataArguments) -> Sequence[str]:
         """Names of the columns that the rows have."""
 

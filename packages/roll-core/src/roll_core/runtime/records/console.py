@@ -53,7 +53,7 @@ HEADLINES = (
     Headline("reward", ("score/mean", "reward/mean")),
     Headline("loss", ("actor/loss", "train/loss", "loss"), dispensable=1),
     Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=5),
-    Headline("acc", ("train/token_accuracy", "train/acc", "actor/acc"), dispensable=4),
+    Headline("acc", ("train/token_accuracy", "train/rewards/accuracies", "train/acc", "actor/acc"), dispensable=4),
     Headline("val", ("val/score/mean", "val/loss"), dispensable=3),
     Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train"), dispensable=2),
 )

@@ -76,6 +76,8 @@ def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, st
         lines.append(("held-out loss", f"{metrics['val/loss']:.4f}  (val/loss)"))
     if "val/token_accuracy" in metrics:
         lines.append(("token accuracy", f"{metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
+    if "val/rewards/accuracies" in metrics:
+        lines.append(("reward accuracy", f"{metrics['val/rewards/accuracies']:.1%}  (val/rewards/accuracies)"))
     if run_dir.export.is_dir():
         lines.append(("model", relative(run_dir.export)))
     return lines

@@ -25,6 +25,7 @@ _SCORES = (
     ("held-out score", "val/score/mean", False),
     ("held-out loss", "val/loss", False),
     ("held-out token accuracy", "val/token_accuracy", False),
+    ("held-out reward accuracy", "val/rewards/accuracies", False),
     ("reward", "score/mean", True),
     ("loss", "train/loss", True),
 )

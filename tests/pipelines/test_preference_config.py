@@ -1,0 +1,156 @@
+"""Configs of preference training: what is refused or warned about, and wrong rows before anything is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll_core.cli.files import FileCheck
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.pipelines import plans
+from roll_core.plugins.registry import Registry
+from roll_testing.kit import hf_plugins
+
+REGISTRY = Registry(hf_plugins())
+PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+DPO = """\
+pipeline: dpo
+actor_train:
+  model_args: {random_init: {model_type: qwen3}}
+  data_args: {file_name: pairs.jsonl}
+  strategy_args: {strategy_name: hf_train}
+reference: {strategy_args: {strategy_name: hf_infer}}
+"""
+FREE = DPO.replace("reference: {strategy_args: {strategy_name: hf_infer}}\n", "")
+LORA = FREE.replace("model_type: qwen3}", "model_type: qwen3}, lora_target: all-linear")
+REWARD_MODEL = """\
+pipeline: reward_model
+reward_train:
+  model_args: {random_init: {model_type: qwen3}}
+  data_args: {file_name: pairs.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("pairs.jsonl", PAIR)
+    return tmp_path
+
+
+def write(name, *rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def loaded(text, *overrides):
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    return load(Path("run.yaml"), overrides, REGISTRY, FileCheck())
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (DPO, []),
+        (DPO, ["loss_type=[sigmoid, bco_pair, sft]", "loss_weights=[0.8, 0.2, 1]"]),
+        (DPO, ["loss_type=kto"]),
+        (DPO, ["loss_type=exo_pair", "label_smoothing=0.001"]),
+        (FREE, ["precompute_ref_log_probs=true"]),
+        (FREE, ["reference_free=true"]),
+        (FREE, ["loss_type=orpo"]),
+        (LORA, []),
+        (REWARD_MODEL, []),
+    ],
+)
+def test_a_config_is_accepted(text, overrides):
+    loaded(text, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (FREE, []),  # no reference
+        (DPO, ["loss_type=simpo"]),  # a reference that nothing reads
+        (DPO, ["precompute_ref_log_probs=true"]),  # two references
+        (FREE, ["loss_type=cpo", "precompute_ref_log_probs=true"]),
+        (FREE, ["loss_type=cpo", "reference_free=true"]),
+        (DPO, ["loss_type=[]"]),
+        (DPO, ["loss_type=[sigmoid, sigmoid]"]),
+        (DPO, ["loss_type=[sigmoid, kto]"]),
+        (DPO, ["loss_type=[sigmoid, sft]", "loss_weights=[1]"]),
+        (DPO, ["loss_type=ipo", "label_smoothing=0.1"]),
+        (DPO, ["loss_type=exo_pair"]),
+        (DPO, ["loss_type=apo_zero", "f_divergence_type=forward_kl"]),
+        (DPO, ["loss_type=kto", "ld_alpha=0.5"]),
+        (DPO, ["loss_type=kto", "use_weighting=true"]),
+        (DPO, ["label_smoothing=0.5"]),
+        (DPO, ["loss_type=dpo"]),
+        (DPO, ["actor_train.training_args.per_device_train_batch_size=3"]),
+        (REWARD_MODEL, ["reward_train.training_args.per_device_train_batch_size=3"]),
+        (DPO, ["actor_infer={strategy_args: {strategy_name: hf_infer}}"]),
+    ],
+)
+def test_what_would_have_no_effect_or_no_meaning_is_refused(text, overrides):
+    with pytest.raises(ConfigError):
+        loaded(text, *overrides)
+
+
+def test_a_small_beta_of_simpo_is_warned_about():
+    (warning,) = loaded(FREE + "loss_type: simpo\n").warnings
+    assert "beta" in warning
+    assert not loaded(FREE + "loss_type: simpo\nbeta: 2.0\n").warnings
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides"),
+    [
+        ({"rejected": "4"}, []),
+        ({"chosen": " "}, []),
+        ({"rejected": None}, []),
+        ({"prompt": None}, []),
+        ({"chosen": None, "rejected": None, "response": "4", "label": True}, []),
+        ({"margin": "wide"}, ["margin=margin"]),
+    ],
+    ids=["equal", "empty", "missing", "no prompt", "unpaired", "margin"],
+)
+def test_a_wrong_row_is_located_before_anything_is_built(row, overrides):
+    given = {name: value for name, value in {**PAIR, **row}.items() if value is not None}
+    write("pairs.jsonl", given)
+    text = REWARD_MODEL if overrides else DPO
+    with pytest.raises(ConfigError) as raised:
+        loaded(text, *overrides)
+    (problem,) = raised.value.problems
+    assert problem.key.endswith("data_args.file_name")
+    assert problem.where == "run.yaml:4:26"
+    assert "pairs.jsonl" in problem.message
+
+
+def test_labelled_rows_are_for_kto():
+    write("pairs.jsonl", {"prompt": "2+2=", "response": "4", "label": True})
+    loaded(DPO, "loss_type=kto")
+    write("pairs.jsonl", {"prompt": "2+2=", "response": "4", "label": "perhaps"})
+    with pytest.raises(ConfigError):
+        loaded(DPO, "loss_type=kto")
+
+
+def test_papers_terms_are_added_unless_they_are_listed():
+    def weights(*overrides):
+        return loaded(FREE, *overrides).config.weights
+
+    assert weights("loss_type=orpo") == {"orpo": 1.0, "sft": 1.0}
+    assert weights("loss_type=[cpo, sft]", "loss_weights=[1, 0.2]") == {"cpo": 1.0, "sft": 0.2}
+    assert weights("loss_type=simpo") == {"simpo": 1.0}
+
+
+def test_the_plan_has_the_reference_that_the_config_asks_for():
+    def acts(text, *overrides):
+        return [dict(phase.acts) for phase in plans.preference(loaded(text, *overrides).config).phases][:2]
+
+    assert acts(DPO) == [{"reference": "score"}, {"actor_train": "backward"}]
+    assert acts(LORA) == [{"actor_train": "score"}, {"actor_train": "backward"}]
+    assert acts(FREE, "loss_type=orpo") == [{"actor_train": "backward"}, {"actor_train": "step"}]
+    (role,) = plans.reward_model(loaded(REWARD_MODEL).config).roles
+    assert (role.name, role.task) == ("reward_train", "reward")
