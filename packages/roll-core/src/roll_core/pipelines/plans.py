@@ -12,6 +12,8 @@ from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
+    from roll_core.spec.config import RewardRunConfig
+    from roll_core.spec.plan import Activity
 
 
 def sft(config: SFTConfig) -> PipelinePlan:
@@ -27,9 +29,9 @@ def sft(config: SFTConfig) -> PipelinePlan:
         phases.append(Phase(name="held-out loss", acts={"sft_train": "score"}))
     if config.actor_infer is not None:
         roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
-        roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
+        roles += _rewards(config)
         phases.append(Phase(name="publish", acts={"sft_train": "publish", "actor_infer": "receive"}))
-        phases.append(Phase(name="held-out responses", acts={"actor_infer": "generate"}))
+        phases.append(_rollout("held-out responses", config))
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
 
 
@@ -47,7 +49,7 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
     if config.generates:
         roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"))
         phases.append(Phase(name="publish", acts={"actor_train": "publish", "actor_infer": "receive"}))
-        phases.append(Phase(name="rollout", acts={"actor_infer": "generate"}))
+        phases.append(_rollout("rollout", config))
     if config.recomputes_logprobs or (config.stays_close and config.reference is None):
         phases.append(Phase(name="logprobs of the policy", acts={"actor_train": "score"}))
     if config.reference is not None:
@@ -63,9 +65,22 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         trained = [role.name for role in roles if role.kind == "train"]
         phases += [Phase(name=f"checkpoint of {name}", acts={name: "save"}) for name in trained]
     if config.generates:
-        roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
+        roles += _rewards(config)
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+
+
+def _rewards(config: RewardRunConfig) -> list[RoleSpec]:
+    return [
+        RoleSpec(name=f"rewards.{domain}", kind=reward.kind, task="reward") for domain, reward in config.rewards.items()
+    ]
+
+
+def _rollout(name: str, config: RewardRunConfig) -> Phase:
+    """The engine generates, and reward models score beside it."""
+    acts: dict[str, Activity] = {"actor_infer": "generate"}
+    acts |= {f"rewards.{domain}": "score" for domain, reward in config.rewards.items() if reward.kind == "score"}
+    return Phase(name=name, acts=acts)
 
 
 def _training(name: str, role: str) -> list[Phase]:
