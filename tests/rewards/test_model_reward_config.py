@@ -105,7 +105,7 @@ def test_a_mistake_in_a_reward_model_is_located(old, new, found):
 )
 def test_a_model_without_one_score_is_found_before_it_is_loaded(keys):
     write_model(**keys)
-    assert problems(RUN) == [(20, f"{AT}.model_args.model_name_or_path", "ROLL-C040")]
+    assert problems(RUN) == [(20, f"{AT}.model_args.model_name_or_path", "ROLL-C041")]
 
 
 def test_a_reward_by_rule_takes_no_strategy():

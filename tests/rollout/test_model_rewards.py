@@ -61,12 +61,14 @@ async def at_once():
 
 def role_of(model, *, ready=at_once, vocab_size=100):
     function = ModelReward(CONFIG)
-    return ModelRewardRole(model, CONFIG, ModelInput(vocab_size), function, owner="roll-core", ready=ready)
+    return ModelRewardRole(
+        model, CONFIG, ModelInput(vocab_size=vocab_size, pad_token_id=0), function, owner="roll-core", ready=ready
+    )
 
 
 def test_the_score_is_the_last_value_times_the_weight_and_what_is_not_finite_is_a_failure():
     model = Model()
-    (good, bad, foreign) = asyncio.run(role_of(model).score(sampled_group("a", [[5, 3], [5, 9], [5, 100]])))
+    (good, bad, foreign) = asyncio.run(role_of(model).score(sampled_group("a", [[5, 3, 0], [5, 9], [5, 100]])))
     assert good.value == 6.0
     assert bad.value is None
     assert "nan" in bad.failure

@@ -165,7 +165,8 @@ def test_a_model_with_another_tokenizer_reads_the_text(local_runs):
     reordered = make_tokenizer(TokenizerConfig(kind="char", alphabet=ALPHABET[::-1]), [], runs.folder / "rm")
     result = runs.ok(runs.rlvr(rewards={"digits": rewarded_by(path)}, max_steps=1))
     rows = samples(result)
-    texts = [row["prompt"] + row["response"].replace("<eos>", "").replace("<pad>", "") + "<eos>" for row in rows]
+    responses = [row["response"].replace("<eos>", "").replace("<pad>", "") for row in rows]
+    texts = [row["prompt"] + response + "<eos>" for row, response in zip(rows, responses, strict=True)]
     expected = scores_of(path, [reordered(text)["input_ids"] for text in texts])
     assert [row["reward"] for row in rows] == pytest.approx(expected, abs=1e-5)
 
@@ -174,10 +175,13 @@ def test_inputs_that_do_not_fit_the_reward_model_are_errors_before_any_model_is_
     runs = local_runs
     monkeypatch.setattr("roll_core.runtime.run.assemble.make_executor", None)
     small = make_reward_model(runs.folder / "small", vocab_size=12)
+    two = make_reward_model(runs.folder / "two", num_labels=2)
     other = make_reward_model(runs.folder / "other", vocab_size=20)
     make_tokenizer(TokenizerConfig(kind="char", alphabet=ALPHABET[::-1]), [], runs.folder / "other")
     for reward, key in (
-        (rewarded_by(small), "rewards.digits.model_args"),
+        (rewarded_by(small), "rewards.digits.model_args.model_name_or_path"),
+        (rewarded_by("./gone"), "rewards.digits.model_args.model_name_or_path"),
+        (rewarded_by(two), "rewards.digits.model_args.model_name_or_path"),
         (rewarded_by(small, input="text"), "rewards.digits.input"),
         (rewarded_by(other, input="tokens"), "rewards.digits.input"),
     ):

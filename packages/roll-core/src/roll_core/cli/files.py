@@ -19,7 +19,7 @@ from roll_core.config.schema import paths, roles
 from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, RewardConfig
-from roll_core.spec.model import is_hub_id, model_keys
+from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -88,9 +88,8 @@ class FileCheck:
             elif not os.path.isfile(os.path.join(folder, "config.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
                 yield Finding(at, f"{source} has no config.json", hint, code="ROLL-C040")
-            elif at[:-2] in rewards and (why := _not_a_reward_model(folder)):
-                hint = "name the export of a reward model, or a sequence classification model with one label"
-                yield Finding(at, f"{source} is not a reward model: {why}", hint, code="ROLL-C040")
+            elif at[:-2] in rewards and (why := reward_model_problem(model_keys({}, folder))):
+                yield Finding(at, f"{source} is not a reward model: {why}", REWARD_MODEL_HINT, code="ROLL-C041")
 
     def _rows(
         self, path: KeyPath, data: DataArguments, schema: type[RunConfig], found: dict[KeyPath, list[Rows]]
@@ -164,19 +163,6 @@ def _rewards(data: Mapping[Any, Any]) -> dict[KeyPath, RewardConfig]:
         for domain, reward in (group.items() if isinstance(group, dict) else ())
         if isinstance(reward, RewardConfig) and reward.reward
     }
-
-
-def _not_a_reward_model(folder: str) -> str:
-    """Why the `config.json` in `folder` describes no model with one score per sequence; empty if it may."""
-    keys = model_keys({}, folder)
-    architectures = keys.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return f"architectures in its config.json is {name}, expected ...ForSequenceClassification"
-    labels = keys.get("id2label", {0: "", 1: ""})
-    if name.endswith("ForSequenceClassification") and len(labels) != 1:
-        return f"it has {len(labels)} labels (id2label in its config.json), expected 1"
-    return ""
 
 
 def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, DataArguments]]:

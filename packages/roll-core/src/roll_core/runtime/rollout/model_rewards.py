@@ -23,12 +23,13 @@ from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailur
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.workers.reward import scored
 from roll_core.spec.config import DataArguments
+from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
 from roll_core.types import Reward, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from roll_core.spec.config import ModelRewardConfig, RewardConfig
     from roll_core.spec.pipeline import TrainRole
@@ -39,68 +40,100 @@ log = logging.getLogger(__name__)
 
 
 class ModelInput:
-    """Converts samples to the tokens that a reward model reads."""
+    """Converts samples to the tokens that a reward model reads. The model's output at the last one is the score."""
 
-    def __init__(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Without `tokenizer`, the tokens are those of the sample. With it, the text is rendered and encoded again.
+    def __init__(
+        self, *, vocab_size: int = 0, pad_token_id: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """`vocab_size` and `pad_token_id` are the model's, if known.
 
-        `vocab_size` is that of the model, 0 if unknown.
+        Without `tokenizer`, the tokens are those of the sample. With it, the text is rendered and encoded again.
         """
-        self._vocab_size = vocab_size
+        self._vocab_size, self._pad_token_id = vocab_size, pad_token_id
         self._encoder = None if tokenizer is None else Encoder(tokenizer, DataArguments())
 
     def tokens(self, request: RewardRequest) -> TokenIds:
-        """Tokens `[L]` of prompt and response. Raises `RewardFailure` for text or tokens that the model cannot read."""
-        sample = request.sample
-        if self._encoder is None:
-            tokens = np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False)
-        else:
-            response = {"role": "assistant", "content": request.response}
-            try:
-                tokens = self._encoder.rendered([*map(dict, request.messages), response], "the sample")
-            except DataError as error:
-                raise RewardFailure(f"the reward model cannot read the sample: {error}") from error
-            if len(tokens) > (longest := self._encoder.tokenizer.model_max_length):
-                raise RewardFailure(f"{len(tokens)} tokens, but the reward model's tokenizer allows {longest}")
-        if not len(tokens):
-            raise RewardFailure("the sample has no token in the reward model's tokenizer")
+        """Tokens `[L]` of prompt and response, without padding at the end, which transformers does not score either.
+
+        Raises `RewardFailure` for text or tokens that the model cannot read.
+        """
+        tokens = self._sampled(request) if self._encoder is None else self._rendered(self._encoder, request)
+        content = np.flatnonzero(tokens != self._pad_token_id) if self._pad_token_id is not None else tokens
+        if not len(content):
+            raise RewardFailure("the sample has no token that the reward model reads")
         if 0 < self._vocab_size <= tokens.max():
             raise RewardFailure(
                 f"token id {tokens.max()}, but the reward model's vocabulary size is {self._vocab_size}"
             )
+        return tokens if content is tokens else tokens[: content[-1] + 1]
+
+    @staticmethod
+    def _sampled(request: RewardRequest) -> TokenIds:
+        sample = request.sample
+        return np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False)
+
+    @staticmethod
+    def _rendered(encoder: Encoder, request: RewardRequest) -> TokenIds:
+        response = {"role": "assistant", "content": request.response}
+        try:
+            tokens = encoder.rendered([*map(dict, request.messages), response], "the sample")
+        except DataError as error:
+            raise RewardFailure(f"the reward model cannot read the sample: {error}") from error
+        if len(tokens) > (longest := encoder.tokenizer.model_max_length):
+            raise RewardFailure(f"{len(tokens)} tokens, but the reward model's tokenizer allows {longest}")
         return tokens
 
 
-def model_input(
-    name: str, config: ModelRewardConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> ModelInput:
+def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedTokenizerBase) -> ModelInput:
     """Choose the input of the reward model `name` by `config.input`. `tokenizer` is the run's.
 
-    Loads the reward model's tokenizer. Raises `ConfigError` if the input is impossible.
+    Loads the reward model's config and tokenizer. Raises `ConfigError` for an input or a model that cannot be used.
     """
-    own = _own_tokenizer(config)
+    model = config.model_args
+    if model.model_name_or_path is None:
+        log.info("%s reads the sampled tokens", name)
+        return ModelInput()
+    keys = _keys_of(name, model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    own = _own_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
     differs = "" if own is None else _difference(own, tokenizer)
     if config.input == "text" and own is None:
         hint = "set input: tokens if the model reads the policy's tokens, or name a directory with a tokenizer"
-        raise _unusable(name, "input", f"found text, but {config.model_args.model_name_or_path} has no tokenizer", hint)
+        raise _unusable(name, "input", f"found text, but {model.model_name_or_path} has no tokenizer", hint)
     if config.input == "tokens" and differs and differs != TEMPLATE:
         hint = "set input: text, which encodes the text with the reward model's tokenizer"
-        raise _unusable(
-            name, "input", f"found tokens, but the tokenizers of policy and reward model differ: {differs}", hint
-        )
+        raise _unusable(name, "input", f"found tokens, but the reward model has another vocabulary: {differs}", hint)
     as_text = config.input == "text" or (config.input == "auto" and bool(differs))
+    vocab_size = int(getattr(keys, "vocab_size", 0) or 0)
     if not as_text and 0 < vocab_size < len(tokenizer):
-        message = (
-            f"the reward model has a vocabulary of {vocab_size}, but the policy's tokenizer has {len(tokenizer)} tokens"
-        )
-        raise _unusable(name, "model_args", message, "name a reward model with the policy's tokenizer, or with its own")
+        message = f"the vocabulary size of the reward model is {vocab_size}, that of the tokenizer {len(tokenizer)}"
+        hint = "name a reward model with the policy's tokenizer, or with its own"
+        raise _unusable(name, "model_args.model_name_or_path", message, hint)
     why = f" (the tokenizers differ: {differs})" if differs else ""
     log.info("%s reads %s%s", name, "text" if as_text else "the sampled tokens", why)
-    return ModelInput(vocab_size, own if as_text else None)
+    pad_token_id = getattr(keys, "pad_token_id", None)
+    return ModelInput(vocab_size=vocab_size, pad_token_id=pad_token_id, tokenizer=own if as_text else None)
 
 
 TEMPLATE = "their chat templates"
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def _keys_of(name: str, path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The text part of the reward model's config. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    at = "model_args.model_name_or_path"
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise _unusable(
+            name, at, f"cannot load {path}: {first_line}", "name a reward model's directory or hub id"
+        ) from error
+    if why := reward_model_problem(found.to_dict()):
+        raise _unusable(name, at, f"{path} is not a reward model: {why}", REWARD_MODEL_HINT)
+    keys: PreTrainedConfig = found.get_text_config()
+    return keys
 
 
 def _difference(own: PreTrainedTokenizerBase, policys: PreTrainedTokenizerBase) -> str:
@@ -112,18 +145,15 @@ def _difference(own: PreTrainedTokenizerBase, policys: PreTrainedTokenizerBase) 
     return "" if own.chat_template == policys.chat_template else TEMPLATE
 
 
-def _own_tokenizer(config: ModelRewardConfig) -> PreTrainedTokenizerBase | None:
+def _own_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """Tokenizer of the reward model; None if it has none."""
-    path = config.model_args.model_name_or_path
     # transformers makes an empty tokenizer for a directory without one.
-    if path is None or (Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES)):
+    if Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.model_args.trust_remote_code
-        )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
     return tokenizer

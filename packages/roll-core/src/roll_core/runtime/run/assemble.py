@@ -73,8 +73,7 @@ async def start_roles(
     inputs: dict[str, ModelInput] = {}
     for role in roles:
         if isinstance(worker := configs[role.name], ModelRewardConfig):
-            vocab_size = vocab_size_of(model_spec(role, config, tokenizer), config, tokens=0)
-            inputs[role.name] = model_input(role.name, worker, run.tokenizer, vocab_size)
+            inputs[role.name] = model_input(role.name, worker, run.tokenizer)
     places = place_roles(
         configs,
         platform,
