@@ -305,9 +305,9 @@ def _stored_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
             f" config.json may belong to another model"
         )
     if head_is_new:
-        if spec.task == "reward":
+        if spec.task == "reward" and not spec.new_head:
             raise not_a_reward_model(spec)
-        log.info("%s: the value head is new", spec.path)
+        log.info("%s: the scalar head is new", spec.path)
         _new_head(model, replace_head, spec)
     return model
 

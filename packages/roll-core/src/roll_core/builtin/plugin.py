@@ -33,7 +33,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """Supervised fine-tuning, and reinforcement learning with verifiable rewards."""
+    """Supervised fine-tuning, preference training, reward models, and reinforcement learning."""
     yield PipelineProvider(
         name="sft",
         target="roll_core.pipelines.sft:SFTPipeline",
@@ -47,6 +47,21 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_core.pipelines.config:RLVRConfig",
         plan="roll_core.pipelines.plans:rlvr",
         summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
+    )
+    for name in ("preference", "dpo"):
+        yield PipelineProvider(
+            name=name,
+            target="roll_core.pipelines.preference:PreferencePipeline",
+            config="roll_core.pipelines.preference_config:PreferenceConfig",
+            plan="roll_core.pipelines.plans:preference",
+            summary="Direct alignment on pairs or labelled responses: DPO, IPO, SimPO, ORPO, KTO",
+        )
+    yield PipelineProvider(
+        name="reward_model",
+        target="roll_core.pipelines.reward_model:RewardModelPipeline",
+        config="roll_core.pipelines.preference_config:RewardModelConfig",
+        plan="roll_core.pipelines.plans:reward_model",
+        summary="Reward model on pairs of responses (Bradley-Terry)",
     )
 
 

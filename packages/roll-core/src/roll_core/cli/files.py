@@ -49,7 +49,7 @@ class FileCheck:
         found = list(self._models(schema, data))
         rows: dict[KeyPath, list[Rows]] = {}
         for path, arguments in _data_arguments(schema, data):
-            found += self._rows(path, arguments, schema, rows)
+            found += self._rows(path, arguments, schema, data, rows)
         found += self._rewards(schema, data, rows)
         output, name = (data.get(key, schema.model_fields[key].default) for key in ("output_dir", "exp_name"))
         if isinstance(output, str) and isinstance(name, str):
@@ -92,7 +92,12 @@ class FileCheck:
                 yield Finding(at, f"{source} is not a reward model: {why}", REWARD_MODEL_HINT, code="ROLL-C041")
 
     def _rows(
-        self, path: KeyPath, data: DataArguments, schema: type[RunConfig], found: dict[KeyPath, list[Rows]]
+        self,
+        path: KeyPath,
+        data: DataArguments,
+        schema: type[RunConfig],
+        values: Mapping[Any, Any],
+        found: dict[KeyPath, list[Rows]],
     ) -> Iterator[Finding]:
         at_name = (*path, "file_name")
         for position, name in enumerate(file_names(data)):
@@ -113,6 +118,8 @@ class FileCheck:
             try:
                 for row in rows if needed and not missing else ():
                     messages_of(row, data, rows, response="response" in needed)
+                if len(path) == 2:
+                    schema.check_rows(path[0], rows, data, values)
             except DataError as error:
                 yield Finding(at, str(error), code=getattr(error, "code", "ROLL-C040"))
 
@@ -121,7 +128,9 @@ class FileCheck:
     ) -> list[Finding]:
         rewards = _rewards(data)
         prompts: set[KeyPath] = {
-            (name, "data_args") for name, keys in schema.row_keys.items() if "response" not in keys
+            (name, "data_args")
+            for name, keys in {"validation": (), **schema.row_keys}.items()
+            if "response" not in keys
         }
         scored: dict[KeyPath, list[Rows]] = {path: files for path, files in rows.items() if path in prompts}
         found = list(_unscored(rewards, scored)) if len(rewards) > 1 else []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from roll_core.data.preference_rows import pair_of
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages
 from roll_core.data.templates import JinjaTemplate, Template, load_template, texts_of
 from roll_core.errors import DataError
@@ -42,6 +43,8 @@ class Counts:
     """Dropped: no token to train on."""
     without_response: int = 0
     """Dropped: no response, where a response is optional."""
+    identical: int = 0
+    """Dropped: a pair whose responses are equal after truncation."""
 
     def __str__(self) -> str:
         named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
@@ -51,9 +54,12 @@ class Counts:
 class Encoder:
     """Tokenizer and chat template of the rows, with lossless encoding of text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments, *, chats: bool | None = None) -> None:
+        """`chats`: True if the rows have roles. Default: as `data` says."""
         self.tokenizer = tokenizer
-        self.template: Template = load_template(data.template, tokenizer, chats=are_chats(data))
+        self.template: Template = load_template(
+            data.template, tokenizer, chats=are_chats(data) if chats is None else chats
+        )
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, which ends each response: set its eos_token")
         first = tokenizer("", add_special_tokens=True)["input_ids"][:1]
@@ -65,15 +71,20 @@ class Encoder:
         text = self.template.prompt(messages)
         return text, self._begin(np.asarray(self.encode(text, where), dtype=np.int64))
 
-    def conversation(self, messages: Sequence[dict[str, str]], where: str) -> tuple[TokenIds, Any]:
-        """Tokens `[L]`, and a bool mask `[L]` of the model's own tokens. Segments are encoded separately."""
+    def conversation(self, messages: Sequence[dict[str, str]], where: str, *, context: int = 0) -> tuple[TokenIds, Any]:
+        """Tokens `[L]`, and a bool mask `[L]` of the model's own tokens. Segments are encoded separately.
+
+        The first `context` turns of the assistant belong to the prompt: the mask excludes them.
+        """
         pieces: list[int] = []
         written: list[bool] = []
+        turns = 0
         for segment in self.template.segments(messages):
             ids = self.encode(segment.text, where)
             ids += [self.tokenizer.eos_token_id] if segment.ends else []
             pieces += ids
-            written += [segment.written] * len(ids)
+            turns += segment.written
+            written += [segment.written and turns > context] * len(ids)
         tokens = self._begin(np.asarray(pieces, dtype=np.int64))
         mask = np.asarray([False] * (len(tokens) - len(written)) + written, dtype=np.bool_)
         return tokens, mask
@@ -139,14 +150,18 @@ def encode_prompts(
         prompts.append(
             Prompt(id=row.id, tokens=tokens, text=text, messages=messages, tag=row.tag, metadata=dict(row.values))
         )
-    _report("prompts", rows, counts)
+    report_counts("prompts", rows, counts)
     return prompts, counts
 
 
 def tokenizer_texts(rows: Rows, data: DataArguments) -> Iterator[str]:
     """All texts of the rows as formatted by the template, which a tokenizer built for them must cover."""
     for row in rows:
-        if data.messages is not None:
+        if data.chosen in rows.columns and data.rejected in rows.columns:
+            prompt, chosen, rejected = pair_of(row, data, rows)
+            yield from texts_of([*prompt, *chosen], data.template)
+            messages = rejected
+        elif data.messages is not None:
             messages = stored_messages(row, data, rows)
         else:
             messages = messages_of(row, data, rows, response=isinstance(row.values.get(data.response), str))
@@ -203,11 +218,12 @@ def encode_sft(
         if on_prompt:
             mask[1:] = True
         sequences.append(TrainSequence(id=row.id, tokens=tokens, loss_mask=mask))
-    _report("rows", rows, counts)
+    report_counts("rows", rows, counts)
     return sequences, counts
 
 
-def _report(what: str, rows: Rows, counts: Counts) -> None:
+def report_counts(what: str, rows: Rows, counts: Counts) -> None:
+    """Log the counts. Raises `DataError` if no row is kept."""
     if counts.kept == 0 and counts.without_response < len(rows):
         raise DataError(f"none of {len(rows)} {what} can be used: {counts}; increase prompt_length or response_length")
     log.info("%d %s: %s", len(rows), what, counts)

@@ -12,6 +12,7 @@ from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
+    from roll_core.pipelines.preference_config import PreferenceConfig, RewardModelConfig
     from roll_core.spec.config import RewardRunConfig
     from roll_core.spec.plan import Activity
 
@@ -28,11 +29,37 @@ def sft(config: SFTConfig) -> PipelinePlan:
     if config.validation is not None:
         phases.append(Phase(name="held-out loss", acts={"sft_train": "score"}))
     if config.actor_infer is not None:
-        roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="sft_train"))
-        roles += _rewards(config)
-        phases.append(Phase(name="publish", acts={"sft_train": "publish", "actor_infer": "receive"}))
-        phases.append(_rollout("held-out responses", config))
+        _add_generation(roles, phases, "sft_train", config)
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
+
+
+def preference(config: PreferenceConfig) -> PipelinePlan:
+    """Plan of the preference pipeline. The number of optimizer steps is 0 here, as in `sft`."""
+    roles = [RoleSpec(name="actor_train", kind="train")]
+    phases = []
+    if config.reference is not None:
+        roles.append(RoleSpec(name="reference", kind="score", model_from="actor_train"))
+        phases.append(Phase(name="logprobs of the reference", acts={"reference": "score"}))
+    elif config.uses_reference:
+        phases.append(Phase(name="logprobs of the initial policy", acts={"actor_train": "score"}))
+    phases += _training("train", "actor_train")
+    if config.save_steps:
+        phases.append(Phase(name="checkpoint", acts={"actor_train": "save"}))
+    if config.validation is not None:
+        phases.append(Phase(name="held-out preferences", acts={"actor_train": "score"}))
+    if config.actor_infer is not None:
+        _add_generation(roles, phases, "actor_train", config)
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
+
+
+def reward_model(config: RewardModelConfig) -> PipelinePlan:
+    """Plan of the reward model pipeline. The number of optimizer steps is 0 here, as in `sft`."""
+    phases = _training("train", "reward_train")
+    if config.save_steps:
+        phases.append(Phase(name="checkpoint", acts={"reward_train": "save"}))
+    if config.validation is not None:
+        phases.append(Phase(name="held-out preferences", acts={"reward_train": "score"}))
+    return PipelinePlan(roles=(RoleSpec(name="reward_train", kind="train", task="reward"),), phases=tuple(phases))
 
 
 def rlvr(config: RLVRConfig) -> PipelinePlan:
@@ -68,6 +95,14 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         roles += _rewards(config)
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+
+
+def _add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:
+    """Add an engine that generates held-out responses with the weights of `source`, and the rewards that score them."""
+    roles.append(RoleSpec(name="actor_infer", kind="generate", model_from=source))
+    roles += _rewards(config)
+    phases.append(Phase(name="publish", acts={source: "publish", "actor_infer": "receive"}))
+    phases.append(_rollout("held-out responses", config))
 
 
 def _rewards(config: RewardRunConfig) -> list[RoleSpec]:

@@ -272,7 +272,13 @@ class DataArguments(Config):
     prompt: str = "prompt"
     """Column with the prompt's text."""
     response: str = "response"
-    """Column with the response's text (sft)."""
+    """Column with the response's text (sft, and labelled responses of preference)."""
+    chosen: str = "chosen"
+    """Column with the better response of a pair (preference, reward_model): text, or a list of chat messages."""
+    rejected: str = "rejected"
+    """Column with the worse response of a pair."""
+    label: str = "label"
+    """Column that is true for desirable and false for undesirable responses (`loss_type: kto`)."""
     messages: str | None = None
     """Column with a list of chat messages, or its JSON. Replaces prompt and response."""
     system: str | None = None
@@ -849,6 +855,15 @@ class RunConfig(Config):
         warnings with the key's position, a run logs them. Called on a valid config.
         """
         return {}
+
+    @classmethod
+    def check_rows(cls, key: str, rows: Any, data: DataArguments, values: Mapping[Any, Any]) -> None:
+        """Raise `DataError` for rows that the pipeline cannot use, if `row_keys` cannot express its requirements.
+
+        `rows` are the first `roll_core.data.rows.Rows` of a file, and `key` is the key above its `data_args`. `values`
+        are the config's values as written, which may be invalid. `roll-core check` and `run` call this before anything
+        is built.
+        """
 
     def roles(self) -> dict[str, WorkerConfig]:
         """All roles of this config by dotted name (`actor_train`, `rewards.math`), in the order of the schema."""

@@ -57,6 +57,9 @@ class ModelSpec:
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     seed: int = 0
+    new_head: bool = False
+    """Task `reward`: give a model without scoring head a new one, to train it. Otherwise `build` raises `ModelError`,
+    because its scores would be random."""
     tokenizer: str = ""
     """Directory that `transformers.AutoTokenizer` loads. The model's embedding has at least as many rows as its
     vocabulary."""

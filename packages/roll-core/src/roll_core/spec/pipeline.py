@@ -226,9 +226,10 @@ class TrainRole(ABC):
     ) -> UpdateResult:
         """Run optimizer steps over `sequences`, at most `sequences_per_step` at a time, for `epochs` epochs.
 
-        An epoch has as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without
-        `shuffle_seed`, steps follow the order of `sequences`. With it, each epoch has its own random order of their
-        groups, the same for the same seed. An epoch of a single step is the same with any seed.
+        All rows of a rollout are in one step and count as one sequence, and so do all sequences of a unit. An epoch has
+        as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without `shuffle_seed`,
+        steps follow the order of `sequences`. With it, each epoch has its own random order of their groups, the same
+        for the same seed. An epoch of a single step is the same with any seed.
         """
 
     @property
@@ -344,6 +345,18 @@ class Run(ABC):
     ) -> Sequence[TrainSequence]:
         """Rows with prompt and response as training sequences; `on_prompt` also trains on the prompt's tokens. A row
         without a response raises `DataError`, or is skipped if `require_response` is false."""
+
+    @abstractmethod
+    def preferences(
+        self,
+        data: DataArguments,
+        *,
+        labelled: bool = False,
+        overlong: Literal["drop", "truncate"] = "drop",
+        margin: str | None = None,
+    ) -> Sequence[TrainSequence]:
+        """Rows of preference data as training sequences, with the streams of `roll_core.types`: the chosen and then the
+        rejected response of each pair; or single responses if `labelled`. `margin` names a column of numbers."""
 
     @abstractmethod
     def columns(self, data: DataArguments) -> Sequence[str]:

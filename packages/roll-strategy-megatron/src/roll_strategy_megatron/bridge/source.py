@@ -104,15 +104,15 @@ def head_name(model: PreTrainedModel) -> str:
 
 
 def _made(model: PreTrainedModel, spec: ModelSpec, files: ModelFiles) -> dict[str, Tensor]:
-    """A new value head, for a critic that is initialized from a language model.
+    """A new scalar head, for a critic or a trained reward model initialized from a language model.
 
-    Raises the error of `not_a_reward_model` for a reward model without head.
+    Raises the error of `not_a_reward_model` for another reward model without head.
     """
     if spec.task == "causal_lm":
         return {}
     name = head_name(model)
     if name in files.places:
         return {}
-    if spec.task == "reward":
+    if spec.task == "reward" and not spec.new_head:
         raise not_a_reward_model(spec)
     return {name: new_value_head(spec, model.get_parameter(name).shape[1])}

@@ -14,6 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.data.encode import encode_prompts, encode_sft
+from roll_core.data.encode_preferences import encode_labelled, encode_pairs
 from roll_core.data.rows import read_rows
 from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
@@ -309,6 +310,26 @@ class ActiveRun(Run):
             overlong=overlong,
             on_prompt=on_prompt,
             require_response=require_response,
+        )
+        return sequences
+
+    @override
+    def preferences(
+        self,
+        data: DataArguments,
+        *,
+        labelled: bool = False,
+        overlong: Literal["drop", "truncate"] = "drop",
+        margin: str | None = None,
+    ) -> Sequence[TrainSequence]:
+        encode = encode_labelled if labelled else partial(encode_pairs, margin=margin)
+        sequences, _ = encode(
+            self._data.rows(data),
+            data,
+            self.tokenizer,
+            prompt_length=self.config.prompt_length,
+            response_length=self.config.response_length,
+            overlong=overlong,
         )
         return sequences
 

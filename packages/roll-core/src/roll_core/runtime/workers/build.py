@@ -83,6 +83,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         attn_implementation=own.attn_implementation,
         gradient_checkpointing=role.kind == "train" and not own.disable_gradient_checkpointing,
         seed=config.seed,
+        new_head=role.kind == "train",
         tokenizer="" if own_tokenizer else str(tokenizer),
         trust_remote_code=own.trust_remote_code,
         lora=lora_spec(own),

@@ -1,0 +1,90 @@
+"""Reference logprobs of whole data sets, computed once and cached on disk.
+
+`<output_dir>/reference_logprobs/<hash>.npy`: logprobs of all trained tokens, end to end. The hash covers the model, its
+dtype, and the tokens and masks of all sequences: thereby also tokenizer, template, truncation and data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.spec.train import WantedOutputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.pipelines.preference_config import PreferenceConfig
+    from roll_core.spec.pipeline import TrainRole
+    from roll_core.types import Floats, TrainSequence
+
+log = logging.getLogger(__name__)
+
+
+async def cached_logprobs(
+    config: PreferenceConfig, model: TrainRole, sequences: Sequence[TrainSequence]
+) -> list[Floats]:
+    """Logprobs `[L]` of each sequence under the model's current weights, from the cache if it has them.
+
+    They are 0 outside the loss mask.
+    """
+    folder = Path(config.output_dir) / "reference_logprobs"
+    file = folder / f"{_key(config, sequences)}.npy"
+    lengths = [int(each.loss_mask.sum()) for each in sequences]
+    if file.is_file() and (flat := np.load(file)).shape == (sum(lengths),):
+        log.info("reference logprobs of %d sequences: read from %s", len(sequences), file)
+    else:
+        scored = await model.forward(sequences, WantedOutputs(logprobs=True, masked_only=True))
+        own = zip(scored.logprobs or (), sequences, strict=True)
+        flat = np.concatenate([logprobs[each.loss_mask] for logprobs, each in own]).astype(np.float32)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}.npy")
+        np.save(partial, flat)
+        partial.replace(file)
+        log.info("reference logprobs of %d sequences: written to %s", len(sequences), file)
+    found = []
+    for each, part in zip(sequences, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
+        found.append(np.zeros(len(each), dtype=np.float32))
+        found[-1][each.loss_mask] = part
+    return found
+
+
+def _key(config: PreferenceConfig, sequences: Sequence[TrainSequence]) -> str:
+    digest = hashlib.sha256(json.dumps(_model(config), sort_keys=True).encode())
+    for each in sequences:
+        digest.update(each.tokens.astype(np.int64).tobytes())
+        digest.update(each.loss_mask.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _model(config: PreferenceConfig) -> list[Any]:
+    """Identity of the initial policy: its source, with name, size and time of each file, and how it is computed."""
+    args = config.actor_train.model_args
+    source = args.model_name_or_path or (None if args.random_init else config.pretrain)
+    folder = None if source is None else _folder(source)
+    files = [(each.name, each.stat()) for each in sorted(folder.iterdir())] if folder is not None else []
+    return [
+        source if folder is None else str(folder),
+        [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],
+        args.random_init and [args.random_init, config.seed],
+        args.model_config_kwargs,
+        args.dtype,
+        config.tokenizer is not None and config.tokenizer.model_dump(),
+    ]
+
+
+def _folder(source: str) -> Path | None:
+    """Directory of the model: the source itself, or the downloaded snapshot of a hub id."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(source, "config.json")
+    return Path(file).parent if isinstance(file, str) else None

@@ -1,0 +1,69 @@
+"""Training of a reward model on pairs of responses (Bradley-Terry).
+
+for batch of pairs, shuffled in each epoch:
+    one optimizer step on -log sigmoid(score of the chosen - score of the rejected response)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from roll_core.algorithms.preference import RewardModelObjective
+from roll_core.pipelines.plans import reward_model
+from roll_core.pipelines.preference import Preferences, held_out_metrics, num_steps
+from roll_core.pipelines.preference_config import RewardModelConfig
+from roll_core.pipelines.prompt_order import RowOrder
+from roll_core.pipelines.stages import log_update
+from roll_core.spec.pipeline import Pipeline, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.config import DataArguments
+    from roll_core.spec.pipeline import RoleSpec
+
+
+class RewardModelPipeline(Pipeline[RewardModelConfig]):
+    """Trains one model that scores responses."""
+
+    @override
+    def prepare(self, run: Run) -> int:
+        config = self.config
+        self.objective = RewardModelObjective(center_rewards_coefficient=config.center_rewards_coefficient)
+        self.rows = self._preferences(run, config.reward_train.data_args)
+        self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
+        self.steps = num_steps(config, config.reward_train, self.rows)
+        validation = config.validation
+        self.held_out = None if validation is None else self._preferences(run, validation.data_args)
+        return self.steps
+
+    @override
+    def roles(self) -> Sequence[RoleSpec]:
+        return [replace(role, num_steps=self.steps) for role in reward_model(self.config).roles]
+
+    @override
+    async def step(self, run: Run) -> None:
+        model = run.train_role("reward_train")
+        batch = self.rows.batch(self.order.batch(run.step, model.sequences_per_step // self.rows.size))
+        with run.stage("train"):
+            update = await model.update(batch, self.objective)
+        run.log({"tokens/trained": update.num_tokens})
+        log_update(run, update, "train")
+
+    @override
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        if self.held_out is None:
+            return {}
+        batch = self.held_out.batch(range(len(self.held_out)))
+        scored = await run.train_role("reward_train").score(batch, values=True)
+        return held_out_metrics(self.objective, batch, values=scored.values)
+
+    @override
+    def export_role(self) -> str:
+        return "reward_train"
+
+    def _preferences(self, run: Run, data: DataArguments) -> Preferences:
+        return Preferences(run.preferences(data, overlong=self.config.overlong, margin=self.config.margin))
