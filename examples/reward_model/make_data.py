@@ -3,13 +3,13 @@
     python examples/quickstart/make_data.py
     python examples/reward_model/make_data.py [DIRECTORY]
 
-    pairs.jsonl    problems, each with the right answer and a wrong one, for the reward model
-    train.jsonl    other problems without answers, for PPO
-    val.jsonl      problems that are in neither file, with their right answers
-    val_pairs.jsonl    the same problems with a wrong answer each, for the reward model's accuracy
+    pairs.jsonl        problems, each with the right answer and a wrong one, for the reward model
+    train.jsonl        other problems without answers, for PPO
+    val.jsonl          problems that are in neither file, with their right answers
+    val_pairs.jsonl    the same problems as pairs, for the reward model's accuracy
 
-Half of the wrong answers are the quick start's teacher's: the last two digits swapped. The others have one digit
-replaced, two digits swapped, or one digit too few or too many.
+In half of the wrong answers the last two digits are swapped, as by the quick start's teacher. The others have any two
+digits swapped, one digit replaced, or one digit too few or too many.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def wrong_answer(right: str, rng: random.Random) -> str:
             return wrong
 
 
-def main(directory: Path) -> None:
-    """Write the four files; the same ones every time."""
+def main(directory: Path, source: Path = QUICKSTART) -> None:
+    """Write the four files, the same ones every time, from the quick start's in `source`."""
     rng = random.Random(SEED)
-    problems, held_out = (read(QUICKSTART / f"{name}.jsonl") for name in ("train", "val"))
+    problems, held_out = (read(source / f"{name}.jsonl") for name in ("train", "val"))
     directory.mkdir(parents=True, exist_ok=True)
     write(directory / "pairs.jsonl", [pair(each, rng) for each in problems[:NUM_PAIRS]])
     write(
