@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.algorithms.preference import PreferenceObjective, RewardModelObjective
+from roll_core.algorithms.losses import CrossEntropy, Objective
+from roll_core.algorithms.preference import BradleyTerryTerm, PreferenceTerm
 from roll_core.algorithms.preference_losses import (
     LABELLED_LOSSES,
     PAIR_LOSSES,
@@ -151,7 +152,7 @@ def step(seed: int, count: int, *, labelled: bool = False) -> tuple[list[TrainSe
             mask[-2] = False
         chosen = bool(rng.integers(2)) if labelled else at % 2 == 0
         last = (np.arange(length) == length - 1).astype(np.float32)
-        streams = {CHOSEN: mask.astype(np.float32), MARGIN: last * 0.3} if chosen else {}
+        streams = {CHOSEN: mask.astype(np.float32), MARGIN: last * np.float32(0.3)} if chosen else {}
         if labelled and chosen:
             streams[DESIRABLE] = last
         number = at if labelled else at // 2
@@ -170,8 +171,9 @@ def step(seed: int, count: int, *, labelled: bool = False) -> tuple[list[TrainSe
     return sequences, logprobs
 
 
-def shares(objective, sequences, logprobs, most=None):
+def shares(term, sequences, logprobs, most=None):
     """Loss, metrics and gradient, added up over microbatches."""
+    objective = term if isinstance(term, Objective) else Objective(terms={"term": term})
     flat = {each.id: torch.tensor(own, requires_grad=True) for each, own in zip(sequences, logprobs, strict=True)}
     loss, metrics = 0.0, {}
     for micro in pack(sequences, max_sequences=most, totals=totals_of(sequences)):
@@ -256,9 +258,7 @@ def test_a_loss_equals_the_loop_over_tokens(name):
     for seed in range(3):
         sequences, logprobs = step(seed, 6, labelled=name in LABELLED_LOSSES)
         params = PreferenceParams(beta=0.7, label_smoothing=0.1, discopop_tau=0.5, undesirable_weight=1.5)
-        loss, _, gradient = shares(
-            PreferenceObjective(losses={name: 1.0}, params=params, kl=0.2), sequences, logprobs, 2
-        )
+        loss, _, gradient = shares(PreferenceTerm(losses={name: 1.0}, params=params, kl=0.2), sequences, logprobs, 2)
         expected, wanted = slow(name, sequences, logprobs, params, kl=0.2)
         assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
         for found, right in zip(gradient, wanted, strict=True):
@@ -267,16 +267,18 @@ def test_a_loss_equals_the_loop_over_tokens(name):
 
 def test_the_sft_term_has_the_chosen_tokens_of_the_step_as_denominator():
     sequences, logprobs = step(1, 6)
-    objective = PreferenceObjective(losses={"sigmoid": 1.0, "sft": 0.5})
+    terms = {"preference": PreferenceTerm(losses={"sigmoid": 0.5, "hinge": 2.0}), "sft": CrossEntropy(stream=CHOSEN)}
+    objective = Objective(terms=terms, coefs={"sft": 0.5})
     loss, metrics, _ = shares(objective, sequences, logprobs, 2)
     chosen = [-x for s, lp in zip(sequences[::2], logprobs[::2], strict=True) for x in lp[s.loss_mask]]
-    assert metrics["nll"] == metrics["loss/sft"] == pytest.approx(np.mean(chosen), rel=1e-5)
-    assert loss == pytest.approx(metrics["loss/sigmoid"] + 0.5 * np.mean(chosen), rel=1e-5)
+    assert metrics["chosen_nll"] == pytest.approx(np.mean(chosen), rel=1e-5)
+    parts = 0.5 * metrics["loss/sigmoid"] + 2 * metrics["loss/hinge"] + 0.5 * np.mean(chosen)
+    assert loss == pytest.approx(parts, rel=1e-5)
 
 
 def test_the_metrics_are_means_over_pairs():
     sequences, logprobs = step(2, 8)
-    _, metrics, _ = shares(PreferenceObjective(params=PreferenceParams(beta=0.3)), sequences, logprobs, 4)
+    _, metrics, _ = shares(PreferenceTerm(params=PreferenceParams(beta=0.3)), sequences, logprobs, 4)
     sums = [lp[s.loss_mask].sum() for s, lp in zip(sequences, logprobs, strict=True)]
     ratios = [total - s.ref_logprobs[s.loss_mask].sum() for s, total in zip(sequences, sums, strict=True)]
     better, worse = np.array(ratios[::2]), np.array(ratios[1::2])
@@ -290,7 +292,7 @@ def test_the_metrics_are_means_over_pairs():
 
 def test_labelled_metrics_are_means_over_their_own_label():
     sequences, logprobs = step(3, 7, labelled=True)
-    objective = PreferenceObjective(losses={"kto": 1.0}, params=PreferenceParams(beta=0.3), kl=0.25)
+    objective = PreferenceTerm(losses={"kto": 1.0}, params=PreferenceParams(beta=0.3), kl=0.25)
     _, metrics, _ = shares(objective, sequences, logprobs, 3)
     ratios = [float((lp - s.ref_logprobs)[s.loss_mask].sum()) for s, lp in zip(sequences, logprobs, strict=True)]
     good = [r for s, r in zip(sequences, ratios, strict=True) if DESIRABLE in s.streams]
@@ -306,7 +308,7 @@ def test_length_desensitisation_weighs_tokens_beyond_the_shorter_response():
     sequences = [replace(each, loss_mask=np.arange(len(each)) > 0) for each in sequences]
     counts = [len(each) - 1 for each in sequences]
     assert counts[0] != counts[1]
-    objective = PreferenceObjective(params=PreferenceParams(beta=1.0), ld_alpha=0.25)
+    objective = PreferenceTerm(params=PreferenceParams(beta=1.0), ld_alpha=0.25)
     loss, _, _ = shares(objective, sequences, logprobs)
     delta = 0.0
     for sign, sequence, own in zip((1, -1), sequences, logprobs, strict=True):
@@ -318,42 +320,39 @@ def test_length_desensitisation_weighs_tokens_beyond_the_shorter_response():
 
 def test_wpo_weighs_a_pair_by_its_probability_beside_the_argmax_tokens():
     sequences, logprobs = step(5, 4)
-    loss, _, _ = shares(PreferenceObjective(use_weighting=True), sequences, logprobs)  # argmax tokens have -0.005
+    loss, _, _ = shares(PreferenceTerm(use_weighting=True), sequences, logprobs)  # argmax tokens have -0.005
     expected = 0.0
     for at in (0, 2):
         pair, own = sequences[at : at + 2], logprobs[at : at + 2]
-        single, _, _ = shares(PreferenceObjective(), pair, own)
+        single, _, _ = shares(PreferenceTerm(), pair, own)
         weights = [math.exp(np.mean(lp[s.loss_mask] + 0.005)) for s, lp in zip(pair, own, strict=True)]
         expected += weights[0] * weights[1] * single / 2
     assert loss == pytest.approx(expected, rel=1e-5)
-    assert PreferenceObjective(use_weighting=True).want.topk == 1
+    assert PreferenceTerm(use_weighting=True).want.topk == 1
 
 
 def test_without_a_reference_ratios_are_logprobs():
     sequences, logprobs = step(6, 4)
     bare = [replace(each, ref_logprobs=None) for each in sequences]
     zero = [replace(each, ref_logprobs=np.zeros(len(each), dtype=np.float32)) for each in sequences]
-    free, _, _ = shares(PreferenceObjective(reference=False), bare, logprobs)
-    assert free == pytest.approx(shares(PreferenceObjective(), zero, logprobs)[0])
+    free, _, _ = shares(PreferenceTerm(reference=False), bare, logprobs)
+    assert free == pytest.approx(shares(PreferenceTerm(), zero, logprobs)[0])
     with pytest.raises(DataError):
-        shares(PreferenceObjective(), bare, logprobs)
+        shares(PreferenceTerm(), bare, logprobs)
 
 
 def test_a_torn_pair_is_an_error():
     sequences, logprobs = step(7, 4)
     torn = [replace(each, unit=at) for at, each in enumerate(sequences)]
     with pytest.raises(DataError):
-        shares(PreferenceObjective(), torn, logprobs)
+        shares(PreferenceTerm(), torn, logprobs)
 
 
 OBJECTIVES = {
-    **{
-        name: PreferenceObjective(losses={name: 1.0}, params=PreferenceParams(label_smoothing=0.1))
-        for name in PAIR_LOSSES
-    },
-    "mpo": PreferenceObjective(losses={"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}, ld_alpha=0.5, use_weighting=True),
-    "kto": PreferenceObjective(losses={"kto": 1.0, "sft": 0.1}, kl=0.1),
-    "reward model": RewardModelObjective(center_rewards_coefficient=0.01),
+    **{name: PreferenceTerm(losses={name: 1.0}, params=PreferenceParams(label_smoothing=0.1)) for name in PAIR_LOSSES},
+    "mpo": PreferenceTerm(losses={"sigmoid": 0.8, "bco_pair": 0.2}, ld_alpha=0.5, use_weighting=True),
+    "kto": PreferenceTerm(losses={"kto": 1.0}, kl=0.1),
+    "reward model": BradleyTerryTerm(center_rewards_coefficient=0.01),
 }
 
 
@@ -372,7 +371,7 @@ def test_neither_loss_nor_gradient_nor_metrics_depend_on_the_split(name, seed, c
 
 def test_a_reward_models_score_is_the_value_at_the_last_token():
     sequences, values = step(8, 4)
-    loss, metrics, gradient = shares(RewardModelObjective(), sequences, values)
+    loss, metrics, gradient = shares(BradleyTerryTerm(), sequences, values)
     scores = [float(each[-1]) for each in values]
     deltas = [scores[0] - scores[1] - 0.3, scores[2] - scores[3] - 0.3]
     assert loss == pytest.approx(np.mean([math.log(1 + math.exp(-d)) for d in deltas]), rel=1e-5)

@@ -1,8 +1,7 @@
-"""Objectives of preference training and of reward models, as shares of the whole optimizer step.
+"""Terms of the objectives of preference training and of reward models.
 
-T flat tokens of a microbatch, S sequences, P pairs. The sequences of a pair are adjacent, the chosen one first.
-Denominators are global: pairs or responses (`totals.groups`, one group each), and the tokens of chosen responses for
-the term `sft`.
+T flat tokens of a microbatch, S sequences, P pairs. The sequences of a pair are adjacent, the chosen one first. The
+denominator is global: the number of pairs, or of labelled responses (`totals.groups`, one group each).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.algorithms._segments import sums_by
-from roll_core.algorithms.aggregate import masked_lengths, weighted_sum
 from roll_core.algorithms.preference_losses import (
     LABELLED_LOSSES,
     PAIR_LOSSES,
@@ -23,7 +21,7 @@ from roll_core.algorithms.preference_losses import (
 )
 from roll_core.errors import DataError
 from roll_core.spec.train import LossOutput, WantedOutputs
-from roll_core.types import CHOSEN, DESIRABLE, MARGIN
+from roll_core.types import DESIRABLE, MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,21 +34,20 @@ Metrics = dict[str, "Tensor | float"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceObjective:
-    """Weighted sum of preference losses, and of the negative log-likelihood of chosen responses (`sft`).
+class PreferenceTerm:
+    """Weighted sum of preference losses, as a term of an `Objective`.
 
     Metrics:
 
-    * `loss`; `loss/<name>` of each term if there are several.
     * `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies`: the implicit reward is `beta` times
       the log-ratio to the reference, or `beta` times the logprob without a reference.
     * `logps/chosen`, `logps/rejected`: mean over responses of the sum over tokens.
-    * `nll`: mean over the tokens of chosen responses.
+    * `loss/<name>` of each loss, if there are several.
     * `kl` with labelled responses: the estimate that `kto` subtracts.
     """
 
     losses: Mapping[str, float] = field(default_factory=lambda: {"sigmoid": 1.0})
-    """Weight of each loss by name: of pairs, or of labelled responses, and `sft`."""
+    """Weight of each loss by name: all of pairs, or all of labelled responses."""
     params: PreferenceParams = field(default_factory=PreferenceParams)
     reference: bool = True
     """Read the batch's reference logprobs. If false, log-ratios are the policy's logprobs."""
@@ -80,21 +77,18 @@ class PreferenceObjective:
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share."""
         logprobs_T = _masked(outputs.logprobs_T, micro, "logprobs")
-        tokens = micro.totals.streams.get(CHOSEN, 0.0)
-        nll = -weighted_sum(logprobs_T, _stream(micro, CHOSEN)) / max(tokens, 1.0)
-        metrics: Metrics = {"nll": nll.detach()} if tokens else {}
-        terms = {"sft": nll}
-        found, more = (self._labelled if self.labelled else self._pairs)(logprobs_T, outputs, micro)
-        terms |= {name: loss.sum() / max(micro.totals.groups, 1) for name, loss in found.items()}
-        loss = torch.stack([weight * terms[name] for name, weight in self.losses.items()]).sum()
-        if len(self.losses) > 1:
-            metrics |= {f"loss/{name}": terms[name].detach() for name in self.losses}
-        return LossOutput(loss=loss, metrics={"loss": loss.detach(), **metrics, **more})
+        found, metrics = (self._labelled if self.labelled else self._pairs)(logprobs_T, outputs, micro)
+        count = max(micro.totals.groups, 1)
+        shares = {name: loss.sum() / count for name, loss in found.items()}
+        if len(shares) > 1:
+            metrics |= {f"loss/{name}": share.detach() for name, share in shares.items()}
+        loss = sum((self.losses[name] * share for name, share in shares.items()), 0.0 * logprobs_T.sum())
+        return LossOutput(loss=loss, metrics=metrics)
 
     def _pairs(self, logprobs_T: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> tuple[dict[str, Tensor], Metrics]:
         """Losses `[P]` by name, and metrics."""
         _check_pairs(micro)
-        lengths_S = masked_lengths(micro)
+        lengths_S = _sums(micro.loss_mask_T.long(), micro)
         weights_T = self._length_weights(micro, lengths_S)
         logps_S = _sums(weights_T * logprobs_T, micro)
         ratios_S = _sums(weights_T * (logprobs_T - self._reference(micro)), micro) if self.reference else logps_S
@@ -102,11 +96,7 @@ class PreferenceObjective:
             Responses(logps_P=logps_S[at::2], ratios_P=ratios_S[at::2], lengths_P=lengths_S[at::2]) for at in (0, 1)
         )
         pair_weights_P = self._pair_weights(logprobs_T, outputs, micro, lengths_S) if self.use_weighting else 1.0
-        losses = {
-            name: pair_weights_P * PAIR_LOSSES[name](chosen, rejected, self.params)
-            for name in self.losses
-            if name in PAIR_LOSSES
-        }
+        losses = {name: pair_weights_P * PAIR_LOSSES[name](chosen, rejected, self.params) for name in self.losses}
         with torch.no_grad():
             better_P, worse_P = (r.mean_logps_P if self.mean_rewards else r.ratios_P for r in (chosen, rejected))
             metrics = _reward_metrics(self.params.beta * better_P, self.params.beta * worse_P, micro)
@@ -121,11 +111,7 @@ class PreferenceObjective:
         logps_S = _sums(logprobs_T, micro)
         ratios_S = _sums(logprobs_T - self._reference(micro), micro) if self.reference else logps_S
         desirable_S = _sums(_stream(micro, DESIRABLE), micro) > 0
-        losses = {
-            name: LABELLED_LOSSES[name](ratios_S, desirable_S, self.kl, self.params)
-            for name in self.losses
-            if name in LABELLED_LOSSES
-        }
+        losses = {name: LABELLED_LOSSES[name](ratios_S, desirable_S, self.kl, self.params) for name in self.losses}
         metrics: Metrics = {"kl": self.kl * len(ratios_S) / max(micro.totals.groups, 1)}
         num_desirable = micro.totals.streams.get(DESIRABLE, 0.0)
         for name, mine_S, count in (
@@ -161,11 +147,11 @@ class PreferenceObjective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelObjective:
-    """Bradley-Terry loss of a reward model: the score of a response is the value at its last token.
+class BradleyTerryTerm:
+    """Bradley-Terry loss of a reward model, as a term of an `Objective`.
 
-    Metrics: `loss`, `rewards/chosen`, `rewards/rejected`, `rewards/margins`, and `rewards/accuracies`, the share of
-    pairs whose chosen response has the higher score.
+    The score of a response is the value at its last token. Metrics: `rewards/chosen`, `rewards/rejected`,
+    `rewards/margins`, and `rewards/accuracies`, the share of pairs whose chosen response has the higher score.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -184,8 +170,7 @@ class RewardModelObjective:
         margins_P = _sums(_stream(micro, MARGIN), micro)[0::2]
         losses_P = bradley_terry(scores_S[0::2], scores_S[1::2], margins_P, self.center_rewards_coefficient)
         loss = losses_P.sum() / max(micro.totals.groups, 1)
-        metrics = _reward_metrics(scores_S[0::2].detach(), scores_S[1::2].detach(), micro)
-        return LossOutput(loss=loss, metrics={"loss": loss.detach(), **metrics})
+        return LossOutput(loss=loss, metrics=_reward_metrics(scores_S[0::2].detach(), scores_S[1::2].detach(), micro))
 
 
 def _reward_metrics(chosen_P: Tensor, rejected_P: Tensor, micro: MicroBatch) -> Metrics:

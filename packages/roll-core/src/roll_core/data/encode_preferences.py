@@ -172,8 +172,8 @@ class _PreferenceEncoder:
 def _sequence(
     id: str, tokens: Any, mask: Any, *, chosen: bool, margin: float = 0.0, counted: bool = False
 ) -> TrainSequence:
-    streams: dict[str, Floats] = {CHOSEN: mask.astype(np.float32)} if chosen else {}
     last = np.zeros(len(tokens), dtype=np.float32)
+    streams: dict[str, Floats] = {CHOSEN: mask.astype(np.float32) if chosen else last.copy()}
     last[-1] = 1.0
     if margin:
         streams[MARGIN] = last * np.float32(margin)

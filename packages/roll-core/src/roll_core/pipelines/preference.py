@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
-from roll_core.algorithms.preference import PreferenceObjective
+from roll_core.algorithms.losses import CrossEntropy, Objective
+from roll_core.algorithms.preference import PreferenceTerm
 from roll_core.algorithms.preference_losses import PreferenceParams
 from roll_core.data.encode_preferences import mismatched
 from roll_core.data.pack import pack
@@ -27,6 +28,7 @@ from roll_core.pipelines.reference_cache import cached_logprobs
 from roll_core.pipelines.stages import Validation, log_update
 from roll_core.spec.pipeline import Pipeline, Run
 from roll_core.spec.train import TokenOutputs, WantedOutputs
+from roll_core.types import CHOSEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -116,7 +118,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
                 batch = await self._with_reference(run, rows, batch)
                 kl = await self._kl(run, rows, [rows.mismatched[unit] for unit in units] if rows.mismatched else ())
         with run.stage("train"):
-            update = await model.update(batch, self._objective(kl))
+            update = await model.update(batch, self._objective(kl, use_weighting=self.config.use_weighting))
         run.log({"tokens/trained": update.num_tokens})
         log_update(run, update, "train")
 
@@ -140,25 +142,32 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
             sequences, labelled=labelled, kl="kto" in self.config.loss_type and self.config.uses_reference
         )
 
-    def _objective(self, kl: float) -> PreferenceObjective:
+    def _objective(self, kl: float, *, use_weighting: bool) -> Objective:
+        """The preference losses, and the nll of chosen responses, which is reported or trained on (`sft`)."""
         config = self.config
-        return PreferenceObjective(
-            losses=config.weights,
-            params=PreferenceParams(
-                beta=config.beta,
-                label_smoothing=config.label_smoothing,
-                f_divergence_type=config.f_divergence_type,
-                f_alpha_divergence_coef=config.f_alpha_divergence_coef,
-                simpo_gamma=config.simpo_gamma,
-                discopop_tau=config.discopop_tau,
-                desirable_weight=config.desirable_weight,
-                undesirable_weight=config.undesirable_weight,
-            ),
+        losses = {name: weight for name, weight in config.weights.items() if name != "sft"}
+        params = PreferenceParams(
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            f_divergence_type=config.f_divergence_type,
+            f_alpha_divergence_coef=config.f_alpha_divergence_coef,
+            simpo_gamma=config.simpo_gamma,
+            discopop_tau=config.discopop_tau,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        term = PreferenceTerm(
+            losses=losses,
+            params=params,
             reference=config.uses_reference,
             ld_alpha=config.ld_alpha,
-            use_weighting=config.use_weighting,
+            use_weighting=use_weighting,
             mean_rewards=config.loss_type[0] in ("simpo", "orpo"),
             kl=kl,
+        )
+        return Objective(
+            terms={"preference": term, "sft": CrossEntropy(stream=CHOSEN)},
+            coefs={"preference": float(bool(losses)), "sft": config.weights.get("sft", 0.0)},
         )
 
     async def _with_reference(
@@ -200,8 +209,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
             batch = await self._with_reference(run, rows, batch)
             kl = await self._kl(run, rows, rows.mismatched)
         logprobs = await logprobs_of(run.train_role("actor_train"), batch)
-        objective = replace(self._objective(kl), use_weighting=False)
-        return held_out_metrics(objective, batch, logprobs=logprobs)
+        return held_out_metrics(self._objective(kl, use_weighting=False), batch, logprobs=logprobs)
 
 
 async def logprobs_of(role: TrainRole, sequences: Sequence[TrainSequence], *, base: bool = False) -> list[Floats]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.algorithms.preference import RewardModelObjective
+from roll_core.algorithms.losses import Objective
+from roll_core.algorithms.preference import BradleyTerryTerm
 from roll_core.pipelines.plans import reward_model
 from roll_core.pipelines.preference import Preferences, held_out_metrics, num_steps
 from roll_core.pipelines.preference_config import RewardModelConfig
@@ -32,7 +33,8 @@ class RewardModelPipeline(Pipeline[RewardModelConfig]):
     @override
     def prepare(self, run: Run) -> int:
         config = self.config
-        self.objective = RewardModelObjective(center_rewards_coefficient=config.center_rewards_coefficient)
+        term = BradleyTerryTerm(center_rewards_coefficient=config.center_rewards_coefficient)
+        self.objective = Objective(terms={"bradley_terry": term})
         self.rows = self._preferences(run, config.reward_train.data_args)
         self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
         self.steps = num_steps(config, config.reward_train, self.rows)
