@@ -8,8 +8,9 @@
     val.jsonl          problems that are in neither file, with their right answers
     val_pairs.jsonl    the same problems as pairs, for the reward model's accuracy
 
-In half of the wrong answers the last two digits are swapped, as by the quick start's teacher. The others have any two
-digits swapped, one digit replaced, or one digit too few or too many.
+A third of the wrong answers are the quick start's teacher's: the last two digits are swapped. A third are in order, but
+with a digit that the problem does not have: without these, the reward model ignores the problem, and PPO finds answers
+that are only in order. The others have any two digits swapped, or one digit too few or too many.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def wrong_answer(right: str, rng: random.Random) -> str:
     while True:
         digits = list(right)
         first, second = rng.sample(range(len(digits)), 2)
-        kind = rng.choice(("teacher", "teacher", "teacher", "swap", "replace", "length"))
+        kind = rng.choice(("teacher", "teacher", "other digits", "other digits", "swap", "length"))
         if kind == "teacher":
             digits[-2:] = digits[:-3:-1]
         elif kind == "swap":
             digits[first], digits[second] = digits[second], digits[first]
-        elif kind == "replace":
+        elif kind == "other digits":
             digits[first] = rng.choice("0123456789")
+            digits.sort()
         elif rng.random() < 0.5:
             del digits[first]
         else:
