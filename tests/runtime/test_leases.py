@@ -305,3 +305,35 @@ def test_moving_is_accounted_for():
         return house.stages
 
     assert asyncio.run(act()) == ["offload", "onload"]
+
+
+def test_a_role_joins_a_lease_that_was_taken_for_it_too_and_waits_for_one_that_was_not():
+    """A reward model scores beside the engine on its slots, also in a task that is older than the engine's lease."""
+
+    async def act():
+        house = House(infer=([0], ENGINE), scorer=([0], WEIGHTS), train=([0], TRAINED))
+        await house.open()
+        first, second = asyncio.Event(), asyncio.Event()
+
+        async def score(asked):
+            await asked.wait()
+            async with house.turns.take({"scorer": WEIGHTS}, join=True):
+                house.journal.append("score")
+
+        beside, waiting = asyncio.create_task(score(first)), asyncio.create_task(score(second))
+        async with house.turns.take({"infer": ENGINE, "scorer": WEIGHTS}):
+            house.since()
+            first.set()
+            await asyncio.wait_for(beside, 1)
+        seen = house.since()
+        async with house.turns.take({"infer": ENGINE}):
+            second.set()
+            await asyncio.sleep(0.001)
+            assert not waiting.done()
+        await waiting
+        return seen, house.since()
+
+    assert asyncio.run(act()) == (
+        ["score"],
+        ["scorer offloads weights", "infer offloads engine", "scorer onloads weights", "score"],
+    )

@@ -36,7 +36,7 @@ def test_the_trained_ids_are_the_drawn_ids_and_not_those_of_the_text(tmp_path):
 
     assert sequence.tokens.tolist() == prompt.tokens.tolist() + drawn
     assert sequence.loss_mask.tolist() == [False] * len(prompt.tokens) + [True] * len(drawn)
-    assert request_of(sample, prompt.text, tokenizer).response == "the"  # the judge reads text; nothing comes back
+    assert request_of(sample, prompt, tokenizer).response == "the"  # the judge reads text; nothing comes back
     assert token_problem(sample, vocab_size=len(tokenizer), version=0) == ""
 
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
@@ -48,6 +49,17 @@ def test_the_tokenizer_gives_size_and_special_tokens(tiny, tokenizer):
     assert model.config.vocab_size == 14
     for place in (model.config, model.generation_config):
         assert (place.pad_token_id, place.eos_token_id) == (0, 1)
+
+
+@pytest.mark.parametrize(("new_head", "pad"), [(True, None), (False, 1)])
+def test_the_end_token_of_a_reward_model_that_is_trained_is_no_padding(tiny, tokenizer, new_head, pad):
+    """transformers scores the last token that is not padding; training, the last token."""
+    saved = AutoTokenizer.from_pretrained(tokenizer)
+    saved.pad_token = saved.eos_token
+    saved.save_pretrained(tokenizer)
+    keys = {name: value for name, value in tiny.items() if name != "vocab_size"}
+    spec = ModelSpec(random_init=keys, tokenizer=tokenizer, task="reward", new_head=new_head)
+    assert load_model(spec).config.pad_token_id == pad
 
 
 def test_a_stored_model_comes_back_as_it_was(tiny, tmp_path):

@@ -47,7 +47,7 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
         torch.manual_seed(spec.seed)
         model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
     if tokenizer is not None:
-        _set_token_ids(model, tokenizer, overwrite=spec.random_init is not None)
+        _set_token_ids(model, tokenizer, spec)
     return model.to(device).eval()
 
 
@@ -74,7 +74,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
         if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
     if tokenizer is not None:
-        _set_token_ids(model, tokenizer, overwrite=spec.random_init is not None)
+        _set_token_ids(model, tokenizer, spec)
     return model.eval()
 
 
@@ -349,8 +349,13 @@ def _kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> I
     return ((name, each) for name, each in named if keep.intersection(name.split(".")))
 
 
-def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, overwrite: bool) -> None:
-    """Set special token ids that are missing, or all of them with `overwrite`, in config and generation config."""
+def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
+    """Set special token ids that are missing, or all of them for random weights, in config and generation config.
+
+    A trained reward model has no padding token that is also the end token: transformers scores the last token that is
+    not padding, so its score would not be at the end token.
+    """
+    overwrite = spec.random_init is not None
     places = [model.config.get_text_config()]
     if getattr(model, "generation_config", None) is not None:
         places.append(model.generation_config)
@@ -359,6 +364,8 @@ def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
             value = getattr(tokenizer, name)
             if value is not None and (overwrite or getattr(place, name, None) is None):
                 setattr(place, name, value)
+        if spec.task == "reward" and spec.new_head and getattr(place, "pad_token_id", None) == tokenizer.eos_token_id:
+            place.pad_token_id = None
 
 
 @contextmanager

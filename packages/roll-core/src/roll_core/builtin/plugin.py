@@ -67,7 +67,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
 
 @hookimpl
 def roll_rewards() -> Iterator[RewardProvider]:
-    """Rewards by rule and by a user's function."""
+    """Rewards by rule, by a user's function and by a model."""
     yield RewardProvider(
         name="math_rule",
         target="roll_core.builtin.rewards.math_rule:MathRuleReward",
@@ -82,6 +82,12 @@ def roll_rewards() -> Iterator[RewardProvider]:
         config="roll_core.builtin.config:FunctionConfig",
         enforces_timeout=True,
         summary="A Python function of the user",
+    )
+    yield RewardProvider(
+        name="model",
+        target="roll_core.builtin.rewards.model:ModelReward",
+        config="roll_core.spec.config:ModelRewardConfig",
+        summary="The score of a reward model, which is a role of its own",
     )
 
 

@@ -19,7 +19,7 @@ from roll_core.config.schema import paths, roles
 from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, RewardConfig
-from roll_core.spec.model import is_hub_id
+from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,10 +63,14 @@ class FileCheck:
 
     def _models(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[Finding]:
         sources: dict[KeyPath, str] = {}
+        rewards = {path: each for path, each in _rewards(data).items() if each.kind != "reward"}
+        models: dict[KeyPath, Any] = {path: each.model_args.model_dump() for path, each in rewards.items()}
         for path, worker, role in roles(schema, dict(data)):
-            raw = role.get("model_args")
+            if worker.kind != "reward":
+                models[path] = role.get("model_args")
+        for path, raw in models.items():
             given = raw if isinstance(raw, dict) else {}
-            if worker.kind == "reward" or given.get("random_init") is not None:
+            if given.get("random_init") is not None:
                 continue
             at: KeyPath = (*path, "model_args", "model_name_or_path")
             source = given.get("model_name_or_path")
@@ -84,6 +88,8 @@ class FileCheck:
             elif not os.path.isfile(os.path.join(folder, "config.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
                 yield Finding(at, f"{source} has no config.json", hint, code="ROLL-C040")
+            elif at[:-2] in rewards and (why := reward_model_problem(model_keys({}, folder))):
+                yield Finding(at, f"{source} is not a reward model: {why}", REWARD_MODEL_HINT, code="ROLL-C041")
 
     def _rows(
         self,
@@ -120,12 +126,7 @@ class FileCheck:
     def _rewards(
         self, schema: type[RunConfig], data: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
     ) -> list[Finding]:
-        rewards: dict[KeyPath, RewardConfig] = {
-            (name, str(domain)): reward
-            for name, group in data.items()
-            for domain, reward in (group.items() if isinstance(group, dict) else ())
-            if isinstance(reward, RewardConfig) and reward.reward
-        }
+        rewards = _rewards(data)
         prompts: set[KeyPath] = {
             (name, "data_args")
             for name, keys in {"validation": (), **schema.row_keys}.items()
@@ -161,6 +162,16 @@ class FileCheck:
     def _is_written(self, name: str) -> bool:
         """True if an earlier run of the same command may write this path."""
         return any(_absolute(name).is_relative_to(folder) for folder in self._written)
+
+
+def _rewards(data: Mapping[Any, Any]) -> dict[KeyPath, RewardConfig]:
+    """The valid rewards by their path."""
+    return {
+        (name, str(domain)): reward
+        for name, group in data.items()
+        for domain, reward in (group.items() if isinstance(group, dict) else ())
+        if isinstance(reward, RewardConfig) and reward.reward
+    }
 
 
 def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, DataArguments]]:

@@ -81,7 +81,7 @@ def validate(
     for path, worker, role in list(roles(schema, data)):
         _check_environment(parts, path, role)
         if worker.kind == "reward":
-            _check_reward(parts, path, role)
+            _check_reward(parts, schema.policy_role, path, role)
         else:
             StrategyCheck(parts, schema.policy_role, path, worker, role).run()
     _check_named_parts(parts, schema)
@@ -137,7 +137,7 @@ def _check_environment(parts: Parts, path: KeyPath, role: dict[Any, Any]) -> Non
         parts.report(at, f"there is no {python}", hint, code="ROLL-C003")
 
 
-def _check_reward(parts: Parts, path: KeyPath, role: dict[Any, Any]) -> None:
+def _check_reward(parts: Parts, policy_role: str, path: KeyPath, role: dict[Any, Any]) -> None:
     """Validate a reward by the schema of its provider, and replace its raw values by the result."""
     name = role.get("reward")
     schema: type[RewardConfig] = RewardConfig
@@ -149,7 +149,9 @@ def _check_reward(parts: Parts, path: KeyPath, role: dict[Any, Any]) -> None:
         if provider is not None:
             owner = parts.registry.owner(provider)
             schema = schema_of(provider, RewardConfig, owner=owner)
-    if role.get("strategy_args") is not None:
+    if schema.kind != "reward":
+        StrategyCheck(parts, policy_role, path, schema, role).run()
+    elif role.get("strategy_args") is not None:
         parts.report((*path, "strategy_args"), "a reward takes no strategy", code="ROLL-C017", at_key=True)
     if isinstance(name, str) and schema is RewardConfig and any(each.path == at_name for each in parts.found):
         # The schema of an unknown reward is unknown, so only the common keys can be checked.

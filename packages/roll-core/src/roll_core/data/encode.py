@@ -10,7 +10,7 @@ import numpy as np
 
 from roll_core.data.preference_rows import pair_of
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages
-from roll_core.data.templates import Template, load_template, texts_of
+from roll_core.data.templates import JinjaTemplate, Template, load_template, texts_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
 
@@ -89,6 +89,12 @@ class Encoder:
         mask = np.asarray([False] * (len(tokens) - len(written)) + written, dtype=np.bool_)
         return tokens, mask
 
+    def rendered(self, messages: Sequence[dict[str, str]], where: str) -> TokenIds:
+        """Tokens `[L]` of a conversation as the template renders it, including text after the last response."""
+        if not isinstance(self.template, JinjaTemplate):
+            return self.conversation(messages, where)[0]
+        return self._begin(np.asarray(self.encode(self.template.conversation(messages), where), dtype=np.int64))
+
     def encode(self, text: str, where: str) -> list[int]:
         """Tokens of a text. Raises `DataError` for characters that the tokenizer does not cover."""
         if not text:
@@ -133,14 +139,17 @@ def encode_prompts(
     counts = Counts()
     prompts: list[Prompt] = []
     for row in rows:
-        text, tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where)
+        messages = messages_of(row, data, rows, response=False)
+        text, tokens = encoder.prompt(messages, row.where)
         if len(tokens) == 0:
             raise DataError(f"{row.where}: the prompt has no token")
         if len(tokens) > prompt_length:
             counts.overlong_prompts += 1
             continue
         counts.kept += 1
-        prompts.append(Prompt(id=row.id, tokens=tokens, text=text, tag=row.tag, metadata=dict(row.values)))
+        prompts.append(
+            Prompt(id=row.id, tokens=tokens, text=text, messages=messages, tag=row.tag, metadata=dict(row.values))
+        )
     report_counts("prompts", rows, counts)
     return prompts, counts
 

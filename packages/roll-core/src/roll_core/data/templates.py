@@ -209,9 +209,13 @@ class JinjaTemplate:
         """Prompt text, including the template's generation prompt."""
         return self._render(messages, add_generation_prompt=True)
 
+    def conversation(self, messages: Sequence[Message]) -> str:
+        """Text of a whole conversation."""
+        return self._render(messages, add_generation_prompt=False)
+
     def segments(self, messages: Sequence[Message]) -> list[Segment]:
         """Split where responses begin and end. Raises `DataError` if the template rewrites earlier turns."""
-        whole = self._render(messages, add_generation_prompt=False)
+        whole = self.conversation(messages)
         found: list[Segment] = []
         at = 0
         for index, each in enumerate(messages):

@@ -11,10 +11,10 @@ from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
     from roll_core.pipelines.preference_config import PreferenceConfig, RewardModelConfig
+    from roll_core.spec.config import RewardRunConfig
+    from roll_core.spec.plan import Activity
 
 
 def sft(config: SFTConfig) -> PipelinePlan:
@@ -29,7 +29,7 @@ def sft(config: SFTConfig) -> PipelinePlan:
     if config.validation is not None:
         phases.append(Phase(name="held-out loss", acts={"sft_train": "score"}))
     if config.actor_infer is not None:
-        _add_generation(roles, phases, "sft_train", config.rewards)
+        _add_generation(roles, phases, "sft_train", config)
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
 
 
@@ -48,7 +48,7 @@ def preference(config: PreferenceConfig) -> PipelinePlan:
     if config.validation is not None:
         phases.append(Phase(name="held-out preferences", acts={"actor_train": "score"}))
     if config.actor_infer is not None:
-        _add_generation(roles, phases, "actor_train", config.rewards)
+        _add_generation(roles, phases, "actor_train", config)
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
 
 
@@ -76,7 +76,7 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
     if config.generates:
         roles.append(RoleSpec(name="actor_infer", kind="generate", model_from="actor_train"))
         phases.append(Phase(name="publish", acts={"actor_train": "publish", "actor_infer": "receive"}))
-        phases.append(Phase(name="rollout", acts={"actor_infer": "generate"}))
+        phases.append(_rollout("rollout", config))
     if config.recomputes_logprobs or (config.stays_close and config.reference is None):
         phases.append(Phase(name="logprobs of the policy", acts={"actor_train": "score"}))
     if config.reference is not None:
@@ -92,17 +92,30 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         trained = [role.name for role in roles if role.kind == "train"]
         phases += [Phase(name=f"checkpoint of {name}", acts={name: "save"}) for name in trained]
     if config.generates:
-        roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
+        roles += _rewards(config)
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
 
 
-def _add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, rewards: Iterable[str]) -> None:
+def _add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:
     """Add an engine that generates held-out responses with the weights of `source`, and the rewards that score them."""
     roles.append(RoleSpec(name="actor_infer", kind="generate", model_from=source))
-    roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in rewards]
+    roles += _rewards(config)
     phases.append(Phase(name="publish", acts={source: "publish", "actor_infer": "receive"}))
-    phases.append(Phase(name="held-out responses", acts={"actor_infer": "generate"}))
+    phases.append(_rollout("held-out responses", config))
+
+
+def _rewards(config: RewardRunConfig) -> list[RoleSpec]:
+    return [
+        RoleSpec(name=f"rewards.{domain}", kind=reward.kind, task="reward") for domain, reward in config.rewards.items()
+    ]
+
+
+def _rollout(name: str, config: RewardRunConfig) -> Phase:
+    """The engine generates, and reward models score beside it."""
+    acts: dict[str, Activity] = {"actor_infer": "generate"}
+    acts |= {f"rewards.{domain}": "score" for domain, reward in config.rewards.items() if reward.kind == "score"}
+    return Phase(name=name, acts=acts)
 
 
 def _training(name: str, role: str) -> list[Phase]:

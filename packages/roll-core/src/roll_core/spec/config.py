@@ -543,6 +543,42 @@ class RewardConfig(WorkerConfig):
         return {}
 
 
+class ModelRewardConfig(RewardConfig):
+    """`reward: model`: the score of a reward model. The reward is a role with a model, like `reference`.
+
+    A plugin's reward whose schema subclasses this one gets the outputs of such a model, too.
+    """
+
+    kind: ClassVar[RoleKind] = "score"
+
+    strategy_args: StrategyArguments
+    """How the model computes: a train strategy, or its forward-only `_infer` variant."""
+    input: Literal["auto", "tokens", "text"] = "auto"
+    """`tokens`: the token ids of prompt and response, as sampled. `text`: the prompt's messages and the response's
+    text, in the chat template and the tokens of the reward model's own tokenizer. `auto`: `tokens` if both tokenizers
+    have the same vocabulary and chat template, or the reward model has no tokenizer; otherwise `text`."""
+
+    @model_validator(mode="after")
+    def _is_a_model(self) -> ModelRewardConfig:
+        if self.model_args.model_name_or_path is None and self.model_args.random_init is None:
+            raise ValueError("model_args names no model: set model_name_or_path to a reward model")
+        if self.input == "text" and self.model_args.random_init is not None:
+            raise ValueError("input is text, but random_init has no tokenizer of its own: set input: tokens")
+        # A saved config contains every default explicitly, so only other values count as given.
+        fields = RewardConfig.model_fields
+        ignored = [key for key in NOT_OF_MODELS if getattr(self, key) != fields[key].default]
+        if ignored:
+            raise ValueError(
+                f"{ignored[0]} has no effect with reward: model, remove it: rpc_timeout limits each scoring pass, and"
+                " its result would be the same in a retry"
+            )
+        return self
+
+
+NOT_OF_MODELS = ("timeout_s", "processes", "start_timeout_s", "max_retries")
+"""Keys of rewards that run in processes of their own."""
+
+
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
 """Reward configs by domain. They are saved with the keys of their own schemas."""
 

@@ -128,4 +128,20 @@ def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
     return {**keys, **overrides} if isinstance(overrides, dict) else keys
 
 
+REWARD_MODEL_HINT = "name the export of a reward model, or a sequence classification model with one label"
+"""What to do about a model that `reward_model_problem` describes."""
+
+
+def reward_model_problem(keys: Mapping[str, Any]) -> str:
+    """Why a model with these keys in its config has no single score per sequence; empty if it may have one."""
+    architectures = keys.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return f"architectures in its config.json is {name}, expected ...ForSequenceClassification"
+    labels = keys.get("id2label") or {0: "", 1: ""}  # transformers' default
+    if name.endswith("ForSequenceClassification") and len(labels) != 1:
+        return f"id2label in its config.json has {len(labels)} labels, expected 1"
+    return ""
+
+
 document_fields(__name__)

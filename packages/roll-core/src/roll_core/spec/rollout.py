@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from roll_core.spec.config import RewardConfig
-    from roll_core.types import Completion, Group, Reward, Sample, SamplingParams, TokenIds
+    from roll_core.types import Completion, Floats, Group, Reward, Sample, SamplingParams, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class Prompt:
     """Id of the row, the same in every pass; empty if equal to `id`."""
     tokens: TokenIds
     text: str
+    messages: Sequence[Mapping[str, str]] = ()
+    """The chat messages of which the template made `text`, with the keys `role` and `content`."""
     tag: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
@@ -92,6 +94,11 @@ class RewardRequest:
     prompt: str
     response: str
     """Without special tokens."""
+    messages: Sequence[Mapping[str, str]] = ()
+    """Chat messages of the prompt."""
+    values: Floats | None = None
+    """`[L]`, output of the reward's own model at each token of its input. Only if the reward's schema has `kind`
+    `score`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -104,6 +111,9 @@ class RewardFunction(ABC):
 
     If scoring a sample takes longer than `timeout_s`, its process is killed. If the provider declares
     `enforces_timeout`, the worker itself has one instance, and several threads call `score` concurrently.
+
+    If the reward's schema has `kind` `score`, the reward is a role with a model of task `reward`. The driver then has
+    one instance and calls `score` with the model's outputs (`RewardRequest.values`).
     """
 
     def __init__(self, config: RewardConfig) -> None:

@@ -28,7 +28,10 @@ class BanditPipeline(Pipeline[BanditConfig]):
         return [
             RoleSpec(name="policy", kind="train", num_steps=self.config.max_steps),
             RoleSpec(name="sampler", kind="generate", model_from="policy"),
-            *(RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in self.config.rewards),
+            *(
+                RoleSpec(name=f"rewards.{domain}", kind=reward.kind, task="reward")
+                for domain, reward in self.config.rewards.items()
+            ),
         ]
 
     async def step(self, run: Run) -> None:

@@ -210,7 +210,7 @@ def _prepared(registry: Registry, name: str, role: WorkerConfig, environment: En
 
     strategy = role.strategy_args.strategy_name if role.strategy_args is not None else ""
     provider: Provider
-    if isinstance(role, RewardConfig):
+    if isinstance(role, RewardConfig) and role.kind == "reward":
         provider = registry.find(RewardProvider, role.reward)
     else:
         provider = registry.find(InferProvider if role.kind == "generate" else TrainProvider, strategy)

@@ -100,21 +100,25 @@ class SlotLeases:
         self._shared[user] = owner, frozenset(parts)
 
     @asynccontextmanager
-    async def take(self, needs: Mapping[str, Collection[str]]) -> AsyncIterator[None]:
+    async def take(self, needs: Mapping[str, Collection[str]], *, join: bool = False) -> AsyncIterator[None]:
         """Hold a lease for the roles in `needs`, with the named parts of each role on the slots.
 
         Blocks until no conflicting lease is active. A nested lease does not offload roles of the leases around it,
-        unless it names them in `needs`.
+        unless it names them in `needs`. With `join`, the same holds for active leases that have all roles in `needs`,
+        whichever task took them.
         """
         around = tuple(lease for lease in self._around.get() if not lease.ended)
-        keep = frozenset().union(*(lease.roles for lease in around))
         mine = _Lease(frozenset(needs))
-        while any(
-            self._overlap(role, other)
-            for lease in self._leases
-            for role in mine.roles
-            for other in lease.roles - keep - mine.roles
-        ):
+        while True:
+            joined = [lease for lease in self._leases if join and mine.roles <= lease.roles]
+            keep = frozenset().union(*(lease.roles for lease in (*around, *joined)))
+            if not any(
+                self._overlap(role, other)
+                for lease in self._leases
+                for role in mine.roles
+                for other in lease.roles - keep - mine.roles
+            ):
+                break
             await self._ended.wait()
         self._leases.append(mine)
         token = self._around.set((*around, mine))

@@ -199,6 +199,15 @@ class RequestQueue:
             self.resume(paused)
             self._dispatch_soon()
 
+    async def drained(self) -> None:
+        """Wait until no request is unfinished and the callers of finished ones have continued."""
+        while True:
+            while self._requests:
+                await asyncio.wait([each.done for each in self._requests.values()])
+            await asyncio.sleep(0)
+            if not self._requests:
+                return
+
     @property
     def error(self) -> WorkerDiedError | None:
         """`WorkerDiedError` of the last replica, once no replica is alive; otherwise None."""

@@ -1,7 +1,8 @@
 """Scoring samples: the reward role of each tag, its workers in rotation, retries of failed rewards.
 
-group ──► RewardRouter ──► RewardRole ──► a worker ──► value | failure ──► retry on the next worker, or exclude
-          by tag           round robin
+group ──► RewardRouter ─┬► RewardRole ──► a worker ──► value | failure ──► retry on the next worker, or exclude
+          by tag        │  round robin
+                        └► ModelRewardRole (`model_rewards`) ──► a role with a model
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
+    from roll_core.runtime.rollout.model_rewards import ModelRewardRole
     from roll_core.spec.config import RewardConfig
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Sample
@@ -40,7 +42,7 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 class RewardRouter:
     """The run's reward roles by domain. A sample's tag selects its role; a single role scores everything."""
 
-    def __init__(self, roles: Mapping[str, RewardRole], tags: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, roles: Mapping[str, RewardRole | ModelRewardRole], tags: Mapping[str, Sequence[str]]) -> None:
         """`roles` by domain; `tags[domain]` lists further tags that the domain's role scores."""
         self._roles = roles
         self._by_tag = dict(roles) | {tag: roles[domain] for domain, included in tags.items() for tag in included}
@@ -50,7 +52,7 @@ class RewardRouter:
         """Domains that have a role."""
         return frozenset(self._roles)
 
-    def role_of(self, tag: str) -> RewardRole:
+    def role_of(self, tag: str) -> RewardRole | ModelRewardRole:
         """The role that scores a tag. Raises `DataError` for an unknown tag."""
         role = next(iter(self._roles.values())) if len(self._roles) == 1 else self._by_tag.get(tag)
         if role is None:
@@ -73,7 +75,7 @@ class RewardRouter:
     async def score(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
         """Score a group and return it with rewards. Raises `DataError` if its tag is unknown."""
         role = self.role_of(prompt.tag)
-        rewards = await role.score([request_of(sample, prompt.text, tokenizer) for sample in group.samples])
+        rewards = await role.score([request_of(sample, prompt, tokenizer) for sample in group.samples])
         samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
         return Group(id=group.id, samples=tuple(samples))
 
@@ -157,8 +159,7 @@ class RewardRole:
         del self._replacing[rank]
 
 
-def request_of(sample: Sample, prompt: str, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
+def request_of(sample: Sample, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
     """A sample with its response decoded, for scoring only."""
-    return RewardRequest(
-        sample=sample, prompt=prompt, response=tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
-    )
+    response = tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+    return RewardRequest(sample=sample, prompt=prompt.text, response=response, messages=prompt.messages)

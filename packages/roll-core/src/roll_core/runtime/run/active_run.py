@@ -23,6 +23,7 @@ from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
 from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.pipeline import Run
 from roll_core.spec.providers import AdvantageProvider, InferProvider, PipelineProvider, PolicyLossProvider
 
@@ -98,6 +99,8 @@ class ActiveRun(Run):
         self.busy_roles: set[str] = set()
         """Roles that generate while other roles train (concurrent rollouts)."""
         self._schedulers: list[RolloutScheduler] = []
+        self._ahead = False
+        """True if groups may be generated ahead of the batch that is trained on."""
         self._replayed: dict[str, ReplayedRole] = {}
         """Roles whose rollouts are replayed from another run's recording, by name."""
         self.weight_sync: WeightSyncController
@@ -176,7 +179,7 @@ class ActiveRun(Run):
                 seed_of=(self.config.seed, split, self.step) if seeded else None,
                 priority=ROLLOUT if split == "train" else EVALUATION,
             )
-            async with engine.lease():
+            async with engine.lease(scores=True):
                 groups = await engine.served(run_groups(engine.queue, prompts, terms, self._scorer))
         self._check_batch(role, groups, RewardStats.of(groups))
         return groups
@@ -191,6 +194,7 @@ class ActiveRun(Run):
         self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
+        self._ahead |= plan.ahead > 0
         engine = self.engine(role)
         seeded = engine.capabilities.free_seeds if plan.seeded is None else plan.seeded
         log.info("rollouts of %s are %sseeded", role, "" if seeded else "not ")
@@ -199,7 +203,7 @@ class ActiveRun(Run):
             engine.queue,
             self._scorer,
             seed=self.config.seed if seeded else None,
-            lease=engine.lease,
+            lease=partial(engine.lease, scores=True),
             serve=engine.served,
         )
         self._schedulers.append(scheduler)
@@ -236,6 +240,11 @@ class ActiveRun(Run):
         rewards = self.rewards
         return None if rewards is None else partial(rewards.score, tokenizer=self.tokenizer)
 
+    async def generated(self) -> None:
+        """Wait until the engines have finished their requests. Returns at once if groups are generated ahead."""
+        for engine in () if self._ahead else self.infer_roles.values():
+            await engine.queue.drained()
+
     def _rollout_metrics(self, engine: GroupInferRole) -> dict[str, float]:
         found = {}
         if lost := engine.queue.num_lost_replicas:
@@ -247,13 +256,13 @@ class ActiveRun(Run):
 
     def _need_rewards(self) -> None:
         """Raise `PluginError` if the pipeline omits a configured reward role; samples would lack correct rewards."""
-        configured = {name for name, role in self.config.roles().items() if role.kind == "reward"}
+        configured = {name for name, role in self.config.roles().items() if isinstance(role, RewardConfig)}
         listed = self.rewards.domains if self.rewards is not None else frozenset()
         if missing := sorted(configured - {f"rewards.{domain}" for domain in listed}):
             owner = self.registry.owner(self.registry.find(PipelineProvider, self.config.pipeline))
             raise PluginError(
                 f"{owner}: roles() has no {', '.join(missing)}, which the config has, so samples would not be scored:"
-                ' add RoleSpec(name=..., kind="reward") for each entry of rewards'
+                ' add RoleSpec(name=..., kind=reward.kind, task="reward") for each entry of rewards'
             )
 
     async def close(self) -> None:

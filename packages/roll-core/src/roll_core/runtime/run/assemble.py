@@ -10,11 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import UnsupportedError
+from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import choose_executor, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
 from roll_core.runtime.planning.memory import vocab_size_of
 from roll_core.runtime.planning.plan import plan_of_run
+from roll_core.runtime.rollout.model_rewards import ModelInput, ModelRewardRole, model_input
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
@@ -29,8 +31,8 @@ from roll_core.runtime.workers.build import (
     separate_processes_reason,
     slots_per_worker,
 )
-from roll_core.spec.config import RewardConfig
-from roll_core.spec.providers import InferCapabilities
+from roll_core.spec.config import ModelRewardConfig, RewardConfig
+from roll_core.spec.providers import InferCapabilities, RewardProvider
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -68,6 +70,10 @@ async def start_roles(
     config, registry, tokenizer = run.config, run.registry, run.run_dir.tokenizer
     roles = pipeline.roles()
     configs = {role.name: role_config(config, role.name) for role in roles}
+    inputs: dict[str, ModelInput] = {}
+    for role in roles:
+        if isinstance(worker := configs[role.name], ModelRewardConfig):
+            inputs[role.name] = model_input(role.name, worker, run.tokenizer)
     places = place_roles(
         configs,
         platform,
@@ -86,11 +92,12 @@ async def start_roles(
     log.info("executor %s on platform %s", executor_name, platform.name)
     groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
     record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
-    rewards: dict[str, RewardRole] = {}
+    rewards: dict[str, RewardRole | ModelRewardRole] = {}
     for role in roles:
         worker, group = configs[role.name], groups[role.name]
-        if isinstance(worker, RewardConfig):
-            rewards[role.name.partition(".")[2]] = reward = RewardRole(role.name, worker, group, redactor)
+        domain = role.name.partition(".")[2]
+        if isinstance(worker, RewardConfig) and role.kind == "reward":
+            rewards[domain] = reward = RewardRole(role.name, worker, group, redactor)
             await reward.start()
             continue
         run.vocab_sizes[role.name] = vocab_size_of(
@@ -125,9 +132,19 @@ async def start_roles(
                 trains=role.kind == "train",
                 leases=run.leases,
                 offloads=can_offload,
+                beside_engine=isinstance(worker, ModelRewardConfig),
                 capabilities=capabilities,
             )
             await run.leases.start(trainer)
+            if isinstance(worker, ModelRewardConfig):
+                provider = registry.find(RewardProvider, worker.reward)
+                owner = registry.owner(provider)
+                function = load_target(provider.target, owner=owner)(worker)
+                rewards[domain] = ModelRewardRole(
+                    trainer, worker, inputs[role.name], function, owner=owner, ready=run.generated
+                )
+    for engine in run.infer_roles.values():
+        engine.scorers = [name for name in inputs if engine.slots & run.train_roles[name].slots]
     if rewards:
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)

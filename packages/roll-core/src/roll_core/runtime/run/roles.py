@@ -67,18 +67,19 @@ class GroupTrainRole(TrainRole):
         trains: bool,
         leases: SlotLeases | None = None,
         offloads: bool = False,
+        beside_engine: bool = False,
         capabilities: TrainCapabilities | None = None,
     ) -> None:
         """Wrap a worker group. `trains` is false for a role that only scores.
 
         `leases` grants leases on slots and is shared by all roles. If `offloads`, the role moves its parts to the host
-        while other roles use its slots.
+        while other roles use its slots. A role `beside_engine` also works while an engine holds a lease for both.
         """
         self.name, self.config, self.group, self.trains = name, config, group, trains
         self._workers = WorkerStub[TrainWorker](group)
         self.capabilities = capabilities or TrainCapabilities()
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
-        self._leases = leases or SlotLeases()
+        self._leases, self._beside_engine = leases or SlotLeases(), beside_engine
         self._ranks: list[DataRank] = []
         self._version = self._changed_at = 0
 
@@ -96,7 +97,7 @@ class GroupTrainRole(TrainRole):
         await self._workers(TrainWorker.onload).all(sorted(cast("frozenset[StateKind]", parts)))
 
     def _lease(self, parts: frozenset[str]) -> AbstractAsyncContextManager[None]:
-        return self._leases.take({self.name: parts})
+        return self._leases.take({self.name: parts}, join=self._beside_engine)
 
     async def start(self) -> None:
         """Build the model on every rank."""
@@ -295,6 +296,8 @@ class GroupInferRole(InferRole):
         self._restart, self._restarting = restart, asyncio.Lock()
         self._leases, self._sleeps, self._receives_weights = leases or SlotLeases(), sleeps, receives_weights
         self._version = 0
+        self.scorers: list[str] = []
+        """Reward models that share its slots. They are on the slots during rollouts."""
         self.has_weights = True
         """False after the engines slept, until the next publish."""
 
@@ -430,9 +433,12 @@ class GroupInferRole(InferRole):
         return {rank: outcome[0] for rank, outcome in found if not isinstance(outcome, BaseException)}
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[None]:
-        """A lease on the role's slots for generation. Raises `RollError` if the engines slept and have no weights."""
-        async with self._leases.take({self.name: ENGINE}):
+    async def lease(self, *, scores: bool = False) -> AsyncIterator[None]:
+        """A lease on the role's slots for generation, and if `scores` for the reward models on these slots.
+
+        Raises `RollError` if the engines slept and have no weights.
+        """
+        async with self._leases.take({self.name: ENGINE} | dict.fromkeys(self.scorers if scores else (), WEIGHTS)):
             if not self.has_weights:
                 raise RollError(
                     f"{self.name} slept after its last weight sync, because other roles used its slots, and has no"

@@ -11,6 +11,7 @@ from roll_core.data.rows import are_chats
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, ModelError
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.model import is_hub_id
 
 if TYPE_CHECKING:
@@ -68,9 +69,12 @@ def _load(path: str) -> PreTrainedTokenizerBase:
 
 
 def _model_path(config: RunConfig) -> str:
-    """Path or hub id of the run's first model, or else `pretrain`. Raises `ConfigError` if there is none."""
+    """Path or hub id of the run's first model, or else `pretrain`. Raises `ConfigError` if there is none.
+
+    Reward models do not count: they may have other tokenizers.
+    """
     for worker in config.roles().values():
-        if worker.model_args.model_name_or_path:
+        if worker.model_args.model_name_or_path and not isinstance(worker, RewardConfig):
             return worker.model_args.model_name_or_path
     if config.pretrain is None:
         raise ConfigError(

@@ -70,6 +70,8 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
     if not path and source.random_init is None:
         hint = "give model_name_or_path or random_init here, or pretrain for all roles"
         raise _incomplete(config.exp_name, f"{role.name}.model_args", "names no model", hint)
+    # A reward model has its own vocabulary, unless its weights are random.
+    own_tokenizer = role.kind == "score" and role.task == "reward" and bool(path)
     # The role trains the policy or generates with its weights.
     generates_policy = role.kind == "generate" and role.model_from == config.policy_role
     return ModelSpec(
@@ -82,7 +84,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         gradient_checkpointing=role.kind == "train" and not own.disable_gradient_checkpointing,
         seed=config.seed,
         new_head=role.kind == "train",
-        tokenizer=str(tokenizer),
+        tokenizer="" if own_tokenizer else str(tokenizer),
         trust_remote_code=own.trust_remote_code,
         lora=lora_spec(own),
         router_replay=config.replays_experts and (generates_policy or role.name == config.policy_role),
@@ -184,7 +186,12 @@ def group_specs(
     for role in roles:
         worker = role_config(config, role.name)
         provider: Provider
-        if isinstance(worker, RewardConfig):
+        if isinstance(worker, RewardConfig) and role.kind != worker.kind:
+            raise ContractError(
+                f"the pipeline's roles() has {role.name} with kind {role.kind!r}, but reward: {worker.reward} has"
+                f" kind {worker.kind!r}: use RoleSpec(kind=reward.kind, task='reward')"
+            )
+        if isinstance(worker, RewardConfig) and worker.kind == "reward":
             provider = registry.find(RewardProvider, worker.reward)
             args: dict[str, Any] = {"config": worker.model_dump(mode="json")}
             env: dict[str, str] = {}
@@ -237,7 +244,7 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
     found: dict[str, int] = {}
     for role in roles:
         worker = role_config(config, role.name)
-        if isinstance(worker, RewardConfig):
+        if role.kind == "reward":
             continue
         slots = _settings(worker, provider_of(role, worker, registry)).slots_per_worker()
         if slots is not None:

@@ -65,23 +65,31 @@ class RewardWorker:
         return list(await asyncio.gather(*(loop.run_in_executor(self.threads, self._score, each) for each in requests)))
 
     def _score(self, request: RewardRequest) -> Reward:
-        try:
-            reward = self.function.score(request)
-        except RewardFailure as failure:
-            return Reward(value=None, failure=str(failure) or "the reward gave no reason")
-        except Exception as error:  # a reward is third-party code: its exception concerns only this sample
-            log.warning("%s: sample %s: %s: %s", self.role, request.sample.id, type(error).__name__, error)
-            return Reward(value=None, failure=f"{self.owner}: {type(error).__name__}: {error}")
-        if reward.value is None:
-            return reward
-        if not math.isfinite(reward.value):
-            return Reward(value=None, failure=f"the reward is {reward.value}, expected a finite number")
-        return Reward(value=reward.value * self.config.weight, detail=reward.detail)
+        return scored(self.function, request, self.config.weight, role=self.role, owner=self.owner)
 
     async def close(self) -> None:
         """Stop the threads and close the reward function."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.function.close()
+
+
+def scored(function: RewardFunction, request: RewardRequest, weight: float, *, role: str, owner: str) -> Reward:
+    """Score a sample and multiply its value by `weight`.
+
+    An exception, or a value that is not finite, becomes a failed reward with its cause.
+    """
+    try:
+        reward = function.score(request)
+    except RewardFailure as failure:
+        return Reward(value=None, failure=str(failure) or "the reward gave no reason")
+    except Exception as error:  # a reward is third-party code: its exception concerns only this sample
+        log.warning("%s: sample %s: %s: %s", role, request.sample.id, type(error).__name__, error)
+        return Reward(value=None, failure=f"{owner}: {type(error).__name__}: {error}")
+    if reward.value is None:
+        return reward
+    if not math.isfinite(reward.value):
+        return Reward(value=None, failure=f"the reward is {reward.value}, expected a finite number")
+    return Reward(value=reward.value * weight, detail=reward.detail)
 
 
 class ProcessReward(RewardFunction):

@@ -1,0 +1,250 @@
+"""Reward models: roles with a model of task `reward` that score the samples of several groups in one pass.
+
+    groups that wait ──► ModelRewardRole ──► ModelInput ──► TrainRole.score ──► RewardFunction ──► reward
+                                             tokens         values
+
+In a synchronous run, a pass begins when the engine has finished all its requests: every group of the round waits then.
+The composition of the pass, and with it the last bits of the scores, therefore does not depend on timing. Generation
+and scoring alternate on shared slots, with the engine and the reward model side by side in their memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.data.encode import Encoder
+from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
+from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.workers.reward import scored
+from roll_core.spec.config import DataArguments
+from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
+from roll_core.types import Reward, TrainSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from roll_core.spec.config import ModelRewardConfig, RewardConfig
+    from roll_core.spec.pipeline import TrainRole
+    from roll_core.spec.rollout import RewardFunction, RewardRequest
+    from roll_core.types import TokenIds
+
+log = logging.getLogger(__name__)
+
+
+class ModelInput:
+    """Converts samples to the tokens that a reward model reads. The model's output at the last one is the score."""
+
+    def __init__(
+        self, *, vocab_size: int = 0, pad_token_id: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """`vocab_size` and `pad_token_id` are the model's, if known.
+
+        Without `tokenizer`, the tokens are those of the sample. With it, the text is rendered and encoded again.
+        """
+        self._vocab_size, self._pad_token_id = vocab_size, pad_token_id
+        self._encoder = None if tokenizer is None else Encoder(tokenizer, DataArguments())
+
+    def tokens(self, request: RewardRequest) -> TokenIds:
+        """Tokens `[L]` of prompt and response, without padding at the end, which transformers does not score either.
+
+        Raises `RewardFailure` for text or tokens that the model cannot read.
+        """
+        tokens = self._sampled(request) if self._encoder is None else self._rendered(self._encoder, request)
+        content = np.flatnonzero(tokens != self._pad_token_id) if self._pad_token_id is not None else tokens
+        if not len(content):
+            raise RewardFailure("the sample has no token that the reward model reads")
+        if 0 < self._vocab_size <= tokens.max():
+            raise RewardFailure(
+                f"token id {tokens.max()}, but the reward model's vocabulary size is {self._vocab_size}"
+            )
+        return tokens if content is tokens else tokens[: content[-1] + 1]
+
+    @staticmethod
+    def _sampled(request: RewardRequest) -> TokenIds:
+        sample = request.sample
+        return np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False)
+
+    @staticmethod
+    def _rendered(encoder: Encoder, request: RewardRequest) -> TokenIds:
+        response = {"role": "assistant", "content": request.response}
+        try:
+            tokens = encoder.rendered([*map(dict, request.messages), response], "the sample")
+        except DataError as error:
+            raise RewardFailure(f"the reward model cannot read the sample: {error}") from error
+        if len(tokens) > (longest := encoder.tokenizer.model_max_length):
+            raise RewardFailure(f"{len(tokens)} tokens, but the reward model's tokenizer allows {longest}")
+        return tokens
+
+
+def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedTokenizerBase) -> ModelInput:
+    """Choose the input of the reward model `name` by `config.input`. `tokenizer` is the run's.
+
+    Loads the reward model's config and tokenizer. Raises `ConfigError` for an input or a model that cannot be used.
+    """
+    model = config.model_args
+    if model.model_name_or_path is None:
+        log.info("%s reads the sampled tokens", name)
+        return ModelInput()
+    keys = _keys_of(name, model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    own = _own_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    differs = "" if own is None else _difference(own, tokenizer)
+    if config.input == "text" and own is None:
+        hint = "set input: tokens if the model reads the policy's tokens, or name a directory with a tokenizer"
+        raise _unusable(name, "input", f"found text, but {model.model_name_or_path} has no tokenizer", hint)
+    if config.input == "tokens" and differs and differs != TEMPLATE:
+        hint = "set input: text, which encodes the text with the reward model's tokenizer"
+        raise _unusable(name, "input", f"found tokens, but the reward model has another vocabulary: {differs}", hint)
+    as_text = config.input == "text" or (config.input == "auto" and bool(differs))
+    vocab_size = int(getattr(keys, "vocab_size", 0) or 0)
+    if not as_text and 0 < vocab_size < len(tokenizer):
+        message = f"the vocabulary size of the reward model is {vocab_size}, that of the tokenizer {len(tokenizer)}"
+        hint = "name a reward model with the policy's tokenizer, or with its own"
+        raise _unusable(name, "model_args.model_name_or_path", message, hint)
+    why = f" (the tokenizers differ: {differs})" if differs else ""
+    log.info("%s reads %s%s", name, "text" if as_text else "the sampled tokens", why)
+    pad_token_id = getattr(keys, "pad_token_id", None)
+    return ModelInput(vocab_size=vocab_size, pad_token_id=pad_token_id, tokenizer=own if as_text else None)
+
+
+TEMPLATE = "their chat templates"
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def _keys_of(name: str, path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The text part of the reward model's config. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    at = "model_args.model_name_or_path"
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise _unusable(
+            name, at, f"cannot load {path}: {first_line}", "name a reward model's directory or hub id"
+        ) from error
+    if why := reward_model_problem(found.to_dict()):
+        raise _unusable(name, at, f"{path} is not a reward model: {why}", REWARD_MODEL_HINT)
+    keys: PreTrainedConfig = found.get_text_config()
+    return keys
+
+
+def _difference(own: PreTrainedTokenizerBase, policys: PreTrainedTokenizerBase) -> str:
+    """First difference between two tokenizers; empty if they have the same vocabulary and chat template."""
+    mine, theirs = own.get_vocab(), policys.get_vocab()
+    for token, index in theirs.items():
+        if mine.get(token) != index:
+            return f"{token!r} is token {index} of the policy and {mine.get(token, 'no token')} of the reward model"
+    return "" if own.chat_template == policys.chat_template else TEMPLATE
+
+
+def _own_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Tokenizer of the reward model; None if it has none."""
+    # transformers makes an empty tokenizer for a directory without one.
+    if Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
+
+
+def _unusable(name: str, key: str, message: str, hint: str) -> ConfigError:
+    return ConfigError([ConfigProblem(where=name, key=f"{name}.{key}", message=message, hint=hint, code="ROLL-C041")])
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """The samples of a group that wait for their rewards."""
+
+    requests: Sequence[RewardRequest]
+    rewards: asyncio.Future[list[Reward]]
+
+
+class ModelRewardRole:
+    """Scores groups by a reward model. Lives on the driver's event loop."""
+
+    retries = 0
+    """Always 0: a pass would have the same result again."""
+
+    def __init__(
+        self,
+        role: TrainRole,
+        config: RewardConfig,
+        input: ModelInput,
+        function: RewardFunction,
+        *,
+        owner: str,
+        ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`function` converts the model's outputs to rewards; `owner` names it in failures. A pass begins once `ready`
+        has returned."""
+        self.name, self.config = role.name, config
+        self._role, self._input, self._function, self._owner, self._ready = role, input, function, owner, ready
+        self._waiting: list[_Group] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """Score the samples of a group, together with those of other groups that wait."""
+        group = _Group(requests, asyncio.get_running_loop().create_future())
+        self._waiting.append(group)
+        if self._task is None or self._task.done():
+            self._task = background(self._score_waiting(), name=f"scoring by {self.name}")
+        return await group.rewards
+
+    async def close(self) -> None:
+        """Cancel scoring."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _score_waiting(self) -> None:
+        while self._waiting:
+            await self._ready()
+            groups = [each for each in self._waiting if not each.rewards.done()]
+            self._waiting = []
+            groups.sort(key=lambda each: each.requests[0].sample.id)
+            try:
+                rewards = iter(await self._rewards([request for each in groups for request in each.requests]))
+            except Exception as error:  # raised to every caller
+                for each in groups:
+                    if not each.rewards.done():
+                        each.rewards.set_exception(error)
+                continue
+            for each in groups:
+                found = [next(rewards) for _ in each.requests]
+                if not each.rewards.done():
+                    each.rewards.set_result(found)
+
+    async def _rewards(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        inputs: dict[int, TokenIds] = {}
+        failures: dict[int, Reward] = {}
+        for at, request in enumerate(requests):
+            try:
+                inputs[at] = self._input.tokens(request)
+            except RewardFailure as failure:
+                failures[at] = Reward(value=None, failure=str(failure))
+        sequences = [
+            TrainSequence(id=str(at), tokens=tokens, loss_mask=np.arange(len(tokens)) > 0)
+            for at, tokens in inputs.items()
+        ]
+        values = (await self._role.score(sequences, values=True)).values if sequences else None
+        outputs = dict(zip(inputs, values or (), strict=True))
+        return [
+            failures.get(at) or self._reward(replace(request, values=outputs[at]))
+            for at, request in enumerate(requests)
+        ]
+
+    def _reward(self, request: RewardRequest) -> Reward:
+        weight = self.config.weight
+        return scored(self._function, request, weight, role=self.name, owner=self._owner)
