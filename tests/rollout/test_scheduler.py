@@ -419,7 +419,7 @@ def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved
             check(groups)
             await asyncio.sleep(1.0)
             state = json.loads(json.dumps(scheduler.state()))
-            kept += sum(each["group"] is not None or each["drawn"] is not None for each in state["a"]["kept"])
+            kept += sum(each["group"] is not None or "calls" in each for each in state["a"]["kept"])
             await scheduler.close()
             queue = fleet()
             scheduler = RolloutScheduler(chosen, queue, judged(random.Random(step)), seed=1)
@@ -440,7 +440,7 @@ def test_a_checkpoint_has_the_tokens_that_a_weight_update_interrupted_while_gene
         await asyncio.sleep(0.5)
         assert queue.num_running > 0
         kept = json.loads(json.dumps(scheduler.state()))["a"]["kept"]
-        partial = {f"a{each['position']}" for each in kept if each["drawn"] is not None}
+        partial = {f"a{each['position']}" for each in kept if "calls" in each}
         assert len(partial) > 3
         await scheduler.close()
         second = engine("second")
@@ -489,12 +489,12 @@ async def state_that_keeps(kept, queue):
     await scheduler.batch(0)
     state = scheduler.state()
     await scheduler.close()
-    state["a"]["kept"] = [each for each in state["a"]["kept"] if each[kept] is not None]
+    state["a"]["kept"] = [each for each in state["a"]["kept"] if each.get(kept) is not None]
     assert state["a"]["kept"]
     return state
 
 
-@pytest.mark.parametrize("kept", ["group", "drawn"])
+@pytest.mark.parametrize("kept", ["group", "calls"])
 def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept):
     async def main():
         queue = fleet()
@@ -508,12 +508,12 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
     in_virtual_time(main)
 
 
-@pytest.mark.parametrize("kept", ["group", "drawn"])
+@pytest.mark.parametrize("kept", ["group", "calls"])
 def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept):
     async def main():
         queue = fleet()
         state = await state_that_keeps(kept, queue)
-        saved = [each["group"]["samples"] if kept == "group" else each["drawn"] for each in state["a"]["kept"]]
+        saved = [each["group"]["samples"] if kept == "group" else each["calls"][""] for each in state["a"]["kept"]]
         tokens = "response_ids" if kept == "group" else "token_ids"
         longest = max(len(array_from(each[tokens], "<i8")) for answers in saved for each in answers if each)
 

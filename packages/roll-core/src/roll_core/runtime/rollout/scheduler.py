@@ -276,8 +276,6 @@ class RolloutScheduler:
         prompt = self.plan.prompt(queue.tag, saved["position"])
         slot = GroupSlot(prompt, saved["position"], saved["born"])
         calls = {key: outputs_from(each) for key, each in saved.get("calls", {}).items()}
-        if saved["drawn"] is not None:
-            calls[""] = outputs_from(saved["drawn"])
         if saved["group"] is not None:
             slot.group = group_from(saved["group"], prompt)
         elif calls or "program" in saved:
@@ -406,12 +404,11 @@ class RolloutScheduler:
 
 
 def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
-    """A group as plain values. Key `drawn` has the outputs of the call with the empty key, `calls` those of others."""
+    """A group as plain values: complete as `group`, else with the outputs of each call by its key as `calls`."""
     found: dict[str, Any] = {
         "position": slot.position,
         "born": slot.born,
         "group": None if slot.group is None else saved_group(slot.group),
-        "drawn": None,
     }
     saved = slot.saved
     if slot.rollout is not None:
@@ -420,10 +417,8 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
             return found | {"restarts": True}
         saved = SavedRollout(slot.rollout.sampled if slot.rollout.has_tokens else {}, state)
     if saved is not None:
-        calls = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
-        found["drawn"] = calls.pop("", None)
-        if calls:
-            found["calls"] = calls
+        if saved.sampled:
+            found["calls"] = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
         if saved.state:
             found["program"] = dict(saved.state)
     return found
