@@ -15,7 +15,7 @@ import torch
 from roll_core.algorithms.aggregate import Aggregation, aggregate, token_weights, weighted_sum
 from roll_core.algorithms.kl import K3_CLAMP, LOG_RATIO_CLAMP, KLKind, approx_kl
 from roll_core.errors import DataError, NonFiniteError
-from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams
+from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams, bind_options
 from roll_core.spec.train import LossOutput, WantedOutputs
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class PolicyObjective:
         """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
         logprobs_T = _given("logprobs", outputs.logprobs_T)
         function = load_policy_loss(self.policy_loss) if isinstance(self.policy_loss, str) else self.policy_loss
+        function = bind_options(function, PolicyLoss, self.params.options)
         per_token_T, token_metrics = function(logprobs_T, micro, self.params)
         loss = policy_loss = aggregate(per_token_T, micro, self.aggregation)
         metrics: dict[str, Tensor | float] = {"policy_loss": policy_loss.detach()}

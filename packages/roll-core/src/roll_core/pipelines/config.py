@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
+from roll_core.algorithms.policy_loss_options import PolicyLossOptions
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import (
     Config,
     Fraction,
@@ -240,9 +242,9 @@ class RLVRConfig(RewardRunConfig):
     """
 
     adv_estimator: str = "grpo"
-    """Advantage estimator: grpo, reinforce, rloo, gae, or a plugin's."""
+    """Advantage estimator: grpo, reinforce, rloo, gae, a plugin's, or your own function, `module:function`."""
     adv_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of a plugin's advantage estimator."""
+    """Options of the advantage estimator."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lambd: Fraction = 0.95
@@ -267,7 +269,7 @@ class RLVRConfig(RewardRunConfig):
     """Clamp advantages to ± this value."""
 
     pg_variant: str = "ppo"
-    """Policy loss: ppo, vanilla, or a plugin's."""
+    """Policy loss: a name of docs/algorithms.md, a plugin's, or your own function, `module:function`."""
     pg_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """PPO's clip range in both directions."""
     use_pg_clip_range: bool = False
@@ -280,8 +282,8 @@ class RLVRConfig(RewardRunConfig):
     """Use dual-clip PPO: bound the objective of negative advantages from below (arXiv:1912.09729)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """Bound of dual-clip PPO, as a factor of the advantage."""
-    pg_options: dict[str, float] = Field(default_factory=dict)
-    """Further options of a plugin's policy loss."""
+    pg_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the policy loss. Each loss has its own."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "seq-mean-token-mean"
     )
@@ -451,6 +453,9 @@ class RLVRConfig(RewardRunConfig):
             )
         num_steps = self.steps_per_batch(self.actor_train)
         loss = parts["pg_variant"]
+        schema = schema_of(loss, Config, owner=loss.name)
+        if issubclass(schema, PolicyLossOptions):
+            found |= schema(**self.pg_options).warnings(self, parts)
         if isinstance(loss, PolicyLossProvider) and not loss.off_policy and num_steps > 1:
             found["pg_variant"] = (
                 f"{loss.name} has no importance ratio, but the policy takes {num_steps} optimizer steps on each batch"

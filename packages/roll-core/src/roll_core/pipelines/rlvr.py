@@ -26,13 +26,12 @@ from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
 from roll_core.pipelines.stages import Validation, log_update
 from roll_core.runtime.rollout.requests import stable_seed
-from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
+from roll_core.spec.algorithms import AdvantageEstimator, AdvantageInput, PolicyLossParams, bind_options
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.pipeline import RoleSpec
 
 
@@ -71,7 +70,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def _set_up_objective(self, run: Run) -> None:
         """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
         config = self.config
-        self.estimator: AdvantageEstimator = run.advantage_estimator(config.adv_estimator)
+        estimator = run.advantage_estimator(config.adv_estimator)
+        self.estimator = bind_options(estimator, AdvantageEstimator, config.adv_options)
         normalises = run.advantage_provider(config.adv_estimator).normalise != "config"
         self.normaliser = (
             RewardNormaliser(None, None)
