@@ -81,7 +81,7 @@ def test_losses_by_hand(micro_of, name, rows, given, losses, gradients):
         old_logprobs=[[old for old, _, _ in row] for row in rows],
         advantages=[[advantage for _, _, advantage in row] for row in rows],
     )
-    logprobs = torch.tensor([old + ratio for row in rows for old, ratio, _ in row]).requires_grad_()
+    logprobs = torch.tensor([old + float(ratio) for row in rows for old, ratio, _ in row]).requires_grad_()
     found, _ = getattr(policy_losses, name)(logprobs, micro, PolicyLossParams(options=given))
     found.sum().backward()
     assert found.tolist() == pytest.approx(losses, rel=1e-5)

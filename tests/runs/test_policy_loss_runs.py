@@ -53,3 +53,31 @@ def test_a_loss_and_an_estimator_of_the_user_train_in_every_worker(runs):
     same = {"adv_estimator": "reinforce", "pg_clip": 0.1}
     plain, *_ = runs.metrics(runs.ok(runs.rlvr(max_steps=1, exp_name="built-in", **same)))
     assert line["advantage/max"] == pytest.approx(2 * plain["advantage/max"])
+
+
+def test_terms_of_the_objective_train_and_resume(local_runs):
+    """Top-entropy tokens, positive examples, an unbiased KL and an entropy bonus that follows a target."""
+    recipe = {
+        "max_steps": 4,
+        "top_entropy_quantile": 0.5,
+        "positive_nll_coef": 0.1,
+        "positive_nll_threshold": 1.0,
+        "use_kl_loss": True,
+        "kl_loss_unbiased": True,
+        "reference": {
+            "strategy_args": {"strategy_name": "hf_infer"},
+            "model_args": {"dtype": "fp32"},
+            "device_mapping": [0],
+        },
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.01,
+    }
+    whole = local_runs.ok(local_runs.rlvr(exp_name="whole", save_steps=2, **recipe))
+    lines = local_runs.metrics(whole)
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    assert any(line["actor/positive_nll"] > 0 for line in lines)
+    # The entropy of 13 characters is below the target.
+    assert [line["actor/entropy_coef"] for line in lines] == pytest.approx([0, 0.01, 0.02, 0.03])
+    checkpoint = str(whole.run_dir.checkpoints / "step-2")
+    rest = local_runs.ok(local_runs.rlvr(exp_name="rest", resume_from_checkpoint=checkpoint, **recipe))
+    assert local_runs.timeless(rest)[2:] == local_runs.timeless(whole)[2:]

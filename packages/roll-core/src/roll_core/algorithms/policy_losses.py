@@ -44,7 +44,7 @@ def ppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Foun
     ROLL's dual clip has c = 1 + 2 `pg_clip`; verl's is on by default (c = 3); TRL's `delta` bounds `r` for both signs.
     """
     given = options.PPOOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
     if params.dual_clip is not None:
@@ -64,7 +64,7 @@ def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> 
     that replaces such groups makes it 1. verl's and SkyRL's `vanilla` is PPO, ROLL's is this loss.
     """
     given = options.PolicyLossOptions(**params.options)
-    metrics = _ratio_metrics(_log_ratio(logprobs_T, micro, given.log_ratio_clamp))
+    metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
     return -_advantages(micro) * _masked(logprobs_T, micro), metrics
 
 
@@ -76,7 +76,7 @@ def cispo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     absolute upper bound. ROLL's `cispo` is relative with 0.1 and 0.1, its `tis` absolute with 0 and 1.
     """
     given = options.CISPOOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     low, high = given.interval
     ratio_T = log_ratio_T.detach().exp()
     metrics = _ratio_metrics(log_ratio_T) | {"clipfrac": ((ratio_T < low) | (ratio_T > high)).float()}
@@ -90,7 +90,7 @@ def sapo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     gradient is the policy gradient. verl and TRL are equal; verl's `tau_neg` defaults to 1.
     """
     given = options.SAPOOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     tau_T = _by_sign(advantages_T > 0, given.tau_pos, given.tau_neg)
     gate_T = (4.0 / tau_T) * torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0))
@@ -137,8 +137,8 @@ def dro(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Foun
     per token as in verl, Tinker, and ROLL's `kimi15`, whose tau is `beta`. prime-rl's coefficient is `2 beta`.
     """
     given = options.DROOptions(**params.options)
-    metrics = _ratio_metrics(_log_ratio(logprobs_T, micro, given.log_ratio_clamp))
-    distance_T = _log_ratio(logprobs_T, micro, None)
+    metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
+    distance_T = log_ratio(logprobs_T, micro, None)
     return -_advantages(micro) * _masked(logprobs_T, micro) + 0.5 * given.beta * distance_T.square(), metrics
 
 
@@ -150,7 +150,7 @@ def raft_plus_plus(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossPara
     the paper's indicator includes. ROLL's documented recipe keeps negative advantages.
     """
     given = options.RAFTOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     positive_T = _advantages(micro).clamp(min=0.0)
     loss_T, metrics = _clipped(log_ratio_T.exp(), positive_T, params.pg_clip_low, params.pg_clip_high)
     return loss_T, _ratio_metrics(log_ratio_T) | metrics
@@ -201,7 +201,7 @@ def gmpo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     advantage.
     """
     given = options.GMPOOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     below_T, above_T = log_ratio_T.clamp(min=-given.clip_low), log_ratio_T.clamp(max=given.clip_high)
     clipped_T = torch.where(advantages_T < 0, below_T, above_T)
@@ -220,7 +220,7 @@ def vespo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     `train_infer_correction` weighs advantages.
     """
     given = options.VESPOOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     with torch.no_grad():
         log_w_T = _row_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
@@ -239,7 +239,7 @@ def topr(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     The paper's sign is that of the reward, here the advantage's.
     """
     given = options.TOPROptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     with torch.no_grad():
         log_w_T = log_ratio_T
@@ -265,7 +265,7 @@ def clip_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) ->
     position replaces the random choice.
     """
     given = options.ClipCovOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
     covariance_T = _covariance(logprobs_T, advantages_T, micro)
@@ -283,7 +283,7 @@ def kl_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> F
     does not depend on the split. Without old logprobs the penalty and its gradient are 0.
     """
     given = options.KLCovOptions(**params.options)
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     chosen_T = _covariance(logprobs_T, advantages_T, micro) > given.cov_threshold
     penalty_T = torch.where(chosen_T, given.kl_coef * log_ratio_T.abs(), 0.0)
@@ -297,15 +297,16 @@ PROBABILITY_EPS = 1e-8
 """Added to probabilities in logarithms, as in verl."""
 
 
-def _masked(values_T: Tensor, micro: MicroBatch) -> Tensor:
-    """Values in the loss, 0 elsewhere: values outside the mask are arbitrary and may be NaN."""
-    return torch.where(micro.loss_mask_T, values_T, 0.0)
-
-
-def _log_ratio(logprobs_T: Tensor, micro: MicroBatch, clamp: float | None) -> Tensor:
+def log_ratio(logprobs_T: Tensor, micro: MicroBatch, clamp: float | None) -> Tensor:
+    """`log r` of each token, clamped to ± `clamp`; 0 outside the mask."""
     old_T = logprobs_T.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
     log_ratio_T = _masked(logprobs_T - old_T, micro)
     return log_ratio_T if clamp is None else log_ratio_T.clamp(-clamp, clamp)
+
+
+def _masked(values_T: Tensor, micro: MicroBatch) -> Tensor:
+    """Values in the loss, 0 elsewhere: values outside the mask are arbitrary and may be NaN."""
+    return torch.where(micro.loss_mask_T, values_T, 0.0)
 
 
 def _advantages(micro: MicroBatch) -> Tensor:
@@ -328,7 +329,7 @@ def _clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: 
 
 
 def _gspo(logprobs_T: Tensor, micro: MicroBatch, given: options.GSPOOptions, *, per_token: bool = False) -> Found:
-    log_ratio_T = _log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     log_mean_T = _row_means(log_ratio_T, micro)
     metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
     if per_token:

@@ -108,6 +108,15 @@ class Experience:
             samples=tuple(self.samples[i] for i in chosen), sequences=tuple(self.sequences[i] for i in chosen)
         )
 
+    def with_positives(self, threshold: float) -> Experience:
+        """Set the stream `positive`: 1 on the tokens in the loss of samples whose reward is above `threshold`."""
+        positive = (self.scores_S > threshold).tolist()
+        sequences = tuple(
+            replace(each, streams={**each.streams, "positive": each.loss_mask.astype(np.float32) * positive[i]})
+            for i, each in enumerate(self.sequences)
+        )
+        return replace(self, sequences=sequences)
+
 
 def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """Apply `train_infer_correction`: weights multiply advantages, filters reduce the loss mask.
