@@ -262,7 +262,7 @@ def test_a_loss_equals_a_loop_over_tokens(micro_of, name, given, old):
             losses = loop(name, row, parsed, params) if row else []
             begin = sum(map(len, batch.masks[:s])) + 1
             if losses:
-                sum(loss * (begin + t) for loss, t in zip(losses, taken, strict=True)).backward()
+                sum(loss * (begin + t) + 0 * xs[t] for loss, t in zip(losses, taken, strict=True)).backward()
             expected += [float(loss) for loss in losses]
             gradients += [0.0 if x.grad is None else float(x.grad) for x in xs]
         assert found[micro.loss_mask_T].tolist() == pytest.approx(expected, rel=2e-4, abs=1e-5)

@@ -76,7 +76,7 @@ def options_schema(record: Provider) -> type[Config]:
         fields[name] = (annotation, ... if each.default is each.empty else each.default)
     try:
         schema = create_model("Options", __base__=Config, **fields)
-        schema.model_rebuild(_types_namespace=function.__globals__)
+        schema.model_rebuild(_types_namespace=getattr(function, "__globals__", None))
         return schema
     except (PydanticUserError, PydanticUndefinedAnnotation, SyntaxError, TypeError) as error:
         raise PluginLoadError(f"{record.target}: its options cannot be validated: {error}") from error
