@@ -141,12 +141,12 @@ def loop(name, row, o, params):
     """Losses of a row's tokens in the loss: (logprob, old, engine's, advantage, sample id, position) each, float64."""
     n, sg = len(row), torch.Tensor.detach
     logs = [clamp(x - old, -20, 20) for x, old, *_ in row]
-    mean, total = sum(logs) / n, clamp(sum(logs), -20, 20)
-    center = sum(float(x) for x, *_ in row) / n
+    mean, total = sum(logs) / n, clamp(sum(logs), -20, 20).item()
+    center = sum(x.item() for x, *_ in row) / n
     low, high = params.pg_clip_low, params.pg_clip_high
     found = []
     for t, (x, _, engine, a, sample_id, position) in enumerate(row):
-        r, cov = logs[t].exp(), a * (float(x) - center)
+        r, cov = logs[t].exp(), a * (x.item() - center)
         if name == "ppo":
             loss = clip_by(r, a, low, high)
         elif name == "vanilla":
@@ -166,12 +166,12 @@ def loop(name, row, o, params):
             tau = o.tau_pos if a > 0 else o.tau_neg
             loss = -4 / tau / (1 + (-tau * (r - 1)).exp()) * a
         elif name == "dppo":
-            p, q = math.exp(float(x)), math.exp(engine)
+            p, q = math.exp(x.item()), math.exp(engine)
             kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
             far = (abs(p - q) if o.divergence == "tv" else kl) > (o.delta_high if a > 0 else o.delta_low)
             loss = -a * x * (0 if far and (p > q) == (a > 0) else min(p / q, o.ratio_high))
         elif name == "topr":
-            w = math.exp(total if o.level == "sequence" else logs[t])
+            w = math.exp(total if o.level == "sequence" else logs[t].item())
             loss = -a * x * (o.positive_weight if a > 0 else o.negative_weight * min(max(w, o.clip_low), o.clip_high))
         elif name == "raft_plus_plus":
             loss = clip_by(r, max(a, 0.0), low, high)
@@ -256,15 +256,15 @@ def test_a_loss_equals_a_loop_over_tokens(micro_of, name, given, old):
         for s, mask in enumerate(batch.masks):
             xs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in batch.logprobs[s]]
             taken = [t for t, m in enumerate(mask) if m]
-            olds = batch.fields["old_logprobs"][s] if old else [float(x) for x in xs]
+            olds = batch.fields["old_logprobs"][s] if old else batch.logprobs[s]
             columns = batch.fields["behaviour_logprobs"][s], batch.fields["advantages"][s]
             row = [(xs[t], olds[t], columns[0][t], columns[1][t], batch.ids[s], t) for t in taken]
             losses = loop(name, row, parsed, params) if row else []
             begin = sum(map(len, batch.masks[:s])) + 1
             if losses:
                 sum(loss * (begin + t) + 0 * xs[t] for loss, t in zip(losses, taken, strict=True)).backward()
-            expected += [float(loss) for loss in losses]
-            gradients += [0.0 if x.grad is None else float(x.grad) for x in xs]
+            expected += [loss.item() for loss in losses]
+            gradients += [0.0 if x.grad is None else x.grad.item() for x in xs]
         assert found[micro.loss_mask_T].tolist() == pytest.approx(expected, rel=2e-4, abs=1e-5)
         assert flat.grad.tolist() == pytest.approx(gradients, rel=2e-4, abs=1e-4)
         assert all(torch.isfinite(each[micro.loss_mask_T]).all() for each in metrics.values())
