@@ -185,6 +185,8 @@ class RLVRConfig(RewardRunConfig):
     """Responses per prompt (group size)."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
+    shuffle: bool = True
+    """Assign groups to the optimizer steps of a batch in a random order of each pass. If false, in batch order."""
 
     async_generation_ratio: NonNegativeFloat = 0.0
     """Batches that are generated while earlier ones are trained on.
