@@ -28,6 +28,7 @@ def scaled(batch, scale=1.0):
 """
 
 
+@pytest.mark.slow
 def test_every_policy_loss_trains(local_runs):
     """Two optimizer steps on the same rollouts each."""
     recorded = local_runs.ok(local_runs.rlvr(max_steps=1, record_rollouts=True))
@@ -44,15 +45,13 @@ def test_every_policy_loss_trains(local_runs):
 
 @pytest.mark.on_ray
 def test_a_loss_and_an_estimator_of_the_user_train_in_every_worker(runs):
-    """With PPO's formula and GRPO's inputs the numbers are those of the built-in loss."""
     (runs.folder / "my_losses.py").write_text(MINE, encoding="utf-8")
     (runs.folder / "my_advantages.py").write_text(MY_ADVANTAGES, encoding="utf-8")
     ours = {"pg_variant": "my_losses:clipped", "pg_options": {"clip": 0.1}, "adv_estimator": "my_advantages:scaled"}
     line, *_ = runs.metrics(runs.ok(runs.rlvr(max_steps=1, adv_options={"scale": 2.0}, **ours)))
     assert line["actor/my_clip"] == pytest.approx(0.1)
-    same = {"adv_estimator": "reinforce", "pg_clip": 0.1}
-    plain, *_ = runs.metrics(runs.ok(runs.rlvr(max_steps=1, exp_name="built-in", **same)))
-    assert line["advantage/max"] == pytest.approx(2 * plain["advantage/max"])
+    assert line["advantage/max"] == pytest.approx(2 * line["score/max"])
+    assert line["actor/grad_norm"] > 0
 
 
 def test_terms_of_the_objective_train_and_resume(local_runs):

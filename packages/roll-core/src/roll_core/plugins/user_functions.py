@@ -47,7 +47,7 @@ def is_user_function(record: Provider) -> bool:
 
 def load_user_function(record: Provider) -> Callable[..., Any]:
     """Import the function of a record. Raises `PluginLoadError` if it cannot be imported or called as its contract."""
-    function = load_target(record.target, owner=record.name)
+    function: Callable[..., Any] = load_target(record.target, owner=record.name)
     contract = CONTRACTS[type(record)]
     expected = list(inspect.signature(contract.__call__).parameters.values())[1:]
     try:
