@@ -110,11 +110,9 @@ class Experience:
 
     def with_positives(self, threshold: float) -> Experience:
         """Set the stream `positive`: 1 on the tokens in the loss of samples whose reward is above `threshold`."""
-        positive = (self.scores_S > threshold).tolist()
-        sequences = tuple(
-            replace(each, streams={**each.streams, "positive": each.loss_mask.astype(np.float32) * positive[i]})
-            for i, each in enumerate(self.sequences)
-        )
+        positive_T = self.mask_T & (self.scores_S > threshold)[self.segments_T]
+        rows = zip(self.sequences, self.rows_of(positive_T.float()), strict=True)
+        sequences = tuple(replace(each, streams={**each.streams, "positive": row}) for each, row in rows)
         return replace(self, sequences=sequences)
 
 

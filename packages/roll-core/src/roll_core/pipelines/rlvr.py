@@ -277,7 +277,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if self.config.correction.enabled and chosen.sequences:
             chosen, metrics = correct(chosen, self.config.correction)
             run.log(metrics)
-        return chosen.with_positives(self.config.positive_nll_threshold) if self.config.positive_nll_coef else chosen
+        if self.config.positive_nll_coef and chosen.sequences:
+            chosen = chosen.with_positives(self.config.positive_nll_threshold)
+        return chosen
 
     def _penalty(self, run: Run, experience: Experience) -> torch.Tensor:
         """Per-token KL of the policy to the reference, `[T]`.
