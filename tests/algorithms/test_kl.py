@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from roll_core.algorithms.kl import KLController, approx_kl
+from roll_core.algorithms.losses import KLTerm
 from roll_core.errors import NonFiniteError
+from roll_core.spec.train import TokenOutputs
 
 LN2 = math.log(2)
 
@@ -106,3 +108,33 @@ def test_the_weight_continues_after_a_resume():
 def test_a_kl_that_is_not_a_number_is_an_error(target):
     with pytest.raises(NonFiniteError):
         KLController(0.2, target=target).update(math.nan, num_samples=1)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_an_unbiased_kl_loss_has_the_gradient_of_the_kl(micro_of, kind):
+    """Each of 5 tokens once, as a uniform old policy samples them: the mean is the expectation."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1, -0.4], requires_grad=True)
+    reference = torch.tensor([0.5, 0.2, -0.3, 1.0, 0.0]).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    micro = micro_of([[1]] * 5, old_logprobs=[[-math.log(5)]] * 5, ref_logprobs=[[each] for each in reference.tolist()])
+    found = {}
+    for unbiased in (True, False):
+        term = KLTerm(kind=kind, unbiased=unbiased, aggregation="token-mean")
+        loss = term(TokenOutputs(logprobs_T=logprobs), micro).loss
+        (found[unbiased],) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert loss.item() == pytest.approx(exact.item(), rel=1e-5) or not unbiased
+    assert torch.allclose(found[True], expected, atol=1e-6)
+    assert not torch.allclose(found[False], expected, atol=1e-2)
+
+
+def test_an_unbiased_kl_loss_of_one_on_policy_step_keeps_the_gradient_of_the_ratio(micro_of):
+    # d = ln 2: k3 = 1/2 - 1 + ln 2; its gradient is 1 - exp(-d) = 1/2, that of the ratio 1.
+    micro = micro_of([[1]], ref_logprobs=[[-2.0]])
+    logprobs = torch.tensor([-2.0 + math.log(2)], requires_grad=True)
+    output = KLTerm(unbiased=True)(TokenOutputs(logprobs_T=logprobs), micro)
+    output.loss.backward()
+    k3 = math.log(2) - 0.5
+    assert output.metrics["kl_loss"].item() == pytest.approx(k3)
+    assert logprobs.grad.item() == pytest.approx(0.5 + k3)

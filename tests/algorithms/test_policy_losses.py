@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.algorithms.policy_losses import ppo, vanilla
-from roll_core.errors import DataError, UnsupportedError
+from roll_core.errors import DataError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_testing.errors import raises_error
 
@@ -96,12 +96,6 @@ def test_the_clamp_of_the_log_ratio_is_an_option(micro_of):
     logprobs, micro = one_each(micro_of, [5.0], [-1])
     loss, _ = ppo(logprobs, micro, PolicyLossParams(options={"log_ratio_clamp": 1.0}))
     assert loss.item() == pytest.approx(math.e)
-
-
-def test_an_unknown_option_is_refused(micro_of):
-    logprobs, micro = one_each(micro_of, [0.0], [1])
-    with raises_error(UnsupportedError, "epsilon"):
-        ppo(logprobs, micro, PolicyLossParams(options={"epsilon": 1.0}))
 
 
 def test_vanilla_by_hand(micro_of):

@@ -6,8 +6,9 @@ import pytest
 
 from roll_core.cli import main as cli
 from roll_core.config import load
+from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
-from roll_testing.errors import mentions
+from roll_testing.errors import mentions, raises_error
 from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
@@ -43,12 +44,29 @@ def folder(tmp_path, monkeypatch):
         (K1, [], "run.yaml:13:1 kl_loss_penalty"),
         (K1, ["kl_loss_penalty=k2"], ""),
         (K1, ["kl_loss_coef=0"], ""),
+        (K1, ["kl_loss_unbiased=true"], ""),
+        ("kl_loss_penalty: k2\nkl_loss_unbiased: true\n", [], "run.yaml:14:1 kl_loss_unbiased"),
         (K1, ["use_kl_loss=false", "add_token_level_kl=true"], ""),
         ("", ["kl_loss_penalty=k1"], "command line kl_loss_penalty"),
         (VANILLA, [], ""),
         (VANILLA, ["ppo_epochs=2"], "run.yaml:13:1 pg_variant"),
         (VANILLA, [HALVES], "run.yaml:13:1 pg_variant"),
         ("", [HALVES, "ppo_epochs=2"], ""),
+        ("pg_variant: gspo\n", [], ""),
+        ("pg_variant: gspo\npg_clip: 0.1\n", [], "run.yaml:14:1 pg_clip"),
+        ("pg_variant: gspo\nloss_agg_mode: token-mean\n", [], "run.yaml:14:1 loss_agg_mode"),
+        ("pg_variant: clip_cov\npg_clip: 0.1\n", [], ""),
+        ("pg_variant: dppo\n", [], ""),
+        ("pg_variant: dppo\n", ["train_infer_correction.is_weight.enabled=true"], "run.yaml:13:1 pg_variant"),
+        ("pg_variant: kl_cov\n", [], "run.yaml:13:1 pg_variant"),
+        ("pg_variant: kl_cov\n", ["ppo_epochs=2"], ""),
+        ("pg_variant: raft_plus_plus\n", [], "run.yaml:13:1 pg_variant"),
+        (
+            "pg_variant: raft_plus_plus\n",
+            ["adv_estimator=reinforce", "norm_mean_type=group"],
+            "run.yaml:13:1 pg_variant",
+        ),
+        ("pg_variant: raft_plus_plus\n", ["adv_estimator=reinforce"], ""),
         (MASK, [], ""),
         (MASK, [FUNCTION], "run.yaml:13:1 difficulty_mask"),
         (MASK, ["rewards.math.weight=2"], "run.yaml:13:1 difficulty_mask"),
@@ -73,3 +91,18 @@ def test_check_prints_every_warning_and_the_config_is_good(capsys):
         ["run.yaml:14:1", "warning", "ROLL-C050 pg_variant"],
         ["run.yaml:15:1", "warning", "ROLL-C050 difficulty_mask"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["top_entropy_quantile=0.2", "force_disable_old_logprobs_recompute=true"], "top_entropy_quantile"),
+        (["entropy_target=0.5", "entropy_loss_coef=2.0"], "entropy_loss_coef"),
+        (["entropy_target=0.5", "entropy_coef_min=0.5", "entropy_loss_coef=0.1"], "entropy_loss_coef"),
+    ],
+)
+def test_entropy_keys_that_contradict_each_other_are_mistakes(overrides, key):
+    Path("run.yaml").write_text(CONFIG, encoding="utf-8")
+    with raises_error(ConfigError, key) as found:
+        load("run.yaml", overrides, REGISTRY)
+    assert [each.key for each in found.value.problems] == [key]

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from roll_core.config import load
-from roll_core.errors import ConfigError, PluginLoadError
+from roll_core.errors import ConfigError, PluginLoadError, UnknownProviderError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import check_part
@@ -286,3 +286,74 @@ def test_a_mistake_that_hides_the_number_of_replicas_is_the_only_one(problems, o
 def test_a_batch_that_divides_for_no_number_of_replicas_is_a_mistake_all_the_same(problems):
     found = problems(*SPREAD, f"{AT}.tensor_sise=4", "actor_train.training_args.per_device_train_batch_size=3")
     assert sorted(keys(found)) == ["", f"{AT}.tensor_sise"]
+
+
+# -- functions of the user ---------------------------------------------------------------------------------------------
+
+MINE = """
+from __future__ import annotations
+from typing import TYPE_CHECKING, Annotated, Literal
+from pydantic import Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Clip = Annotated[float, Field(gt=0)]
+
+def loss(logprobs_T: Tensor, micro, params, *, clip: Clip = 0.2, kind: Literal["a", "b"] = "a"): ...
+
+def needy(logprobs_T, micro, params, beta: float, steps=3): ...
+def wrong(logprobs_T, micro): ...
+def untyped(logprobs_T, micro, params, *, clip: Missing = 1.0): ...
+def estimator(batch, *, scale: float = 1.0): ...
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The working directory, which is not on the module path, has a module."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "mine_of_a_test.py").write_text(MINE)
+    (folder / "broken_of_a_test.py").write_text("raise SystemExit('no')")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("mine_of_a_test", None)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("overrides", "wrong"),
+    [
+        (["pg_variant=mine_of_a_test:loss"], []),
+        (["pg_variant=mine_of_a_test:loss", "pg_options={clip: 1, kind: b}"], []),
+        (["pg_variant=mine_of_a_test:loss", "pg_options={clip: -1, kind: c, clp: 1}"], ["clip", "clp", "kind"]),
+        (["pg_variant=mine_of_a_test:needy"], ["beta"]),
+        (["pg_variant=mine_of_a_test:needy", "pg_options={beta: 1.0, steps: 2.5}"], ["steps"]),
+        (["pg_variant=mine_of_a_test:wrong"], None),
+        (["pg_variant=mine_of_a_test:untyped"], None),
+        (["pg_variant=mine_of_a_test:missing"], None),
+        (["pg_variant=broken_of_a_test:loss"], None),
+        (["pg_variant=nowhere_of_a_test:loss"], None),
+    ],
+)
+def test_a_function_of_the_user_is_a_policy_loss_with_the_options_of_its_signature(problems, overrides, wrong):
+    found = problems(*overrides)
+    assert sorted(keys(found)) == (["pg_variant"] if wrong is None else [f"pg_options.{key}" for key in wrong])
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_function_of_the_user_is_an_advantage_estimator_with_the_options_of_its_signature(problems):
+    chosen = "adv_estimator=mine_of_a_test:estimator"
+    assert not problems(chosen, "adv_options={scale: 2.0}", "norm_mean_type=batch")
+    assert keys(problems(chosen, "adv_options={scale: two}")) == ["adv_options.scale"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("dapo", "use_pg_clip_range"), ("dr_grpo", "norm_mean_type"), ("raft++", "raft_plus_plus")]
+)
+def test_names_of_other_frameworks_are_answered_with_keys(problems, name, key):
+    with raises_error(UnknownProviderError, key):
+        Registry(hf_plugins()).find(PolicyLossProvider, name)
+    assert keys(problems(f"pg_variant={name}")) == ["pg_variant"]

@@ -443,9 +443,33 @@ def test_an_unknown_key_is_told_with_the_nearest_one(registry):
 
 
 @pytest.mark.parametrize(
+    ("run", "role", "loss", "options"),
+    [
+        ("importance_sampling: seq, pg_clip: 0.1", "", "gspo", {"clip_low": 0.1, "clip_high": 0.1}),
+        (
+            "importance_sampling: seq, use_pg_clip_range: true, pg_clip_high: 0.3",
+            "",
+            "gspo",
+            {"clip_low": 0.2, "clip_high": 0.3},
+        ),
+        ("", "pg_variant: tis", "cispo", {"clip_high": 1.0}),
+        ("", "pg_variant: cispo", "cispo", {"bounds": "relative", "clip_low": 0.1, "clip_high": 0.1}),
+        ("", "pg_variant: kimi15", "kimi", {"beta": 0.1}),
+        ("", "pg_variant: topr, topr_negative_weight: 0.5", "topr", {"level": "token", "negative_weight": 0.5}),
+    ],
+)
+def test_policy_losses_get_the_constants_of_roll(run, role, loss, options, tmp_path):
+    text = RLVR + ONE + "".join(f"{line}\n" for line in run.split(", "))
+    worker = "worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, "
+    lines = "".join(f"  {line}\n" for line in (worker + role).split(", ") if role)
+    config = imported(text.replace("actor_train:\n", f"actor_train:\n{lines}"), tmp_path)[1]
+    assert config.pg_variant == loss
+    assert config.pg_options == options
+
+
+@pytest.mark.parametrize(
     ("lines", "refused"),
     [
-        ("importance_sampling: seq", "importance_sampling"),
         ("rl_loss_coef: 0.5", "rl_loss_coef"),
         ("length_loss_weight: true", "length_loss_weight"),
         ("kl_penalty: full", "kl_penalty"),

@@ -100,7 +100,7 @@ CONFIG_CODES = {
     "ROLL-C025": "An override on the command line that cannot be applied.",
     "ROLL-C030": "Trainer and engine have no usable weight transport in common.",
     "ROLL-C040": "A file or directory that the config names is missing or unusable.",
-    "ROLL-C041": "A reward does not fit the data, or its code cannot be used.",
+    "ROLL-C041": "A reward does not fit the data, or code of the user cannot be used.",
     "ROLL-C050": "A warning: the config is valid, but a value has a probably unintended effect.",
 }
 """Kinds of problems in a configuration, by code."""

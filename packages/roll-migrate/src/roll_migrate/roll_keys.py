@@ -273,7 +273,7 @@ RLVR: Table = {
     "tag_to_template": refused("all rows have one template"),
     **each("difficulty_loss_weight length_loss_weight", refused("samples cannot be weighted by this", False)),
     "rl_loss_coef": refused("the policy loss has no factor", 1),
-    "importance_sampling": refused("ratios are per token; a pg_variant may use other ratios", "token"),
+    "importance_sampling": change("`seq` → `pg_variant: gspo` with `pg_options`", values.importance_sampling),
     **each("enable_reference enable_old_logprobs_recompute", unneeded("derived from the losses")),
     "balance_length": unneeded("micro-batches are always balanced by length"),
     **each(

@@ -14,8 +14,9 @@ import torch
 
 from roll_core.algorithms.aggregate import Aggregation, aggregate, stream_weights, token_weights, weighted_sum
 from roll_core.algorithms.kl import K3_CLAMP, LOG_RATIO_CLAMP, KLKind, approx_kl
+from roll_core.algorithms.policy_losses import log_ratio
 from roll_core.errors import DataError, NonFiniteError
-from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams
+from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams, bind_options
 from roll_core.spec.train import LossOutput, WantedOutputs
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class PolicyObjective:
     kl_coef: float = 0.0
     """Coefficient of the KL in the loss. With 0, reference logprobs are not read."""
     kl_kind: KLKind = "k3"
+    kl_unbiased: bool = False
+    """Multiply the KL's estimates by the importance ratio, see `KLTerm.unbiased`."""
     log_ratio_clamp: float = LOG_RATIO_CLAMP
     k3_clamp: float = K3_CLAMP
     temperature: float = 1.0
@@ -119,6 +122,7 @@ class PolicyObjective:
             coefs["kl"] = self.kl_coef
             terms["kl"] = KLTerm(
                 kind=self.kl_kind,
+                unbiased=self.kl_unbiased,
                 aggregation=self.aggregation,
                 log_ratio_clamp=self.log_ratio_clamp,
                 k3_clamp=self.k3_clamp,
@@ -164,6 +168,7 @@ class PolicyTerm:
         """Compute this microbatch's share."""
         logprobs_T = _given("logprobs", outputs.logprobs_T)
         function = load_policy_loss(self.policy_loss) if isinstance(self.policy_loss, str) else self.policy_loss
+        function = bind_options(function, PolicyLoss, self.params.options)
         per_token_T, token_metrics = function(logprobs_T, micro, self.params)
         loss = aggregate(per_token_T, micro, self.aggregation)
         metrics: dict[str, Tensor | float] = {"policy_loss": loss.detach()}
@@ -181,6 +186,13 @@ class KLTerm:
     """`KL(policy || reference)` over the tokens of the loss mask. Metric: `kl_loss`, before the coefficient."""
 
     kind: KLKind = "k3"
+    unbiased: bool = False
+    """Multiply each estimate by `r = exp(logprob - old_logprob)` (DeepSeek-V3.2, arXiv:2512.02556).
+
+    `r` is clamped as in policy losses and has a gradient. The term's gradient is then that of the KL for tokens of the
+    old policy, for k1 and k3. Without old logprobs `r` is 1, with the gradient of the logprob. TRL's
+    `use_bias_correction_kl` is equal for token-level ratios.
+    """
     aggregation: Aggregation = "seq-mean-token-mean"
     log_ratio_clamp: float = LOG_RATIO_CLAMP
     k3_clamp: float = K3_CLAMP
@@ -193,13 +205,16 @@ class KLTerm:
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `DataError` if the batch has no reference logprobs."""
         reference_T = _given("ref_logprobs", micro.ref_logprobs_T)
+        logprobs_T = _given("logprobs", outputs.logprobs_T)
         kl_T = approx_kl(
-            torch.where(micro.loss_mask_T, _given("logprobs", outputs.logprobs_T), 0.0),
+            torch.where(micro.loss_mask_T, logprobs_T, 0.0),
             torch.where(micro.loss_mask_T, reference_T, 0.0),
             self.kind,
             log_ratio_clamp=self.log_ratio_clamp,
             k3_clamp=self.k3_clamp,
         )
+        if self.unbiased:
+            kl_T = kl_T * log_ratio(logprobs_T, micro, self.log_ratio_clamp).exp()
         loss = aggregate(kl_T, micro, self.aggregation)
         return LossOutput(loss=loss, metrics={"kl_loss": loss.detach()})
 

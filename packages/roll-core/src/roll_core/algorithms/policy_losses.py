@@ -1,86 +1,372 @@
 """Policy losses: the per-token objective to minimise. `PolicyObjective` masks and aggregates the result.
 
-T flat tokens of a microbatch. Metrics are per token too. Names that end in `/max` or `/min` are reduced by max or min.
+T flat tokens of a microbatch, S its sequences. Metrics are per token too. Names that end in `/max` or `/min` are
+reduced by max or min.
+
+Notation: `r = exp(logprob - old_logprob)`, `A` advantage, `sg` stop-gradient. `log r` is clamped to ±
+`pg_options.log_ratio_clamp` (20) before an exponential, which keeps `r` finite; a clamped token has no gradient.
+Without old logprobs in the batch, the policy is assumed unchanged since sampling. Then `r` is 1 and has the gradient
+of `logprob`, which is exact for one optimizer step per batch.
+
+A *sequence* is a row of the batch. Sequence-level losses use the row's tokens in the loss only, and no statistic of a
+microbatch: no loss depends on how the batch is split.
+
+Every loss raises `DataError` for a batch without advantages and pydantic's `ValidationError` for invalid `pg_options`.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.algorithms.kl import LOG_RATIO_CLAMP
-from roll_core.errors import DataError, UnsupportedError
+from roll_core.algorithms import policy_loss_options as options
+from roll_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from roll_core.spec.algorithms import PolicyLossParams
     from roll_core.spec.train import MicroBatch
 
+Found = tuple["Tensor", "dict[str, Tensor]"]
+"""Loss and metrics per token."""
 
-def ppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> tuple[Tensor, Mapping[str, Tensor]]:
+# -- ratios per token --------------------------------------------------------------------------------------------------
+
+
+def ppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
     """PPO's clipped surrogate (arXiv:1707.06347 eq. 7) with two clip ranges and an optional dual clip.
 
-    `r = exp(logprob - old_logprob)` and `L = -min(r A, clip(r, 1 - pg_clip_low, 1 + pg_clip_high) A)`. Unequal ranges
-    give clip-higher (DAPO, arXiv:2503.14476 §3.1). With `dual_clip` c > 1, the loss is at most `-c A` where `A < 0`
-    (arXiv:1912.09729). `log r` is clamped to ± `pg_options.log_ratio_clamp` (20), which keeps `r` finite. A clamped
-    token has no gradient.
-
-    Without old logprobs in the batch, the policy is assumed unchanged since sampling. Then `r` is 1 and has the
-    gradient of `logprob`, which is exact for one optimizer step per batch.
-
-    Raises `UnsupportedError` for unknown `pg_options` and `DataError` for a batch without advantages.
+    `L = -min(r A, clip(r, 1 - pg_clip_low, 1 + pg_clip_high) A)`. Unequal ranges give clip-higher (DAPO,
+    arXiv:2503.14476 §3.1). With `dual_clip` c > 1, the loss is at most `-c A` where `A < 0` (arXiv:1912.09729).
+    ROLL's dual clip has c = 1 + 2 `pg_clip`; verl's is on by default (c = 3); TRL's `delta` bounds `r` for both signs.
     """
-    log_ratio_T = _log_ratio(logprobs_T, micro, params, known={"log_ratio_clamp"})
+    given = options.PPOOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
-    low, high = 1.0 - params.pg_clip_low, 1.0 + params.pg_clip_high
-    ratio_T = log_ratio_T.exp()
-    plain_T = -ratio_T * advantages_T
-    clipped_T = -ratio_T.clamp(low, high) * advantages_T
-    loss_T = torch.maximum(plain_T, clipped_T)
-    with torch.no_grad():
-        metrics = _ratio_metrics(log_ratio_T)
-        metrics["clipfrac_low"] = ((advantages_T < 0) & (ratio_T < low)).float()
-        metrics["clipfrac_high"] = ((advantages_T > 0) & (ratio_T > high)).float()
-        metrics["clipfrac"] = metrics["clipfrac_low"] + metrics["clipfrac_high"]
+    loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
     if params.dual_clip is not None:
         bound_T = -params.dual_clip * advantages_T
         bounded_T = (advantages_T < 0) & (loss_T > bound_T)
         loss_T = torch.where(bounded_T, bound_T, loss_T)
         metrics["dual_clipfrac"] = bounded_T.float()
-    return loss_T, metrics
+    return loss_T, _ratio_metrics(log_ratio_T) | metrics
 
 
-def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> tuple[Tensor, Mapping[str, Tensor]]:
+def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
     """Plain policy gradient, `L = -A * logprob` (Williams 1992), without a ratio or a clip.
 
-    Suitable for one optimizer step per batch, or for steps that keep the policy close to the sampling policy. Raises
-    `UnsupportedError` for unknown `pg_options` and `DataError` for a batch without advantages.
+    Suitable for one optimizer step per batch, or for steps that keep the policy close to the sampling policy. It is
+    also the loss of GPG (arXiv:2504.02546), whose advantages are rewards less the group's mean. GPG's factor for
+    groups without signal, `samples / samples with signal`, is not part of the loss, as in verl; a `query_filter_config`
+    that replaces such groups makes it 1. verl's and SkyRL's `vanilla` is PPO, ROLL's is this loss.
     """
-    log_ratio_T = _log_ratio(logprobs_T, micro, params, known={"log_ratio_clamp"})
+    given = options.PolicyLossOptions(**params.options)
+    metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
+    return -_advantages(micro) * _masked(logprobs_T, micro), metrics
+
+
+def cispo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """CISPO (arXiv:2506.13585): clips the weight, so that clipped tokens keep a gradient.
+
+    `L = -sg(clip(r, low, high)) A logprob`. `bounds: absolute`: `low = clip_low`, `high = clip_high`, default [0, 5].
+    `bounds: relative`: `low = 1 - clip_low`, `high = 1 + clip_high`, as in verl, NeMo-RL and SkyRL. TRL has only an
+    absolute upper bound. ROLL's `cispo` is relative with 0.1 and 0.1, its `tis` absolute with 0 and 1.
+    """
+    given = options.CISPOOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    low, high = given.interval
+    ratio_T = log_ratio_T.detach().exp()
+    metrics = _ratio_metrics(log_ratio_T) | {"clipfrac": ((ratio_T < low) | (ratio_T > high)).float()}
+    return -ratio_T.clamp(low, high) * _advantages(micro) * _masked(logprobs_T, micro), metrics
+
+
+def sapo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """SAPO (arXiv:2511.20347): a smooth gate around `r = 1` instead of a clip.
+
+    `L = -(4 / tau) sigmoid(tau (r - 1)) A` with `tau_pos` where `A > 0` and `tau_neg` elsewhere. At `r = 1` the
+    gradient is the policy gradient. verl and TRL are equal; verl's `tau_neg` defaults to 1.
+    """
+    given = options.SAPOOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
+    tau_T = _by_sign(advantages_T > 0, given.tau_pos, given.tau_neg)
+    gate_T = (4.0 / tau_T) * torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0))
+    return -gate_T * advantages_T, _ratio_metrics(log_ratio_T)
+
+
+def dppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """DPPO (arXiv:2602.04879): masks tokens by the divergence of their probability instead of clipping ratios.
+
+    With `p` the policy's and `q` the engine's probability of the token, `L = -keep sg(min(p / q, ratio_high)) A
+    logprob`. `keep` is 0 where the token has moved in the direction of its advantage (`A > 0` and `p > q`, or `A < 0`
+    and `p < q`) and its divergence is above `delta_high` (`A > 0`) or `delta_low` (`A < 0`). The divergence is of the
+    event that this token is sampled: `tv` is `|p - q|`, `kl` is `q log(q / p) + (1 - q) log((1 - q) / (1 - p))`.
+
+    The ratio is that to the engine, not to the policy at the start of the update. Raises `DataError` without the
+    engine's logprobs. Equal to verl's `dppo_tv` and `dppo_kl` with the engine's logprobs as old ones (`bypass_mode`).
+    SkyRL's and prime-rl's surrogate is `keep (p / q) A`: the same gradient up to `ratio_high`.
+    """
+    given = options.DPPOOptions(**params.options)
+    if micro.behaviour_logprobs_T is None:
+        raise DataError("dppo needs the engine's logprobs of the sampled tokens, but the batch has none")
+    logprobs_T, behaviour_T = _masked(logprobs_T, micro), _masked(micro.behaviour_logprobs_T, micro)
+    log_ratio_T = (logprobs_T - behaviour_T).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
     with torch.no_grad():
-        metrics = _ratio_metrics(log_ratio_T)
-    masked_T = torch.where(micro.loss_mask_T, logprobs_T, 0.0)
-    return -_advantages(micro) * masked_T, metrics
+        log_p_T = logprobs_T.clamp(max=0.0)
+        if given.divergence == "tv":
+            divergence_T = (log_p_T.exp() - behaviour_T.exp()).abs()
+        else:
+            rest_p_T, rest_q_T = -torch.expm1(log_p_T), -torch.expm1(behaviour_T)
+            rest_ratio_T = (rest_q_T + PROBABILITY_EPS) / (rest_p_T + PROBABILITY_EPS)
+            divergence_T = behaviour_T.exp() * (behaviour_T - log_p_T) + rest_q_T * rest_ratio_T.log()
+        moved_T = torch.sign(advantages_T) == torch.sign(log_p_T - behaviour_T)
+        delta_T = _by_sign(advantages_T > 0, given.delta_high, given.delta_low)
+        dropped_T = moved_T & (divergence_T > delta_T)
+        weight_T = log_ratio_T.exp().clamp(max=given.ratio_high) * ~dropped_T
+    return -weight_T * advantages_T * logprobs_T, _ratio_metrics(log_ratio_T) | {"clipfrac": dropped_T.float()}
 
 
-def _log_ratio(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams, *, known: set[str]) -> Tensor:
-    unknown = sorted(set(params.options) - known)
-    if unknown:
-        raise UnsupportedError(f"unknown pg_options {', '.join(unknown)}, expected {sorted(known)}")
+def dro(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """Policy gradient with a quadratic penalty, as in DRO (arXiv:2405.19107) and Kimi k1.5 (arXiv:2501.12599).
+
+    `L = -A logprob + beta / 2 (logprob - old_logprob)²`, without a clamp. The papers' penalty is of a whole response;
+    per token as in verl, Tinker, and ROLL's `kimi15`, whose tau is `beta`. prime-rl's coefficient is `2 beta`.
+    """
+    given = options.DROOptions(**params.options)
+    metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
+    distance_T = log_ratio(logprobs_T, micro, None)
+    return -_advantages(micro) * _masked(logprobs_T, micro) + 0.5 * given.beta * distance_T.square(), metrics
+
+
+def raft_plus_plus(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """RAFT++ (arXiv:2504.11343): PPO's clipped surrogate of positive advantages only.
+
+    `L = -min(r, clip(r, 1 - pg_clip_low, 1 + pg_clip_high)) max(A, 0)`. With `adv_estimator: reinforce` and rewards of
+    0 and 1, `max(A, 0)` is the paper's indicator of the best responses, except in groups without a correct one, which
+    the paper's indicator includes. ROLL's documented recipe keeps negative advantages.
+    """
+    given = options.RAFTOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    positive_T = _advantages(micro).clamp(min=0.0)
+    loss_T, metrics = _clipped(log_ratio_T.exp(), positive_T, params.pg_clip_low, params.pg_clip_high)
+    return loss_T, _ratio_metrics(log_ratio_T) | metrics
+
+
+# -- ratios per sequence -----------------------------------------------------------------------------------------------
+
+
+def gspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """GSPO (arXiv:2507.18071 eq. 5): PPO's clipped surrogate of the sequence's ratio.
+
+    `s = exp(mean of log r over the sequence)`, and for each of its tokens `L = -min(s A, clip(s, 1 - clip_low,
+    1 + clip_high) A)`. `seq-mean-token-mean` gives the paper's objective. `log r` is clamped per token; verl clamps
+    `log s` to at most 10, TRL not at all. verl's `gspo` is `gspo_token` here: gradients are equal if all tokens of a
+    sequence have the same advantage.
+    """
+    given = options.GSPOOptions(**params.options)
+    return _gspo(logprobs_T, micro, given)
+
+
+def gspo_token(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """GSPO-token (arXiv:2507.18071 eq. 13): the value of `gspo`, with a gradient per token.
+
+    `s_t = sg(s) p / sg(p)` with the token's probability `p`, so each token's own advantage weighs its gradient. For
+    advantages that differ within a sequence.
+    """
+    given = options.GSPOOptions(**params.options)
+    return _gspo(logprobs_T, micro, given, per_token=True)
+
+
+def luspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """LUSPO (arXiv:2602.05261): GSPO with each sequence's loss multiplied by its number of tokens in the loss.
+
+    It removes GSPO's preference for short correct responses. `gspo` with `loss_agg_mode: seq-mean-token-sum` is the
+    same objective. TRL has the same weights.
+    """
+    given = options.LUSPOOptions(**params.options)
+    loss_T, metrics = _gspo(logprobs_T, micro, given)
+    return loss_T * _row_lengths(micro), metrics
+
+
+def gmpo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """GMPO (arXiv:2507.20673): the geometric mean of clipped ratios over the sequence.
+
+    `L = -A exp(mean of c over the sequence)` with `c = min(log r, clip_high)` where `A >= 0` and
+    `c = max(log r, -clip_low)` elsewhere. The clip is one-sided, as PPO's minimum is: it removes gradients only of
+    tokens that have already moved in the direction of their advantage. verl's `geo_mean` is equal for rows of one
+    advantage.
+    """
+    given = options.GMPOOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
+    below_T, above_T = log_ratio_T.clamp(min=-given.clip_low), log_ratio_T.clamp(max=given.clip_high)
+    clipped_T = torch.where(advantages_T < 0, below_T, above_T)
+    log_mean_T = _row_means(clipped_T, micro)
+    metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
+    metrics["clipfrac"] = (clipped_T != log_ratio_T).float()
+    return -log_mean_T.exp() * advantages_T, metrics
+
+
+def vespo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """VESPO (arXiv:2602.10693): weighs a sequence by a smooth function of the product of its ratios.
+
+    `L = -sg(phi(w)) A logprob` with `w = prod of r over the sequence` and `phi(w) = exp(lambda) w^k exp(-lambda w)`,
+    which is 1 at `w = 1`. `k` and `lambda` are `k_pos`, `lambda_pos` where `A >= 0` and `k_neg`, `lambda_neg`
+    elsewhere. `log w` is clamped, too. TRL also multiplies `w` by the correction of the engine's logprobs; here
+    `train_infer_correction` weighs advantages.
+    """
+    given = options.VESPOOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
+    with torch.no_grad():
+        log_w_T = _row_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
+        k_T = _by_sign(advantages_T >= 0, given.k_pos, given.k_neg)
+        lambda_T = _by_sign(advantages_T >= 0, given.lambda_pos, given.lambda_neg)
+        phi_T = (lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp()).exp()
+    metrics = _ratio_metrics(log_ratio_T) | {"sequence_weight": phi_T}
+    return -phi_T * advantages_T * _masked(logprobs_T, micro), metrics
+
+
+def topr(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """TOPR (arXiv:2503.14286): positives without a ratio, negatives with a ratio truncated at 1.
+
+    `L = -positive_weight A logprob` where `A > 0`, `L = -negative_weight sg(clip(w, clip_low, clip_high)) A logprob`
+    elsewhere. `w` is the product of `r` over the sequence (`level: sequence`, the paper) or `r` (`level: token`, ROLL).
+    The paper's sign is that of the reward, here the advantage's.
+    """
+    given = options.TOPROptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
+    with torch.no_grad():
+        log_w_T = log_ratio_T
+        if given.level == "sequence":
+            log_w_T = _row_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
+        truncated_T = given.negative_weight * log_w_T.exp().clamp(given.clip_low, given.clip_high)
+        weight_T = torch.where(advantages_T > 0, given.positive_weight, truncated_T)
+    return -weight_T * advantages_T * _masked(logprobs_T, micro), _ratio_metrics(log_ratio_T)
+
+
+# -- covariances -------------------------------------------------------------------------------------------------------
+
+
+def clip_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """Clip-Cov (arXiv:2505.22617): PPO, where some tokens of high covariance have no gradient.
+
+    Covariance of a token: `A (logprob - mean logprob of its sequence)`. Tokens between `cov_low` and `cov_high` that
+    PPO does not clip lose their gradient with `probability`.
+
+    The paper subtracts the batch's means of `A` and of logprobs, and selects a fixed share of all tokens at random;
+    verl does both per microbatch and rank. Here nothing depends on the split. The mean of `A` is taken as 0, as that of
+    normalized advantages is. Logprobs are compared with those of the same sequence. A hash of the sequence's id and the
+    position replaces the random choice.
+    """
+    given = options.ClipCovOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
+    loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
+    covariance_T = _covariance(logprobs_T, advantages_T, micro)
+    chosen_T = (covariance_T > given.cov_low) & (covariance_T < given.cov_high) & (metrics["clipfrac"] == 0)
+    chosen_T &= _uniform(micro) < given.probability
+    metrics["cov_clipfrac"] = chosen_T.float()
+    return torch.where(chosen_T, 0.0, loss_T), _ratio_metrics(log_ratio_T) | metrics
+
+
+def kl_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
+    """KL-Cov (arXiv:2505.22617): importance sampling with a penalty on tokens of high covariance.
+
+    `L = -r A`, plus `kl_coef |log r|` where the covariance (see `clip_cov`) is above `cov_threshold`. The paper and
+    verl penalize a fixed share of the tokens with the highest covariance, verl per microbatch and rank. A threshold
+    does not depend on the split. Without old logprobs the penalty and its gradient are 0.
+    """
+    given = options.KLCovOptions(**params.options)
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    advantages_T = _advantages(micro)
+    chosen_T = _covariance(logprobs_T, advantages_T, micro) > given.cov_threshold
+    penalty_T = torch.where(chosen_T, given.kl_coef * log_ratio_T.abs(), 0.0)
+    metrics = _ratio_metrics(log_ratio_T) | {"cov_klfrac": chosen_T.float()}
+    return -log_ratio_T.exp() * advantages_T + penalty_T, metrics
+
+
+# -- shared terms ------------------------------------------------------------------------------------------------------
+
+PROBABILITY_EPS = 1e-8
+"""Added to probabilities in logarithms, as in verl."""
+
+
+def log_ratio(logprobs_T: Tensor, micro: MicroBatch, clamp: float | None) -> Tensor:
+    """`log r` of each token, clamped to ± `clamp`; 0 outside the mask."""
     old_T = logprobs_T.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
-    bound = params.options.get("log_ratio_clamp", LOG_RATIO_CLAMP)
-    # Values outside the mask are arbitrary. Their exp() must not reach the loss or the gradient.
-    return torch.where(micro.loss_mask_T, logprobs_T - old_T, 0.0).clamp(-bound, bound)
+    log_ratio_T = _masked(logprobs_T - old_T, micro)
+    return log_ratio_T if clamp is None else log_ratio_T.clamp(-clamp, clamp)
+
+
+def _masked(values_T: Tensor, micro: MicroBatch) -> Tensor:
+    """Values in the loss, 0 elsewhere: values outside the mask are arbitrary and may be NaN."""
+    return torch.where(micro.loss_mask_T, values_T, 0.0)
 
 
 def _advantages(micro: MicroBatch) -> Tensor:
     if micro.advantages_T is None:
         raise DataError("the policy loss needs advantages, but the batch has none")
-    return torch.where(micro.loss_mask_T, micro.advantages_T, 0.0)
+    return _masked(micro.advantages_T, micro)
+
+
+def _by_sign(positive_T: Tensor, one: float, other: float) -> Tensor:
+    return torch.where(positive_T, one, other)
+
+
+def _clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Found:
+    """PPO's clipped surrogate, and the tokens whose gradient the clip removes."""
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    loss_T = torch.maximum(-ratio_T * advantages_T, -ratio_T.clamp(low, high) * advantages_T)
+    below_T = ((advantages_T < 0) & (ratio_T < low)).float()
+    above_T = ((advantages_T > 0) & (ratio_T > high)).float()
+    return loss_T, {"clipfrac_low": below_T, "clipfrac_high": above_T, "clipfrac": below_T + above_T}
+
+
+def _gspo(logprobs_T: Tensor, micro: MicroBatch, given: options.GSPOOptions, *, per_token: bool = False) -> Found:
+    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    log_mean_T = _row_means(log_ratio_T, micro)
+    metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
+    if per_token:
+        own_T = _masked(logprobs_T, micro)
+        log_mean_T = log_mean_T.detach() + own_T - own_T.detach()
+    loss_T, clips = _clipped(log_mean_T.exp(), _advantages(micro), given.clip_low, given.clip_high)
+    return loss_T, metrics | clips
+
+
+def _row_sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
+    """Sum over the sequence of each token. `values_T` is 0 outside the mask."""
+    lengths_S = torch.tensor(micro.lengths, device=values_T.device)
+    return torch.segment_reduce(values_T, "sum", lengths=lengths_S, unsafe=True)[micro.segments_T]
+
+
+def _row_means(values_T: Tensor, micro: MicroBatch) -> Tensor:
+    """Mean over the masked tokens of the sequence of each token. `values_T` is 0 outside the mask."""
+    return _row_sums(values_T, micro) / _row_lengths(micro).clamp(min=1)
+
+
+def _row_lengths(micro: MicroBatch) -> Tensor:
+    """Number of masked tokens in the sequence of each token."""
+    return _row_sums(micro.loss_mask_T.float(), micro)
+
+
+def _covariance(logprobs_T: Tensor, advantages_T: Tensor, micro: MicroBatch) -> Tensor:
+    logprobs_T = _masked(logprobs_T.detach(), micro)
+    return advantages_T * (logprobs_T - _row_means(logprobs_T, micro))
+
+
+def _uniform(micro: MicroBatch) -> Tensor:
+    """Number in [0, 1) of each token: MurmurHash3's finalizer of its sequence's id and position."""
+    seeds_S = torch.tensor([zlib.crc32(each.encode()) for each in micro.ids], device=micro.segments_T.device)
+    hash_T = (seeds_S[micro.segments_T] + micro.positions_T * 0x9E3779B1) & 0xFFFFFFFF
+    hash_T = ((hash_T ^ (hash_T >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    hash_T = ((hash_T ^ (hash_T >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return (hash_T ^ (hash_T >> 16)).double() / 2**32
 
 
 def _ratio_metrics(log_ratio_T: Tensor) -> dict[str, Tensor]:
@@ -93,3 +379,9 @@ def _ratio_metrics(log_ratio_T: Tensor) -> dict[str, Tensor]:
         "ratio/min": ratio_T,
         "approx_kl": torch.expm1(log_ratio_T) - log_ratio_T,
     }
+
+
+def _sequence_metrics(log_ratio_T: Tensor) -> dict[str, Tensor]:
+    """Ratios of whole sequences."""
+    ratio_T = log_ratio_T.detach().exp()
+    return {"sequence_ratio": ratio_T, "sequence_ratio/max": ratio_T, "sequence_ratio/min": ratio_T}

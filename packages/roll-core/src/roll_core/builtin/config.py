@@ -1,4 +1,4 @@
-"""Config schemas of the built-in rewards, policy losses and trackers. Imports nothing heavy."""
+"""Config schemas of the built-in rewards and trackers. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import Config, NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
+from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -65,13 +65,6 @@ class FunctionConfig(RewardConfig):
 
         reason = check(self.function, columns, timeout_s)
         return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}
-
-
-class PolicyLossOptions(Config):
-    """Options (`pg_options`) of the policy losses `ppo` and `vanilla`."""
-
-    log_ratio_clamp: PositiveFloat = 20.0
-    """Maximum absolute logarithm of the importance ratio; beyond it a token has no gradient."""
 
 
 class TensorBoardOptions(Config):

@@ -187,20 +187,34 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
 
 @hookimpl
 def roll_policy_losses() -> Iterator[PolicyLossProvider]:
-    """Policy losses: clipped PPO and the plain policy gradient."""
-    yield PolicyLossProvider(
-        name="ppo",
-        target="roll_core.algorithms.policy_losses:ppo",
-        config="roll_core.builtin.config:PolicyLossOptions",
-        summary="Clipped importance ratio, with clip-higher and dual clip",
-    )
-    yield PolicyLossProvider(
-        name="vanilla",
-        target="roll_core.algorithms.policy_losses:vanilla",
-        config="roll_core.builtin.config:PolicyLossOptions",
-        summary="Log-probability times advantage",
-        off_policy=False,
-    )
+    """Policy losses, see docs/algorithms.md. A name with the function of another is an alias."""
+    for name, function, schema, summary in (
+        ("ppo", "ppo", "PPOOptions", "Clipped importance ratio, with clip-higher and dual clip"),
+        ("vanilla", "vanilla", "PolicyLossOptions", "Log-probability times advantage"),
+        ("gpg", "vanilla", "PolicyLossOptions", "The same as vanilla"),
+        ("gspo", "gspo", "GSPOOptions", "Clipped ratio of the sequence"),
+        ("gspo_token", "gspo_token", "GSPOOptions", "gspo, with advantages per token"),
+        ("luspo", "luspo", "LUSPOOptions", "gspo, with sequences weighted by their lengths"),
+        ("gmpo", "gmpo", "GMPOOptions", "Geometric mean of clipped ratios"),
+        ("cispo", "cispo", "CISPOOptions", "Policy gradient, weighted by a clipped ratio"),
+        ("sapo", "sapo", "SAPOOptions", "Smooth gate of the ratio instead of a clip"),
+        ("dppo", "dppo", "DPPOOptions", "Masks tokens by the divergence of their probability"),
+        ("topr", "topr", "TOPROptions", "Positives without a ratio, negatives with a truncated one"),
+        ("raft_plus_plus", "raft_plus_plus", "RAFTOptions", "Clipped ratio of positive advantages only"),
+        ("raftpp", "raft_plus_plus", "RAFTOptions", "The same as raft_plus_plus"),
+        ("dro", "dro", "DROOptions", "Policy gradient with a squared log-ratio as penalty"),
+        ("kimi", "dro", "DROOptions", "The same as dro"),
+        ("vespo", "vespo", "VESPOOptions", "Sequences weighted by a smooth function of their ratio"),
+        ("clip_cov", "clip_cov", "ClipCovOptions", "ppo, without gradients of some tokens of high covariance"),
+        ("kl_cov", "kl_cov", "KLCovOptions", "Importance ratio, with a penalty on tokens of high covariance"),
+    ):
+        yield PolicyLossProvider(
+            name=name,
+            target=f"roll_core.algorithms.policy_losses:{function}",
+            config=f"roll_core.algorithms.policy_loss_options:{schema}",
+            summary=summary,
+            off_policy=function != "vanilla",
+        )
 
 
 @hookimpl

@@ -43,7 +43,9 @@ def load(
     *,
     needs: bool = False,
 ) -> LoadedConfig:
-    """Load the config at `path` with `key=value` overrides. Has no side effects and imports nothing heavy.
+    """Load the config at `path` with `key=value` overrides. Has no side effects, and imports nothing heavy.
+
+    Exception: it imports the modules of functions of the user (`pg_variant: my_losses:name`).
 
     `extra_check` finds mistakes that schemas cannot detect. With `needs`, requirements (`Provider.needs`) that this
     environment does not meet are mistakes as well. Roles with their own environment, and roles whose workers run on the

@@ -13,10 +13,11 @@ from roll_core.config.explain import Finding
 from roll_core.config.mistakes import validate_all, value_at
 from roll_core.config.schema import paths
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS, foreign_hint, suggest_key
-from roll_core.errors import MissingRequirementError, PluginError, UnknownProviderError
+from roll_core.errors import MissingRequirementError, PluginError, PluginLoadError, UnknownProviderError
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
 from roll_core.plugins.targets import schema_of
+from roll_core.plugins.user_functions import is_user_function, options_schema
 from roll_core.spec.config import Config
 from roll_core.spec.providers import Provider
 
@@ -65,6 +66,8 @@ class Parts:
                 self.cause = error.__cause__
             return None
         owner = self.registry.owner(provider)
+        if is_user_function(provider):
+            return provider
         if problem := signature_problem(provider):
             self.report(path, f"{owner}: {problem}", code="ROLL-P003")
         # Requirements of defaults are in roll-core[train], which `run` checks.
@@ -80,12 +83,23 @@ class Parts:
         """True if this environment is the one in which the role's workers run."""
         return self.check_needs and role.get("environment") is None and not on_a_cluster()
 
-    def options(self, record: Provider, path: KeyPath, given: Any) -> None:
+    def options(self, record: Provider, path: KeyPath, given: Any, named_at: KeyPath) -> None:
         """Validate the options of a part that is not a role. Without a schema, it takes no options."""
         given = {} if given is None else given
-        if isinstance(given, dict) and (given or record.config):
-            owner = self.registry.owner(record)
-            self.by_schema(schema_of(record, Config, owner=owner), given, path, owner)
+        owner = self.registry.owner(record)
+        if is_user_function(record):
+            try:
+                schema = options_schema(record)
+            except PluginLoadError as error:
+                hint = f"it is imported with the working directory {os.getcwd()} first on the module path"
+                self.report(named_at, f"{record.target} cannot be used: {error}", hint, code="ROLL-C041")
+                return
+        elif given or record.config:
+            schema = schema_of(record, Config, owner=owner)
+        else:
+            return
+        if isinstance(given, dict):
+            self.by_schema(schema, given, path, owner)
 
     def by_schema(self, schema: type[M], given: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
         """Validate the values at `path` by the schema of their part; None after recording mistakes."""

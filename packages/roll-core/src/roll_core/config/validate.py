@@ -173,7 +173,7 @@ def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:
         name = data.get(key, schema.model_fields[key].default)
         provider = parts.find(kind, name, (key,)) if isinstance(name, str) else None
         if provider is not None and (options_key := OPTIONS.get(kind)):
-            parts.options(provider, (options_key,), data.get(options_key))
+            parts.options(provider, (options_key,), data.get(options_key), (key,))
         if isinstance(provider, AdvantageProvider):
             _check_estimator(parts, provider, key, schema)
     trackers = data.get("track_with", schema.model_fields["track_with"].default)
@@ -185,7 +185,7 @@ def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:
             path = ("track_with",) if single else ("track_with", str(position))
             tracker = parts.find(TrackerProvider, name, path)
             if tracker is not None and isinstance(options, dict):
-                parts.options(tracker, ("tracker_kwargs", name), options.get(name))
+                parts.options(tracker, ("tracker_kwargs", name), options.get(name), path)
     for key in options if isinstance(options, dict) else ():
         if isinstance(key, str) and key not in names:
             message = f"is not used: track_with names {', '.join(map(str, names)) or 'no tracker'}"

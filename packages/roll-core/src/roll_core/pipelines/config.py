@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
+from roll_core.algorithms.policy_loss_options import PolicyLossOptions
+from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import (
     Config,
     Fraction,
@@ -294,9 +296,9 @@ class RLVRConfig(RewardRunConfig):
     """
 
     adv_estimator: str = "grpo"
-    """Advantage estimator: grpo, reinforce, rloo, gae, or a plugin's."""
+    """Advantage estimator: grpo, reinforce, rloo, gae, a plugin's, or your own function, `module:function`."""
     adv_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of a plugin's advantage estimator."""
+    """Options of the advantage estimator."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lambd: Fraction = 0.95
@@ -329,7 +331,7 @@ class RLVRConfig(RewardRunConfig):
     """Clamp advantages to ± this value."""
 
     pg_variant: str = "ppo"
-    """Policy loss: ppo, vanilla, or a plugin's."""
+    """Policy loss: a name of docs/algorithms.md, a plugin's, or your own function, `module:function`."""
     pg_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """PPO's clip range in both directions."""
     use_pg_clip_range: bool = False
@@ -342,14 +344,28 @@ class RLVRConfig(RewardRunConfig):
     """Use dual-clip PPO: bound the objective of negative advantages from below (arXiv:1912.09729)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """Bound of dual-clip PPO, as a factor of the advantage."""
-    pg_options: dict[str, float] = Field(default_factory=dict)
-    """Further options of a plugin's policy loss."""
+    pg_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the policy loss. Each loss has its own."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "seq-mean-token-mean"
     )
     """Aggregation of per-token losses into a scalar."""
     entropy_loss_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus. Its initial value if `entropy_target` is given."""
+    entropy_target: PositiveFloat | None = None
+    """Mean entropy per token to which the weight adapts. If it is not given, the weight is fixed."""
+    entropy_coef_delta: PositiveFloat = 0.005
+    """Change of the weight per step, with `entropy_target`."""
+    entropy_coef_min: float = 0.0
+    """Minimum weight, with `entropy_target`."""
+    entropy_coef_max: float = 1.0
+    """Maximum weight, with `entropy_target`."""
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the batch's tokens in the policy loss: those with the highest entropy. The others have advantage 0."""
+    positive_nll_coef: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of positive responses, which is added to the loss (VAPO)."""
+    positive_nll_threshold: float = 0.0
+    """Reward above which a response is positive, with `positive_nll_coef`."""
 
     use_kl_loss: bool = False
     """Add a KL penalty to the reference to the loss."""
@@ -361,6 +377,8 @@ class RLVRConfig(RewardRunConfig):
     """Estimator of the KL in the reward."""
     kl_loss_penalty: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL in the loss."""
+    kl_loss_unbiased: bool = False
+    """Multiply the KL in the loss by the importance ratio, so that its gradient is unbiased (DeepSeek-V3.2)."""
     init_kl_coef: NonNegativeFloat = 0.2
     """Weight of the KL in the reward. Its initial value if `target_kl` is given."""
     target_kl: PositiveFloat | None = None
@@ -528,6 +546,23 @@ class RLVRConfig(RewardRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _entropy_is_known(self) -> RLVRConfig:
+        if self.top_entropy_quantile < 1 and self.force_disable_old_logprobs_recompute:
+            raise ValueError(
+                f"top_entropy_quantile {self.top_entropy_quantile:g} needs the entropies that the trainer computes with"
+                " the old logprobs: set force_disable_old_logprobs_recompute to false"
+            )
+        if self.entropy_target is None:
+            return self
+        low, high = self.entropy_coef_min, self.entropy_coef_max
+        if not low <= self.entropy_loss_coef <= high or low == high:
+            raise ValueError(
+                f"entropy_loss_coef {self.entropy_loss_coef:g} with entropy_target: expected a value from"
+                f" entropy_coef_min {low:g} to a larger entropy_coef_max, found {high:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _data_and_rewards_are_given(self) -> RLVRConfig:
         if not self.actor_train.data_args.file_name:
             raise ValueError("actor_train.data_args.file_name is missing: name the files with the prompts")
@@ -538,13 +573,21 @@ class RLVRConfig(RewardRunConfig):
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
         found: dict[str, str] = {}
-        if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1":
+        if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1" and not self.kl_loss_unbiased:
             found["kl_loss_penalty"] = (
-                "the expected gradient of k1 in the loss is zero, so it only adds noise: set k2 or k3. k1 is for the KL"
-                " in the reward (kl_penalty)"
+                "the expected gradient of k1 in the loss is zero, so it only adds noise: set k2 or k3, or"
+                " kl_loss_unbiased. k1 is for the KL in the reward (kl_penalty)"
+            )
+        if self.use_kl_loss and self.kl_loss_unbiased and self.kl_loss_penalty not in ("k1", "k3"):
+            found["kl_loss_unbiased"] = (
+                f"found kl_loss_penalty {self.kl_loss_penalty}, whose expected value is not the KL, so that the ratio"
+                " does not make its gradient unbiased: set k3"
             )
         num_steps = self.steps_per_batch(self.actor_train)
         loss = parts["pg_variant"]
+        schema = schema_of(loss, Config, owner=loss.name)
+        if issubclass(schema, PolicyLossOptions):
+            found |= schema(**self.pg_options).warnings(self, parts)
         if isinstance(loss, PolicyLossProvider) and not loss.off_policy and num_steps > 1:
             found["pg_variant"] = (
                 f"{loss.name} has no importance ratio, but the policy takes {num_steps} optimizer steps on each batch"
@@ -604,7 +647,7 @@ class RLVRConfig(RewardRunConfig):
             return False
         several_steps = self.steps_per_batch(self.actor_train) > 1
         older_tokens = self.ahead > 0 or self.correction.enabled
-        return several_steps or self.add_token_level_kl or older_tokens
+        return several_steps or self.add_token_level_kl or older_tokens or self.top_entropy_quantile < 1
 
     def clip_range(self) -> tuple[float, float]:
         """PPO's clip range as (low, high)."""

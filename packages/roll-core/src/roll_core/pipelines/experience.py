@@ -133,6 +133,13 @@ class Experience:
             samples=tuple(self.samples[i] for i in samples), sequences=tuple(self.sequences[i] for i in kept)
         )
 
+    def with_positives(self, threshold: float) -> Experience:
+        """Set the stream `positive`: 1 on the tokens in the loss of samples whose reward is above `threshold`."""
+        positive_T = self.mask_T & (self.scores_S > threshold)[self.segments_T]
+        rows = zip(self.sequences, self.rows_of(positive_T.float()), strict=True)
+        sequences = tuple(replace(each, streams={**each.streams, "positive": row}) for each, row in rows)
+        return replace(self, sequences=sequences)
+
 
 def score_of(sample: Sample) -> float | None:
     """The sample's reward; None if it has none or scoring failed."""

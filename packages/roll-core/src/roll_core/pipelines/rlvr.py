@@ -11,13 +11,16 @@ for step in steps:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
+from roll_core.algorithms.entropy import EntropyController, top_entropy
 from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
-from roll_core.algorithms.losses import PolicyObjective, ValueObjective
+from roll_core.algorithms.losses import CrossEntropy, PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import (
     difficulty_mask,
@@ -38,13 +41,12 @@ from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
 from roll_core.pipelines.stages import Validation, log_update
 from roll_core.runtime.rollout.requests import stable_seed
-from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
+from roll_core.spec.algorithms import AdvantageEstimator, AdvantageInput, PolicyLossParams, bind_options
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.pipeline import RoleSpec
 
 
@@ -83,12 +85,20 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def _set_up_objective(self, run: Run) -> None:
         """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
         config = self.config
-        self.estimator: AdvantageEstimator = run.advantage_estimator(config.adv_estimator)
+        estimator = run.advantage_estimator(config.adv_estimator)
+        self.estimator = bind_options(estimator, AdvantageEstimator, config.adv_options)
         normalises = run.advantage_provider(config.adv_estimator).normalise != "config"
         self.normaliser = (
             RewardNormaliser(None, None)
             if normalises
             else RewardNormaliser(config.norm_mean_type, config.norm_std_type, config.reward_clip, config.norm_epsilon)
+        )
+        self.entropy = EntropyController(
+            config.entropy_loss_coef,
+            config.entropy_target,
+            delta=config.entropy_coef_delta,
+            minimum=config.entropy_coef_min,
+            maximum=config.entropy_coef_max,
         )
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon, config.kl_error_clip)
         low, high = config.clip_range()
@@ -101,12 +111,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 options=config.pg_options,
             ),
             aggregation=config.loss_agg_mode,
-            entropy_coef=config.entropy_loss_coef,
             kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
             kl_kind=config.kl_loss_penalty,
+            kl_unbiased=config.kl_loss_unbiased,
             log_ratio_clamp=config.kl_log_ratio_clamp,
             k3_clamp=config.k3_clamp,
             temperature=self.temperature,
+            terms={"positive_nll": CrossEntropy(stream="positive")} if config.positive_nll_coef else {},
+            coefs={"positive_nll": config.positive_nll_coef} if config.positive_nll_coef else {},
         )
 
     @override
@@ -156,10 +168,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             run.guard("all_groups_filtered", False, f"no reward signal at {{steps}}: {reason}")
             return
         with run.stage("logprobs"):
-            experience = await self._score(run, experience)
+            experience, entropy_T = await self._score(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
-            chosen = self._chosen(run, experience)
+            chosen = self._chosen(run, self._on_top_entropy(experience, entropy_T))
         with run.stage("train"):
             await self._train(run, experience, chosen)
 
@@ -169,11 +181,17 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     @override
     def state(self) -> Mapping[str, Any]:
-        return {"kl": self.kl.state(), "normaliser": self.normaliser.state(), "rollouts": self.rollouts.state()}
+        return {
+            "kl": self.kl.state(),
+            "entropy": self.entropy.state(),
+            "normaliser": self.normaliser.state(),
+            "rollouts": self.rollouts.state(),
+        }
 
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl.load_state(state["kl"])
+        self.entropy.load_state(state["entropy"])
         self.normaliser.load_state(state["normaliser"])
         self.rollouts.load_state(state["rollouts"])
 
@@ -183,15 +201,22 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
 
-    async def _score(self, run: Run, experience: Experience) -> Experience:
-        """Add logprobs of the current policy, logprobs of the reference, and values of the critic."""
+    async def _score(self, run: Run, experience: Experience) -> tuple[Experience, torch.Tensor | None]:
+        """Add logprobs of the current policy, logprobs of the reference, and values of the critic.
+
+        Also returns the policy's entropies `[T]`, if they select tokens.
+        """
         config = self.config
+        entropy_T = None
         sequences = experience.sequences
         if config.force_disable_old_logprobs_recompute:
             experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
         elif config.recomputes_logprobs:
-            scored = await run.train_role("actor_train").score(sequences, logprobs=True, temperature=self.temperature)
+            scored = await run.train_role("actor_train").score(
+                sequences, logprobs=True, entropy=config.top_entropy_quantile < 1, temperature=self.temperature
+            )
             experience = experience.with_rows(old_logprobs=scored.logprobs)
+            entropy_T = None if scored.entropy is None else torch.from_numpy(np.concatenate(scored.entropy))
             gap, lag = logprob_gaps(experience, run.infer_role("actor_infer").weight_version)
             run.log({"actor/logprob_gap": gap} if gap is not None else {})
             run.log({"actor/logprob_lag": lag} if lag is not None else {})
@@ -206,7 +231,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if config.critic is not None:
             scored = await run.train_role("critic").score(without_experts(sequences), values=True)
             experience = experience.with_rows(values=scored.values)
-        return experience
+        return experience, entropy_T
 
     def _shaped(self, run: Run, experience: Experience) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Scores and their components, float32 `[S]`, with the penalty for long responses."""
@@ -278,14 +303,23 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         )
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
 
+    def _on_top_entropy(self, experience: Experience, entropy_T: torch.Tensor | None) -> Experience:
+        """Set advantages to 0 where the entropy is not among the highest of the batch."""
+        advantages_T = experience.flat("advantages")
+        if entropy_T is None or advantages_T is None:
+            return experience
+        top_T = top_entropy(entropy_T, experience.mask_T, self.config.top_entropy_quantile)
+        return experience.with_flat(advantages=torch.where(top_T, advantages_T, 0.0))
+
     def _chosen(self, run: Run, experience: Experience) -> Experience:
         """Samples and tokens of the policy's loss, after masks and corrections."""
         chosen = experience.keep(self._kept(experience))
-        if not self.config.correction.enabled or not chosen.sequences:
-            return chosen
-        corrected, metrics = correct(chosen, self.config.correction)
-        run.log(metrics)
-        return corrected
+        if self.config.correction.enabled and chosen.sequences:
+            chosen, metrics = correct(chosen, self.config.correction)
+            run.log(metrics)
+        if self.config.positive_nll_coef and chosen.sequences:
+            chosen = chosen.with_positives(self.config.positive_nll_threshold)
+        return chosen
 
     def _penalty(self, run: Run, experience: Experience) -> torch.Tensor:
         """Per-token KL of the policy to the reference, `[T]`.
@@ -353,12 +387,15 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
                 chosen.sequences,
-                self.policy_objective,
+                replace(self.policy_objective, entropy_coef=self.entropy.current),
                 epochs=config.ppo_epochs,
                 max_length=config.response_length,
                 shuffle_seed=shuffle_seed,
             )
             log_update(run, update, "actor")
+            if config.entropy_target is not None:
+                run.log({"actor/entropy_coef": self.entropy.current})
+                self.entropy.update(update.metrics["entropy"])
             run.guard(
                 "zero_gradient",
                 update.metrics["grad_norm"] != 0 or not chosen.has_advantages,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roll_core.errors import PluginHookError, ProviderConflictError, UnknownProviderError
 from roll_core.plugins.loader import load_plugins, normalise
 from roll_core.plugins.records import KINDS, kind_of
+from roll_core.plugins.user_functions import user_function
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -41,10 +42,14 @@ class Registry:
     def find(self, kind: type[P], name: str) -> P:
         """Return the record of this kind with this name, given as `name` or `package/name`.
 
+        Policy losses and advantage estimators may also be given as `module:function`, a function of the user.
+
         Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does. The latter
         lists the nearest name, the package that provides it, and the plugins that failed to load. The first of their
         errors is chained.
         """
+        if (record := user_function(kind, name)) is not None:
+            return record
         offers = self._offers(kind, name)
         if len(offers) == 1:
             return offers[0][1]
@@ -108,6 +113,8 @@ class Registry:
         lines = [f"no {spec.noun} is called {name!r}"]
         if slash:
             lines += self._unknown_package(spec, kind, package, bare)
+        elif hint := _hints(spec).get(bare.lower()):
+            lines.append(hint)
         elif bare not in known:
             close = difflib.get_close_matches(bare, [*names, *known], 1, 0.6)
             close = close or sorted(each for each in {*names, *known} if bare and each.startswith(bare))
@@ -191,12 +198,20 @@ _WHY = {
 
 
 def _known_parts(kind: Kind) -> dict[str, str]:
+    found: dict[str, str] = _known().get(kind.key, {})
+    return found
+
+
+def _hints(kind: Kind) -> dict[str, str]:
+    found: dict[str, str] = _known()["hints"].get(kind.key, {})
+    return found
+
+
+def _known() -> dict[str, Any]:
     import tomllib
     from importlib.resources import files
 
-    table = tomllib.loads(files("roll_core.plugins").joinpath("known_parts.toml").read_text(encoding="utf-8"))
-    found: dict[str, str] = table.get(kind.key, {})
-    return found
+    return tomllib.loads(files("roll_core.plugins").joinpath("known_parts.toml").read_text(encoding="utf-8"))
 
 
 def _describe(plugin: Plugin) -> dict[str, Any]:

@@ -73,7 +73,10 @@ def data_file(target: str, *, owner: str) -> Path:
 
 
 def schema_of(record: Provider, base: type[M], *, owner: str) -> type[M]:
-    """Config schema of a record, or `base` if the record names none. Raises `PluginLoadError`."""
+    """Config schema of a record, or `base` if the record names none. Raises `PluginLoadError`.
+
+    For a function of the user, see `roll_core.plugins.user_functions.options_schema`.
+    """
     return load_class(record.config, base, owner=owner) if record.config else base
 
 

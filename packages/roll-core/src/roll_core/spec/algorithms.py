@@ -5,13 +5,15 @@ Shapes: T tokens of prompts and responses, concatenated; S rollouts; G groups; U
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -87,7 +89,10 @@ class AdvantageOutput:
 
 
 class AdvantageEstimator(Protocol):
-    """Computes the advantage of each token. Depends only on its input and does not modify it."""
+    """Computes the advantage of each token. Depends only on its input and does not modify it.
+
+    Options are read from `batch.options`. Parameters after `batch` receive the options of the same names.
+    """
 
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
         """Advantages of a whole batch."""
@@ -102,18 +107,40 @@ class PolicyLossParams:
     pg_clip_high: float = 0.2
     dual_clip: float | None = None
     """Lower bound on the objective of negative advantages, as a factor > 1 of the advantage (arXiv:1912.09729)."""
-    options: Mapping[str, float] = field(default_factory=dict)
-    """Keys of `pg_options`, for policy losses of plugins."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`pg_options` as written in the config, already validated by the schema of the loss's record."""
 
 
 class PolicyLoss(Protocol):
-    """Per-token policy loss, to be *minimised*."""
+    """Per-token policy loss, to be *minimised*. It must not depend on how the batch is split into microbatches.
+
+    Options are read from `params.options`. Parameters after `params` receive the options of the same names.
+    """
 
     def __call__(
         self, logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """`(loss_T, per-token metrics)`. The runtime masks and aggregates both."""
         ...
+
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def option_parameters(function: Callable[..., Any], contract: type) -> dict[str, inspect.Parameter]:
+    """Parameters of a function after those of its contract, by name: its options."""
+    num_given = len(inspect.signature(contract.__call__).parameters) - 1
+    return {
+        each.name: each
+        for at, each in enumerate(inspect.signature(function).parameters.values())
+        if each.kind is each.KEYWORD_ONLY or (each.kind is each.POSITIONAL_OR_KEYWORD and at >= num_given)
+    }
+
+
+def bind_options(function: F, contract: type, options: Mapping[str, Any]) -> F:
+    """Bind the options that `function` takes as parameters, see `option_parameters`."""
+    taken = {name: options[name] for name in option_parameters(function, contract) if name in options}
+    return cast("F", partial(function, **taken)) if taken else function
 
 
 document_fields(__name__)

@@ -18,6 +18,7 @@ from roll_core.data.encode_preferences import encode_labelled, encode_pairs
 from roll_core.data.rows import read_rows
 from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.targets import load_target
+from roll_core.plugins.user_functions import is_user_function
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
@@ -343,7 +344,7 @@ class ActiveRun(Run):
         critic = "critic" in self.config.roles()
         if provider.needs_critic and not critic:
             raise UnsupportedError(f"adv_estimator {name} requires values of a critic: add the role critic")
-        if critic and not provider.needs_critic:
+        if critic and not provider.needs_critic and not is_user_function(provider):
             raise UnsupportedError(f"adv_estimator {name} uses no values: remove the role critic")
         found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
         return found
