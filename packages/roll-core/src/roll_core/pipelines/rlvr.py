@@ -54,7 +54,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             default_max_new_tokens=config.response_length
         )
         # Greedy sampling has no temperature to divide by: its logprobs are those of the model itself.
-        self.temperature = self.sampling.temperature or 1.0
+        self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
         self.validation = None
         if config.validation is not None:
             self.validation = Validation(
@@ -135,6 +135,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         run.log_samples([sample for group in groups for sample in group.samples])
         run.log(sample_metrics(groups))
         experience = Experience.of(groups, routed_experts=self.config.replays_experts)
+        if not self.config.same_temperature:
+            experience = experience.without_behaviour()
         if not experience.samples:
             run.guard("all_groups_filtered", False, "no reward signal at {steps}: no response has a reward")
             return
