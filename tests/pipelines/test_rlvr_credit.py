@@ -580,6 +580,41 @@ def test_optimizer_steps_are_shuffled_by_seed_and_step_alone():
     assert seeds(FakeRun(), range(2), shuffle=False) == [None, None]
 
 
+class TemperatureRole(FakeRole):
+    """Notes the temperatures of its logprobs."""
+
+    async def score(self, sequences, *, temperature=1.0, **wanted):
+        self.scored_at = temperature
+        return await super().score(sequences, temperature=temperature, **wanted)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 0.8), ({"logprob_temperature": 1.0}, 1.0)])
+def test_logprobs_have_the_temperature_of_the_rollouts_or_their_own(given, expected):
+    role = TemperatureRole(logprob=-9.0)
+    run = FakeRun(groups_of((1.0, 0.0), (1.0, 0.0)), {"actor_train": role})
+    generating = {"generating_args": {"temperature": 0.8}}
+    pipeline = RLVRPipeline(config(ppo_epochs=2, actor_infer=generating, **given))
+    pipeline.prepare(run)
+    asyncio.run(pipeline.setup(run))
+    asyncio.run(pipeline.step(run))
+    ((sequences, objective, *_),) = role.updates
+    assert (role.scored_at, objective.want.temperature) == (expected, expected)
+    # At another temperature than the engine's its logprobs are no measure of the trainer's.
+    assert all((each.behaviour_logprobs is None) == bool(given) for each in sequences)
+    assert ("actor/logprob_gap" in run.metrics) == (not given)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"force_disable_old_logprobs_recompute": True}, {"train_infer_correction": {"is_weight": {"enabled": True}}}],
+)
+def test_comparing_logprobs_of_two_temperatures_is_refused(key):
+    generating = {"generating_args": {"temperature": 0.8}}
+    config(actor_infer=generating, logprob_temperature=0.8, **key)
+    with raises_error(ValueError, *key, "logprob_temperature", "0.8"):
+        config(actor_infer=generating, logprob_temperature=1.0, **key)
+
+
 def test_masked_samples_still_count_in_their_groups_statistics():
     groups = groups_of((1.0, 0.0), (1.0, 0.0))
     cut = sample(0, 1, 0.0, finish="length")

@@ -412,6 +412,12 @@ class RLVRConfig(RewardRunConfig):
     """Number of initial steps that train only the critic."""
     force_disable_old_logprobs_recompute: bool = False
     """Use the engine's logprobs as the old policy's, instead of recomputing them in the trainer."""
+    logprob_temperature: PositiveFloat | None = None
+    """Divisor of the logits in the trainer's logprobs, KL and entropy. Default: the temperature of `actor_infer`.
+
+    With another value, as ROLL's 1, the trainer's and the engine's logprobs are not comparable: `logprob_gap` is not
+    computed.
+    """
 
     soft_overlong_penalty: SoftOverlongPenaltyConfig | None = None
     """Subtract a penalty from the rewards of long responses. Default: no penalty."""
@@ -533,6 +539,22 @@ class RLVRConfig(RewardRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _logprobs_are_comparable(self) -> RLVRConfig:
+        if self.same_temperature:
+            return self
+        for key, needs in (
+            ("force_disable_old_logprobs_recompute", self.force_disable_old_logprobs_recompute),
+            ("train_infer_correction", self.correction.enabled),
+        ):
+            if needs:
+                raise ValueError(
+                    f"{key} compares the trainer's logprobs with the engine's, but logprob_temperature"
+                    f" {self.logprob_temperature:g} is not the temperature of actor_infer,"
+                    f" {self.actor_infer.generating_args.temperature:g}: remove logprob_temperature, or disable {key}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _reference_is_used(self) -> RLVRConfig:
         if self.stays_close and self.reference is None and not self.actor_train.model_args.trains_adapters:
             key = "use_kl_loss" if self.use_kl_loss else "add_token_level_kl"
@@ -639,6 +661,11 @@ class RLVRConfig(RewardRunConfig):
     def stays_close(self) -> bool:
         """True if a KL penalty to a reference is enabled."""
         return self.use_kl_loss or self.add_token_level_kl
+
+    @property
+    def same_temperature(self) -> bool:
+        """True if the trainer computes logprobs at the temperature of the engine's. Greedy sampling has 1."""
+        return self.logprob_temperature in (None, self.actor_infer.generating_args.temperature or 1.0)
 
     @property
     def recomputes_logprobs(self) -> bool:

@@ -102,6 +102,10 @@ class Experience:
         rows = [getattr(sequence, name) for sequence in self.sequences]
         return None if any(row is None for row in rows) else torch.from_numpy(np.concatenate(rows))
 
+    def without_behaviour(self) -> Experience:
+        """Remove the engine's logprobs, for a trainer that computes logprobs at another temperature."""
+        return replace(self, sequences=tuple(replace(each, behaviour_logprobs=None) for each in self.sequences))
+
     def with_rows(self, **fields: Sequence[Floats] | None) -> Experience:
         """Set per-token fields, one array of length L per sequence. Fields given as None are unchanged."""
         given = {name: rows for name, rows in fields.items() if rows is not None}

@@ -68,7 +68,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             default_max_new_tokens=config.response_length
         )
         # Greedy sampling has no temperature to divide by: its logprobs are those of the model itself.
-        self.temperature = self.sampling.temperature or 1.0
+        self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
         self.validation = None
         if config.validation is not None:
             self.validation = Validation(
@@ -161,6 +161,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         run.log(sample_metrics(groups))
         run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
         experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
+        if not config.same_temperature:
+            experience = experience.without_behaviour()
         if not experience.samples:
             reason = "no response has a reward"
             if config.min_group_size > 1:
