@@ -42,7 +42,8 @@ def options_schema(record: Provider) -> type[Config]:
         schema.model_rebuild(_types_namespace=getattr(function, "__globals__", None))
         return schema
     except (PydanticUserError, PydanticUndefinedAnnotation, SyntaxError, TypeError) as error:
-        raise PluginLoadError(f"{record.target}: its options cannot be validated: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise PluginLoadError(f"{record.target}: its options cannot be validated: {reason}") from error
 
 
 def _load(record: Provider, contract: type) -> Callable[..., Any]:
