@@ -105,4 +105,4 @@ def test_entropy_keys_that_contradict_each_other_are_mistakes(overrides, key):
     Path("run.yaml").write_text(CONFIG, encoding="utf-8")
     with raises_error(ConfigError, key) as found:
         load("run.yaml", overrides, REGISTRY)
-    assert [each.key for each in found.value.problems] == [key]
+    assert [(each.where, each.code) for each in found.value.problems] == [("command line", "ROLL-C014")]

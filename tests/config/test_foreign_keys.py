@@ -71,7 +71,7 @@ def test_no_foreign_key_is_a_key_of_ours_in_its_place():
     [
         ("num_generations", ["num_return_sequences_in_group"]),
         ("beta", ["kl_loss_coef", "use_kl_loss"]),
-        ("loss_type", ["loss_agg_mode"]),
+        ("loss_type", ["loss_agg_mode", "pg_variant"]),
         ("max_completion_length", ["response_length"]),
         ("clip_ratio", ["pg_clip"]),
         ("kl_coef", ["init_kl_coef", "add_token_level_kl", "kl_loss_coef"]),

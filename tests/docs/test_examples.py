@@ -322,6 +322,25 @@ def test_an_estimator_without_the_cores_helpers_equals_grpo():
     assert torch.allclose(estimate(batch).advantages_T, grpo(batch).advantages_T, atol=1e-6)
 
 
+def test_a_policy_loss_of_the_user_equals_ppo():
+    from types import SimpleNamespace
+
+    import torch
+
+    from roll_core.algorithms.policy_losses import ppo
+    from roll_core.spec.algorithms import PolicyLossParams
+
+    loss = run(example("docs/plugins.md", "def clipped"))["clipped"]
+    micro = SimpleNamespace(
+        loss_mask_T=torch.tensor([False, True, True, True]),
+        old_logprobs_T=torch.tensor([torch.nan, -1.0, -1.0, -2.0]),
+        advantages_T=torch.tensor([torch.nan, 1.0, -1.0, -1.0]),
+    )
+    logprobs_T = torch.tensor([torch.nan, -0.5, -0.8, -3.0])
+    expected, _ = ppo(logprobs_T, micro, PolicyLossParams(pg_clip_low=0.1, pg_clip_high=0.1))
+    assert torch.equal(loss(logprobs_T, micro, PolicyLossParams(), clip=0.1)[0], expected)
+
+
 def test_a_transport_says_why_it_cannot_connect_two_roles():
     names = run(example("docs/weight-sync.md", "class RdmaTransport"))
     transport = names["RdmaTransport"]()

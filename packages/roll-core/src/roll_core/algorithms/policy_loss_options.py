@@ -19,7 +19,7 @@ PG_CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "
 
 
 class PolicyLossOptions(Config):
-    """Options of `vanilla` and `gpg`, and base of the other policy losses' options."""
+    """Options of `ppo`, `vanilla`, `gpg` and `raft_plus_plus`, and base of the other policy losses' options."""
 
     reads_pg_clip: ClassVar[bool] = False
     """True if the loss clips by the run's keys `pg_clip…`."""
@@ -61,7 +61,7 @@ class PPOOptions(PolicyLossOptions):
 
 
 class GSPOOptions(PolicyLossOptions):
-    """Options of `gspo` and `gspo_token`."""
+    """Options of `gspo`, `gspo_token` and `luspo`."""
 
     expects_agg_mode: ClassVar[str] = "seq-mean-token-mean"
 
@@ -69,10 +69,6 @@ class GSPOOptions(PolicyLossOptions):
     """Clip a sequence's ratio below 1 - this value. The default is the paper's."""
     clip_high: PositiveFloat = 4e-4
     """Clip a sequence's ratio above 1 + this value. The default is the paper's."""
-
-
-class LUSPOOptions(GSPOOptions):
-    """Options of `luspo`."""
 
 
 class CISPOOptions(PolicyLossOptions):
@@ -200,8 +196,10 @@ class VESPOOptions(PolicyLossOptions):
     """Rate of the weight for negative advantages."""
 
 
-class ClipCovOptions(PPOOptions):
+class ClipCovOptions(PolicyLossOptions):
     """Options of `clip_cov`. Its clip ranges are the run's keys `pg_clip…`."""
+
+    reads_pg_clip: ClassVar[bool] = True
 
     cov_low: float = 1.0
     """Minimum covariance of tokens that may lose their gradient. The default is the paper's."""

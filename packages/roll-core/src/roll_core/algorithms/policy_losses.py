@@ -187,7 +187,7 @@ def luspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     It removes GSPO's preference for short correct responses. `gspo` with `loss_agg_mode: seq-mean-token-sum` is the
     same objective. TRL has the same weights.
     """
-    given = options.LUSPOOptions(**params.options)
+    given = options.GSPOOptions(**params.options)
     loss_T, metrics = _gspo(logprobs_T, micro, given)
     return loss_T * _row_lengths(micro), metrics
 

@@ -194,7 +194,7 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
         ("gpg", "vanilla", "PolicyLossOptions", "The same as vanilla"),
         ("gspo", "gspo", "GSPOOptions", "Clipped ratio of the sequence"),
         ("gspo_token", "gspo_token", "GSPOOptions", "gspo, with advantages per token"),
-        ("luspo", "luspo", "LUSPOOptions", "gspo, with sequences weighted by their lengths"),
+        ("luspo", "luspo", "GSPOOptions", "gspo, with sequences weighted by their lengths"),
         ("gmpo", "gmpo", "GMPOOptions", "Geometric mean of clipped ratios"),
         ("cispo", "cispo", "CISPOOptions", "Policy gradient, weighted by a clipped ratio"),
         ("sapo", "sapo", "SAPOOptions", "Smooth gate of the ratio instead of a clip"),

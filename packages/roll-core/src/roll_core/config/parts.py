@@ -14,10 +14,10 @@ from roll_core.config.mistakes import validate_all, value_at
 from roll_core.config.schema import paths
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS, foreign_hint, suggest_key
 from roll_core.errors import MissingRequirementError, PluginError, PluginLoadError, UnknownProviderError
+from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
 from roll_core.plugins.targets import schema_of
-from roll_core.plugins.user_functions import is_user_function, options_schema
 from roll_core.spec.config import Config
 from roll_core.spec.providers import Provider
 
@@ -88,6 +88,8 @@ class Parts:
         given = {} if given is None else given
         owner = self.registry.owner(record)
         if is_user_function(record):
+            from roll_core.plugins.user_functions import options_schema
+
             try:
                 schema = options_schema(record)
             except PluginLoadError as error:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
-from roll_core.algorithms.policy_loss_options import PolicyLossOptions
-from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import (
     Config,
     Fraction,
@@ -607,6 +605,9 @@ class RLVRConfig(RewardRunConfig):
             )
         num_steps = self.steps_per_batch(self.actor_train)
         loss = parts["pg_variant"]
+        from roll_core.algorithms.policy_loss_options import PolicyLossOptions
+        from roll_core.plugins.targets import schema_of
+
         schema = schema_of(loss, Config, owner=loss.name)
         if issubclass(schema, PolicyLossOptions):
             found |= schema(**self.pg_options).warnings(self, parts)

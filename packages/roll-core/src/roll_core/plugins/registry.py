@@ -6,12 +6,14 @@ Names are resolved on use, so a broken part affects only configs that use it.
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginHookError, ProviderConflictError, UnknownProviderError
 from roll_core.plugins.loader import load_plugins, normalise
 from roll_core.plugins.records import KINDS, kind_of
-from roll_core.plugins.user_functions import user_function
+from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -42,14 +44,15 @@ class Registry:
     def find(self, kind: type[P], name: str) -> P:
         """Return the record of this kind with this name, given as `name` or `package/name`.
 
-        Policy losses and advantage estimators may also be given as `module:function`, a function of the user.
+        Policy losses and advantage estimators may also be given as `module:function`, a function of the user. The
+        working directory is then prepended to the module path of this process, and so to that of its workers.
 
         Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does. The latter
         lists the nearest name, the package that provides it, and the plugins that failed to load. The first of their
         errors is chained.
         """
-        if (record := user_function(kind, name)) is not None:
-            return record
+        if ":" in name and kind in USER_FUNCTIONS:
+            return _user_function(kind, name)
         offers = self._offers(kind, name)
         if len(offers) == 1:
             return offers[0][1]
@@ -143,6 +146,21 @@ class Registry:
         if mine[0].state != "loaded":
             return []
         return [f"{mine[0]} offers {', '.join(offered) if offered else f'no {spec.noun}'}"]
+
+
+USER_FUNCTIONS = (AdvantageProvider, PolicyLossProvider)
+"""Kinds of parts that may be a function of the user, see `roll_core.plugins.user_functions`."""
+
+
+def is_user_function(record: Provider) -> bool:
+    """True if the record is that of a function of the user."""
+    return record.name == record.target
+
+
+def _user_function(kind: type[P], name: str) -> P:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    return kind(name=name, target=name, summary="A function of the user")
 
 
 class Events:

@@ -17,8 +17,8 @@ from roll_core.data.encode import encode_prompts, encode_sft
 from roll_core.data.encode_preferences import encode_labelled, encode_pairs
 from roll_core.data.rows import read_rows
 from roll_core.errors import PluginError, RollError, UnsupportedError
+from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_target
-from roll_core.plugins.user_functions import is_user_function
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
