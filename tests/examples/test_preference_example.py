@@ -26,4 +26,4 @@ def test_chosen_responses_are_right_and_rejected_ones_wrong(tmp_path):
 def test_the_config_is_accepted():
     config = load(EXAMPLE / "dpo.yaml", [], Registry(hf_plugins())).config
     assert config.uses_reference
-    assert config.weights == {"sigmoid": 1.0}
+    assert config.weights == {"sigmoid": 1.0, "sft": 0.2}

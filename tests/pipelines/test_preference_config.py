@@ -100,7 +100,7 @@ def test_what_would_have_no_effect_or_no_meaning_is_refused(text, overrides):
 
 def test_a_small_beta_of_simpo_is_warned_about():
     (warning,) = loaded(FREE + "loss_type: simpo\n").warnings
-    assert "beta" in warning
+    assert warning.key == "beta"
     assert not loaded(FREE + "loss_type: simpo\nbeta: 2.0\n").warnings
 
 

@@ -74,7 +74,7 @@ class PreferenceConfig(RewardRunConfig):
     Without it, evaluation only computes the losses and rewards of held-out preferences.
     """
     loss_type: list[LossType] = Field(default_factory=lambda: list(DEFAULT))
-    """One loss, or several whose weighted sum is minimised: see docs/preference.md.
+    """One loss, or several whose weighted sum is minimised: see docs/preference.md. Default: sigmoid.
 
     `cpo` and `orpo` add the term `sft` with weight 1, unless it is listed.
     """
