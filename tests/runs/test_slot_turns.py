@@ -205,3 +205,21 @@ def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(si
     result = local_runs.ok(recorded(local_runs))
     assert result.steps_done == 2
     assert journal(local_runs).count("actor_infer sleeps") == len(left) == 3
+
+
+def test_a_reward_model_comes_to_the_engines_slots_with_the_engine(site, local_runs):
+    """Both stay for the rollout; neither is there while the others work."""
+    config = recorded(local_runs, max_steps=1)
+    reward = dict(config["reference"], reward="model")
+    reward["model_args"] = {"dtype": "fp32", "random_init": config["actor_train"]["model_args"]["random_init"]}
+    local_runs.ok(config | {"rewards": {"style": reward}})
+    lines = journal(local_runs)
+    begin, end = lines.index("actor_infer generates"), len(lines) - lines[::-1].index("actor_infer sleeps")
+    during = [line for line in lines[begin:end] if "actor_train" not in line]
+    assert during == [
+        "actor_infer generates",
+        "rewards.style scores",
+        "actor_infer sleeps",
+    ]
+    assert "rewards.style onloads weights" in lines[:begin]
+    assert "rewards.style offloads weights" in lines[end - 1 :]
