@@ -26,25 +26,25 @@ class AskedForeign(Exception):
         (
             RuntimeError(CUT_OFF),
             {"oom_kills": 2},
-            "Ray reports that its host is gone or unreachable: health check failed due to missing too many heartbeats",
+            "Ray reports that its host is lost or unreachable: health check failed due to missing too many heartbeats",
         ),
-        (RuntimeError(CUT_OFF), {"pid": 0}, "Ray reports that its host is gone or unreachable: health check failed"),
-        (RuntimeError(DRAINED), {}, "Ray reports that its host is gone or unreachable: preempted"),
+        (RuntimeError(CUT_OFF), {"pid": 0}, "Ray reports that its host is lost or unreachable: health check failed"),
+        (RuntimeError(DRAINED), {}, "Ray reports that its host is lost or unreachable: preempted"),
         (
             RuntimeError(KILLED),
             {},
-            "process 7 is gone, most likely killed (SIGKILL): Worker unexpectedly exits with a connection error code 2."
+            "process 7 exited, most likely killed (SIGKILL): Worker unexpectedly exits with a connection error code 2."
             " End of file.",
         ),
         (
             RuntimeError(KILLED),
             {"oom_kills": 1},
-            "process 7 is gone, and the kernel killed 1 processes",
+            "process 7 exited, and the kernel killed 1 processes",
         ),
         (RuntimeError(KILLED), {"trace": "x\nFatal Python error: Aborted\n\nThread"}, "process 7 crashed: Aborted"),
         (RuntimeError("no room"), {"pid": 0}, "its process did not start: no room"),
         (AskedForeign(), {}, "process 7 ended with exit code 3"),
-        (RuntimeError(), {}, "process 7 is gone, most likely killed (SIGKILL): RuntimeError"),
+        (RuntimeError(), {}, "process 7 exited, most likely killed (SIGKILL): RuntimeError"),
     ],
 )
 def test_the_nearest_cause_is_named_on_one_line(error, known, cause):
