@@ -33,10 +33,23 @@ def test_aggregations_by_hand(mode, micro_of):
 
 @pytest.mark.parametrize("mode", BY_HAND)
 def test_shares_of_microbatches_add_up(mode, micro_of):
-    totals = Totals(tokens=5, sequences=2, groups=2, max_length=8)
+    totals = Totals(tokens=5, sequences=2, rollouts=2, groups=2, max_length=8)
     first = aggregate(VALUES[:3], micro_of(MASKS[:1], totals=totals), mode)
     second = aggregate(VALUES[3:], micro_of(MASKS[1:], totals=totals), mode)
     assert (first + second).item() == pytest.approx(BY_HAND[mode])
+
+
+# The same two rollouts in three rows, and what a mean over rows would be.
+CUT = [[0, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0]]
+CUT_VALUES = torch.tensor([100.0, 1, 2, 3, 0, 0, 0, 3, 4, 6, 100])
+
+
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_the_rows_of_a_rollout_are_aggregated_as_one_sequence_by_hand(mode, micro_of):
+    micro = micro_of(CUT, rollouts=[0, 1, 1], max_length=8)
+    assert aggregate(CUT_VALUES, micro, mode).item() == pytest.approx(BY_HAND[mode])
+    rows = aggregate(CUT_VALUES, micro_of(CUT, max_length=8), mode).item()
+    assert (rows == pytest.approx(BY_HAND[mode])) == (mode == "token-mean")
 
 
 @pytest.mark.parametrize("mode", BY_HAND)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.algorithms.correction import Band, importance_weights, inside
+from roll_core.algorithms.correction import Band, importance_weights, inside, normalise_weights, off_policy_mask
 
 # Two sequences: prompt, two turns with a tool's token between them; prompt, two tokens.
 MASK = torch.tensor([False, True, True, False, True, False, True, True])
@@ -78,7 +78,81 @@ def test_bands_keep_what_lies_within_bounds_included():
 def test_an_empty_mask_is_no_error():
     none = torch.zeros_like(MASK)
     for level in ("token", "segment", "geometric", "sequence"):
-        assert not importance_weights(OLD, BEHAVIOUR, none, SEGMENTS, level=level, upper_bound=1.0).any()
+        found = importance_weights(OLD, BEHAVIOUR, none, SEGMENTS, level=level, upper_bound=1.0)
+        assert not normalise_weights(found, none, SEGMENTS, level).any()
+        assert not inside(Band(level=level, k2_max=1.0), OLD, BEHAVIOUR, none, SEGMENTS).any()
+    assert not off_policy_mask(-torch.ones(8), OLD, BEHAVIOUR, none, SEGMENTS, 0.0).any()
+
+
+def test_masked_weights_are_the_ratio_within_the_bounds_and_zero_outside():
+    def found(level, low, high):
+        return importance_weights(
+            OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, lower_bound=low, upper_bound=high, outside="mask"
+        )[MASK].tolist()
+
+    # IcePop: exp(0.3) = 1.35 and exp(0.2) = 1.22 are above 1.2, exp(-0.4) = 0.67 is below 0.7.
+    assert found("token", 0.7, 1.2) == pytest.approx([math.exp(0.1), 0, 0, 0, math.exp(-0.1)], rel=1e-5)
+    # MIS: the sequences have ratios 1 and exp(0.1) = 1.105.
+    assert found("sequence", 0.0, 1.1) == pytest.approx([1, 1, 1, 0, 0], rel=1e-5)
+    assert found("sequence", 1.01, 3.0) == pytest.approx([0, 0, 0, math.exp(0.1), math.exp(0.1)], rel=1e-5)
+
+
+def test_truncated_weights_have_a_lower_bound():
+    found = importance_weights(OLD, BEHAVIOUR, MASK, SEGMENTS, level="token", lower_bound=0.8, upper_bound=1.2)
+    assert found[MASK].tolist() == pytest.approx([math.exp(0.1), 1.2, 0.8, 1.2, math.exp(-0.1)], rel=1e-5)
+
+
+def test_the_clamp_of_log_ratios_bounds_weights():
+    given = {"level": "sequence", "upper_bound": 1e9, "log_ratio_clamp": 0.05}
+    found = importance_weights(OLD, BEHAVIOUR, MASK, SEGMENTS, **given)
+    assert found[MASK].tolist() == pytest.approx([1, 1, 1, math.exp(0.05), math.exp(0.05)], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("level", "mean"),
+    [
+        ("token", sum(map(math.exp, [0.1, 0.3, -0.4, 0.2, -0.1])) / 5),
+        ("segment", (math.exp(0.2) + math.exp(-0.4) + math.exp(0.05)) / 3),
+        ("geometric", (1 + math.exp(0.05)) / 2),
+        ("sequence", (1 + math.exp(0.1)) / 2),
+    ],
+)
+def test_normalised_weights_have_mean_one_over_the_spans_of_their_level(level, mean):
+    plain = weights(level)
+    found = normalise_weights(plain, MASK, SEGMENTS, level)
+    assert found.tolist() == pytest.approx((plain / mean).tolist(), rel=1e-5)
+
+
+def test_weights_that_are_all_zero_stay_zero():
+    assert not normalise_weights(torch.zeros(8), MASK, SEGMENTS, "token").any()
+
+
+@pytest.mark.parametrize(
+    ("level", "k2", "k3"),
+    [
+        ("token", [0.005, 0.045, 0.08, 0.02, 0.005], [0.00517, 0.04986, 0.07032, 0.0214, 0.00484]),
+        ("segment", [0.025, 0.025, 0.08, 0.0125, 0.0125], [0.02751, 0.02751, 0.07032, 0.01312, 0.01312]),
+        ("geometric", [0.13 / 3] * 3 + [0.0125] * 2, [0.04178] * 3 + [0.01312] * 2),
+        ("sequence", [0.13] * 3 + [0.025] * 2, [0.12535] * 3 + [0.02624] * 2),
+        ("max", [0.08] * 3 + [0.02] * 2, [0.07032] * 3 + [0.0214] * 2),
+    ],
+)
+def test_bands_of_k2_and_k3_keep_up_to_their_maximum(level, k2, k3):
+    for name, values in (("k2_max", k2), ("k3_max", k3)):
+        for bound in sorted(set(values)):
+            band = Band(level=level, **{name: bound + 1e-4})
+            kept = inside(band, OLD, BEHAVIOUR, MASK, SEGMENTS)[MASK].tolist()
+            assert kept == [value <= bound + 1e-4 for value in values]
+        assert not inside(Band(level=level, **{name: 1e-4}), OLD, BEHAVIOUR, MASK, SEGMENTS).any()
+
+
+def test_the_off_policy_mask_takes_negative_advantages_of_distant_sequences():
+    # Means of behaviour - old: 0 and -0.05; swapped, 0 and 0.05.
+    advantages = torch.tensor([-1.0, -1, 1, -1, -1, -1, -1, 1])
+    assert not off_policy_mask(advantages, OLD, BEHAVIOUR, MASK, SEGMENTS, 0.01).any()
+    found = off_policy_mask(advantages, BEHAVIOUR, OLD, MASK, SEGMENTS, 0.04)
+    assert found.tolist() == [False] * 6 + [True, False]
+    assert not off_policy_mask(advantages, BEHAVIOUR, OLD, MASK, SEGMENTS, 0.06).any()
 
 
 @given(st.lists(st.lists(st.tuples(st.booleans(), st.floats(-3, 3)), min_size=1, max_size=8), min_size=1, max_size=5))
@@ -103,3 +177,59 @@ def test_levels_agree_with_loops_over_the_sequences(sequences):
     for level, logs in expected.items():
         found = importance_weights(d, zeros, mask, segments, level=level, upper_bound=1e9)[mask]
         assert found.log().tolist() == pytest.approx([max(-20.0, min(20.0, x)) for x in logs], abs=1e-4)
+
+
+TOKEN = st.tuples(st.booleans(), st.floats(-3, 3, width=32), st.sampled_from([-1.0, 0.0, 2.0]))
+
+
+@given(
+    st.lists(st.lists(TOKEN, min_size=1, max_size=8), min_size=1, max_size=5),
+    st.sampled_from(["token", "segment", "geometric", "sequence", "max"]),
+)
+def test_bands_and_masks_agree_with_loops_over_tokens(sequences, level):
+    """Masked and normalised weights, k2 and k3, and the off-policy mask. Values on a bound may fall on either side."""
+    mask = torch.tensor([drawn for each in sequences for drawn, _, _ in each])
+    d = torch.tensor([value for each in sequences for _, value, _ in each])
+    advantages = torch.tensor([value for each in sequences for _, _, value in each])
+    segments = torch.tensor([i for i, each in enumerate(sequences) for _ in each])
+    zeros = torch.zeros_like(d)
+    spans = []
+    for each in sequences:
+        run = []
+        for at, (on, value, _) in enumerate([*each, (False, 0.0, 0.0)]):
+            if on and (level != "token" or not run):
+                run.append(value)
+            if run and (level == "token" or (level == "segment" and not on) or at == len(each)):
+                spans.append(run)
+                run = []
+
+    def over(span, f):
+        values = [f(value) for value in span]
+        return {"sequence": sum(values), "max": max(values)}.get(level, sum(values) / len(values))
+
+    def clear(value, bound):
+        return abs(value - bound) > 1e-4
+
+    for name, f in (("k2_max", lambda x: x * x / 2), ("k3_max", lambda x: math.expm1(x) - x)):
+        found = inside(Band(level=level, **{name: 0.5}), d, zeros, mask, segments)[mask].tolist()
+        measured = [over(span, f) for span in spans for _ in span]
+        assert [kept for kept, value in zip(found, measured, strict=True) if clear(value, 0.5)] == [
+            value <= 0.5 for value in measured if clear(value, 0.5)
+        ]
+    if level != "max":
+        given = {"level": level, "lower_bound": 0.5, "upper_bound": 2.0, "outside": "mask"}
+        found = importance_weights(d, zeros, mask, segments, **given)
+        ratios = [math.exp(over(span, float)) for span in spans]
+        if all(clear(ratio, 0.5) and clear(ratio, 2.0) for ratio in ratios):
+            weights = [ratio if 0.5 <= ratio <= 2 else 0.0 for ratio in ratios]
+            expected = [weight for weight, span in zip(weights, spans, strict=True) for _ in span]
+            assert found[mask].tolist() == pytest.approx(expected, rel=1e-4)
+            mean = sum(weights) / len(weights) if any(weights) else 1.0
+            normal = normalise_weights(found, mask, segments, level)[mask].tolist()
+            assert normal == pytest.approx([value / mean for value in expected], rel=1e-4)
+    if level == "geometric":
+        means = [-over(span, float) for span in spans for _ in span]
+        found = off_policy_mask(advantages, d, zeros, mask, segments, 0.25)
+        assert not found[~mask].any()
+        for hit, mean, advantage in zip(found[mask].tolist(), means, advantages[mask].tolist(), strict=True):
+            assert not clear(mean, 0.25) or hit == (mean > 0.25 and advantage < 0)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, token_rewards
+from roll_core.algorithms.rewards import (
+    difficulty_mask,
+    error_max_len_clip,
+    max_len_mask,
+    soft_overlong_penalty,
+    token_rewards,
+)
 from roll_core.errors import NonFiniteError
 from roll_core.spec.algorithms import AdvantageInput
 from roll_testing.errors import raises_error
@@ -59,6 +66,13 @@ def test_scores_and_penalties_that_are_not_finite_are_an_error():
         token_rewards(batch(torch.tensor([math.nan, 0.0, 0.0])))
     with raises_error(NonFiniteError, "KL"):
         token_rewards(batch(torch.zeros(3), kl_T=torch.full((9,), math.inf), kl_coef=0.1))
+
+
+def test_the_soft_penalty_grows_from_the_cache_to_the_limit():
+    # L_max 10, L_cache 4: none up to 6 tokens, (6 - 7) / 4, (6 - 9) / 4, all from 10 tokens on.
+    lengths = torch.tensor([1, 6, 7, 9, 10, 30])
+    found = soft_overlong_penalty(lengths, max_length=10, cache_length=4, factor=2.0)
+    assert found.tolist() == pytest.approx([0, 0, -0.5, -1.5, -2, -2])
 
 
 def test_answers_cut_at_the_limit_are_masked():

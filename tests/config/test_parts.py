@@ -214,6 +214,29 @@ def test_an_estimator_that_normalises_rewards_itself_accepts_no_other_normalisat
     assert not problems("adv_estimator=estimator", "norm_mean_type=batch", "norm_std_type=running")
 
 
+def test_estimators_of_turns_are_refused_where_rollouts_have_one_turn(problems):
+    for estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
+        assert keys(problems(f"adv_estimator={estimator}")) == ["adv_estimator"]
+    # Without a critic, turn_gae has two reasons.
+    assert keys(problems("adv_estimator=turn_gae")) == ["adv_estimator"] * 2
+    found = problems("adv_estimator=step_reinforce", "norm_mean_type=group")
+    assert keys(found) == ["adv_estimator", "norm_mean_type"]
+
+
+def test_options_of_estimators_are_checked(problems):
+    assert keys(problems("adv_estimator=pass_at_k")) == ["adv_options.k"]
+    assert keys(problems("adv_estimator=gdpo", "adv_options.weights={}")) == ["adv_options.weights"]
+    assert keys(problems("adv_estimator=opo", "adv_options.k=2")) == ["adv_options.k"]
+    assert keys(problems("adv_estimator=pass_at_k", "adv_options={k: 1, baseline: leave_one_out}")) == ["adv_options"]
+    assert not problems("adv_estimator=gdpo", "adv_options.weights={accuracy: 1}")
+
+
+@pytest.mark.parametrize(("options", "refused"), [("{k: 3}", 0), ("{k: 4}", 1), ("{k: 4, baseline: leave_one_out}", 0)])
+def test_pass_at_k_needs_more_samples_than_k(problems, options, refused):
+    found = problems("adv_estimator=pass_at_k", f"adv_options={options}", "num_return_sequences_in_group=4")
+    assert keys(found) == ["num_return_sequences_in_group"] * refused
+
+
 @pytest.mark.parametrize(("estimator", "refused"), [("grpo", 1), ("rloo", 1), ("relative", 1), ("reinforce", 0)])
 def test_an_estimator_that_compares_samples_needs_two_of_each_prompt(problems, estimator, refused):
     found = problems(f"adv_estimator={estimator}", "num_return_sequences_in_group=1")

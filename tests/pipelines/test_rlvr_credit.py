@@ -1,6 +1,7 @@
 """From judged samples to advantages, against numbers worked out by hand."""
 
 import asyncio
+import pkgutil
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,6 @@ import pytest
 import torch
 import yaml
 
-from roll_core.algorithms.advantages import gae, grpo, reinforce, rloo
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, sample_metrics
 from roll_core.pipelines.plans import rlvr as plan
@@ -27,7 +27,6 @@ from roll_core.types import Group, Reward, Sample
 from roll_testing.errors import raises_error
 
 REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
-ESTIMATORS = {"grpo": grpo, "reinforce": reinforce, "rloo": rloo, "gae": gae}
 
 
 def config(**given) -> RLVRConfig:
@@ -79,7 +78,7 @@ class FakeRun:
         return [Prompt(id=str(i), tokens=np.array([5]), text="?") for i in range(4)]
 
     def advantage_estimator(self, name):
-        return ESTIMATORS[name]
+        return pkgutil.resolve_name(self.advantage_provider(name).target)
 
     def advantage_provider(self, name):
         return REGISTRY.find(AdvantageProvider, name)
@@ -132,11 +131,6 @@ def sample(
         tag=tag,
         reward=Reward(value=reward) if reward is not None else Reward(value=None, failure="broke"),
     )
-
-
-class FakeRunOfTwoDomains(FakeRun):
-    def prompts(self, data):
-        return [replace(each, tag="ab"[i % 2]) for i, each in enumerate(super().prompts(data))]
 
 
 def groups_of(*rewards: tuple[float | None, ...], tags: str = "") -> list[Group]:
@@ -335,6 +329,156 @@ def test_the_kl_coefficient_of_a_step_is_the_one_before_it_adapts():
     assert run.metrics["kl/coef"] == 0.1
 
 
+def with_details(groups, *details):
+    """The groups with these details of their rewards, in order; None leaves a sample as it is."""
+    rest = iter(details)
+
+    def of(each):
+        detail = next(rest)
+        return each if detail is None else replace(each, reward=replace(each.reward, detail=detail))
+
+    return [replace(group, samples=tuple(map(of, group.samples))) for group in groups]
+
+
+def test_components_of_rewards_are_metrics_of_their_domain():
+    rewards = {name: {"reward": "function"} for name in "ab"}
+    groups = with_details(
+        groups_of((1.0, 0.0), (1.0, None), tags="ab"),
+        {"accuracy": 1.0, "answer": "7"},
+        {"accuracy": 0.0, "format": 1.0},
+        {"accuracy": 0.25},
+        {"accuracy": 9.0},  # of a failed reward
+    )
+    run, _ = step(groups, rewards=rewards)
+    found = {name: value for name, value in run.metrics.items() if name.startswith(("reward/a/", "reward/b/"))}
+    assert found == {"reward/a/accuracy/mean": 0.5, "reward/a/format/mean": 1.0, "reward/b/accuracy/mean": 0.25}
+
+
+def test_gdpo_reads_the_components_of_rewards():
+    # accuracy alone has spread in group 0: ±sqrt(1/2) there and 0 in group 1, whose component is missing.
+    groups = with_details(groups_of((7.0, 7.0), (1.0, 0.0)), {"accuracy": 1.0}, {"accuracy": 0.0}, None, None)
+    options = {"weights": {"accuracy": 2.0}, "batch_norm": False}
+    _, sequences = step(groups, adv_estimator="gdpo", adv_options=options)
+    assert [each.advantages[-1] for each in sequences] == pytest.approx([2**0.5, -(2**0.5), 0, 0], abs=1e-5)
+
+
+def test_long_responses_lose_reward_before_it_is_normalised():
+    # L_max 6, L_cache 4: 4 tokens lose (2 - 4) / 4 = -0.5, 2 tokens nothing; filters and masks read the raw reward.
+    groups = [Group(id="0", samples=(sample(0, 0, 1.0, length=4), sample(0, 1, 0.0)))]
+    penalty = {"l_max": 6, "l_cache": 4, "penalty_factor": 1.0}
+    given = {"adv_estimator": "reinforce", "response_length": 6, "soft_overlong_penalty": penalty}
+    run, sequences = step(groups, difficulty_mask=True, difficulty_low_threshold=0.4, **given)
+    assert [each.advantages[-1] for each in sequences] == [0.5, 0.0]
+    assert run.metrics["reward/overlong_penalty/mean"] == -0.25
+    assert run.metrics["score/mean"] == 0.5
+
+
+def test_groups_with_too_few_rewards_give_no_signal():
+    groups = groups_of((1.0, 0.0, None), (4.0, None, None), (0.5, 0.0, 0.25))
+    size = {"num_return_sequences_in_group": 3, "rollout_batch_size": 4}
+    size["actor_train"] = {
+        "training_args": {"per_device_train_batch_size": 12},
+        "data_args": {"file_name": "x.jsonl"},
+    }
+    _, sequences = step(groups, adv_estimator="reinforce", norm_mean_type="batch", min_group_size=2, **size)
+    # The batch's mean does not contain the reward 4: (1 + 0 + 0.5 + 0 + 0.25) / 5 = 0.35.
+    assert [each.id for each in sequences] == ["0/0", "0/1", "2/0", "2/1", "2/2"]
+    assert [each.advantages[-1] for each in sequences] == pytest.approx([0.65, -0.35, 0.15, -0.35, -0.1])
+    run, sequences = step(groups[1:2], min_group_size=2, **size)
+    assert sequences == []
+    assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
+
+
+def cut(experience: Experience) -> Experience:
+    """Each rollout as two rows: the prompt with all but its last two tokens, and the prompt with these."""
+    rows = []
+    for index, row in enumerate(experience.sequences):
+        for keep in (slice(0, len(row) - 2), slice(len(row) - 2, len(row))):
+            at = np.r_[0:2, keep][2 * (keep.start == 0) :]
+            rows.append(
+                replace(
+                    row,
+                    tokens=row.tokens[at],
+                    loss_mask=row.loss_mask[at],
+                    behaviour_logprobs=row.behaviour_logprobs[at],
+                    rollout=index,
+                )
+            )
+    return replace(experience, sequences=tuple(rows))
+
+
+RECIPES = [
+    {"adv_estimator": "grpo"},
+    {"adv_estimator": "rloo"},
+    {"adv_estimator": "opo"},
+    {"adv_estimator": "reinforce++_baseline"},
+    {"adv_estimator": "pass_at_k", "adv_options": {"k": 1}},
+    {"adv_estimator": "reinforce", "gamma": 0.9, "norm_mean_type": "batch", "norm_std_type": "group"},
+    {"adv_estimator": "reinforce++", "gamma": 0.9},
+    {"adv_estimator": "grpo", "difficulty_mask": True, "max_len_mask": True},
+    {"adv_estimator": "grpo", "train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "sequence"}}},
+    {
+        "adv_estimator": "grpo",
+        "train_infer_correction": {
+            "is_weight": {"enabled": True, "weight_type": "geometric", "batch_normalize": True},
+            "filters": [{"enabled": True, "agg_type": "sequence", "ratio_low": 0.1, "ratio_high": 9.0}],
+            "off_policy_mask_threshold": 0.1,
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cutting_rollouts_into_rows_changes_no_advantage(recipe, monkeypatch):
+    """Group statistics, discounts, masks and corrections are those of the rollout."""
+    samples = [sample(i // 2, i % 2, (1.0, 0.0, 0.25, 1.0)[i], length=(5, 4, 6, 3)[i]) for i in range(4)]
+    samples = [replace(each, logprobs=np.linspace(-0.9, -0.3, len(each.response_ids), dtype="f4")) for each in samples]
+    samples[2] = replace(samples[2], finish_reason="length")
+    groups = [Group(id=str(g), samples=tuple(samples[2 * g : 2 * g + 2])) for g in range(2)]
+    _, whole = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **recipe)
+    of = Experience.of
+    monkeypatch.setattr(Experience, "of", lambda *args, **given: cut(of(*args, **given)))
+    monkeypatch.setattr("roll_core.pipelines.rlvr.logprob_gaps", lambda *args: (None, None))
+    _, rows = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **recipe)
+    assert len(rows) == 2 * len(whole)
+    for index, each in enumerate(whole):
+        parts = rows[2 * index : 2 * index + 2]
+        assert parts[0].rollout == parts[1].rollout
+        found = np.concatenate([part.advantages[part.loss_mask] for part in parts])
+        assert found == pytest.approx(each.advantages[each.loss_mask], abs=1e-6)
+
+
+def test_constants_of_the_formulas_are_keys():
+    # Rewards 1 and 0 have the deviation sqrt(1/2), below 0.8: they are not divided.
+    _, sequences = step(groups_of((1.0, 0.0)), norm_epsilon=0.8)
+    assert sequences[0].advantages[-1] == 0.5
+    _, sequences = step(groups_of((1.0, 0.0)), adv_estimator="reinforce", norm_mean_type="group", norm_std_type="group",
+                        norm_epsilon=0.5)  # fmt: skip
+    assert sequences[0].advantages[-1] == pytest.approx(0.5 / (0.5**0.5 + 0.5))
+    # Tokens 1, 1, 0, 0: mean 0.5, unbiased variance 1/3.
+    _, sequences = step(groups_of((1.0, 0.0)), adv_estimator="reinforce", gamma=1.0, whiten_advantages=True,
+                        whiten_epsilon=2 / 3)  # fmt: skip
+    assert sequences[0].advantages[-1] == pytest.approx(0.5)
+    critic = FakeRole()
+    step(
+        groups_of((1.0, 0.0)), {"critic": critic}, value_loss_coef=2.0, value_loss_agg_mode="seq-mean-token-mean", **PPO
+    )
+    objective = critic.updates[0][1]
+    assert (objective.coef, objective.aggregation) == (2.0, "seq-mean-token-mean")
+
+
+def test_the_clip_of_the_kl_controllers_error_is_a_key():
+    # KL 0.3 against a target of 0.1: the error 2 is clipped to 0.5; 2 samples of a horizon of 4: a factor of 1.25.
+    roles = {"actor_train": FakeRole(logprob=-0.5), "reference": FakeRole(logprob=-0.8)}
+    run = FakeRun(groups_of((1.0, 0.0)), roles)
+    given = {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "reference": {}}
+    pipeline = RLVRPipeline(config(target_kl=0.1, kl_horizon=4, kl_error_clip=0.5, **given))
+    pipeline.prepare(run)
+    asyncio.run(pipeline.setup(run))
+    asyncio.run(pipeline.step(run))
+    assert pipeline.kl.coef == pytest.approx(0.125)
+
+
 def test_wrong_answers_that_are_too_long_are_left_out():
     groups = [Group(id="0", samples=(sample(0, 0, 1.0, length=5), sample(0, 1, 0.0, length=5)))]
     groups += [Group(id="1", samples=(sample(1, 0, 0.0, length=2), sample(1, 1, 1.0, length=2)))]
@@ -416,9 +560,7 @@ def test_a_critic_learns_where_the_policy_has_nothing_left():
     assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
 
 
-def test_optimizer_steps_of_several_domains_are_shuffled_by_seed_and_step_alone():
-    rewards = {name: {"reward": "function"} for name in "ab"}
-
+def test_optimizer_steps_are_shuffled_by_seed_and_step_alone():
     def seeds(run: FakeRun, steps, **given) -> list[int | None]:
         run.groups = groups_of((1.0, 0.0), (1.0, 0.0), tags="ab")
         run.roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
@@ -430,13 +572,12 @@ def test_optimizer_steps_of_several_domains_are_shuffled_by_seed_and_step_alone(
         assert run.roles["critic"].shuffle_seeds == run.roles["actor_train"].shuffle_seeds
         return run.roles["actor_train"].shuffle_seeds
 
-    found = seeds(FakeRunOfTwoDomains(), range(4), rewards=rewards)
+    found = seeds(FakeRun(), range(4))
     assert len(set(found)) == 4
     assert None not in found
-    assert seeds(FakeRunOfTwoDomains(), [3], rewards=rewards) == found[3:]
-    assert seeds(FakeRunOfTwoDomains(), [3], rewards=rewards, seed=1) != found[3:]
-    # Prompts of one domain come in random order as they are.
-    assert seeds(FakeRun(), range(2)) == [None, None]
+    assert seeds(FakeRun(), [3]) == found[3:]
+    assert seeds(FakeRun(), [3], seed=1) != found[3:]
+    assert seeds(FakeRun(), range(2), shuffle=False) == [None, None]
 
 
 def test_masked_samples_still_count_in_their_groups_statistics():
@@ -490,6 +631,12 @@ def test_flat_and_rows_are_inverse():
         ({"reference": {}}, ("reference",)),
         ({"target_kl": 0.1}, ("add_token_level_kl",)),
         ({"rewards": {}}, ("rewards",)),
+        ({"min_group_size": 3}, ("min_group_size", "3", "2")),
+        ({"critic_lambd": 0.9}, ("critic_lambd",)),
+        ({"response_length": 8, "soft_overlong_penalty": {"l_cache": 9}}, ("l_max", "8", "9")),
+        ({"response_length": 8, "soft_overlong_penalty": {"l_max": 12, "l_cache": 4}}, ("l_max", "12", "8")),
+        ({"train_infer_correction": {"is_weight": {"lower_bound": 2.0}}}, ("lower_bound", "2", "1.2")),
+        ({"train_infer_correction": {"filters": [{"agg_type": "max"}]}}, ("max", "ratio_enabled")),
     ],
 )
 def test_contradictions_are_refused_with_what_to_do(given, facts):
@@ -570,6 +717,30 @@ def test_corrections_weigh_advantages_and_take_tokens_out_of_the_loss():
     assert run.metrics["correction/kept_share"] == 0.5
     assert run.metrics["correction/bounded_share"] == 0.5
     assert run.metrics["correction/weight/mean"] == pytest.approx((np.exp(-0.2) + 3.0) / 2)
+
+
+def test_masked_weights_and_the_off_policy_mask_leave_the_loss_mask_as_it_is():
+    groups = groups_of((1.0, 0.0))
+    drawn = np.array([-0.5, -2.5], dtype=np.float32)
+    groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
+    plain = step(groups, {"actor_train": FakeRole(logprob=-0.7)})[1]
+    bounds = {"enabled": True, "outside": "mask", "lower_bound": 0.5, "upper_bound": 5.0}
+    given = {"is_weight": bounds, "is_log_ratio_clamp": 0.1}
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, train_infer_correction={"is_weight": bounds})
+    # exp(-0.2) is within the bounds, exp(1.8) = 6.05 is not.
+    for before, after in zip(plain, sequences, strict=True):
+        assert after.advantages[2:] == pytest.approx([before.advantages[2] * np.exp(-0.2), 0.0])
+        assert after.loss_mask.tolist() == [False, False, True, True]
+    assert run.metrics["correction/zero_share"] == 0.5
+    _, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, train_infer_correction=given)
+    assert sequences[0].advantages[2:] == pytest.approx(plain[0].advantages[2:] * np.exp([-0.1, 0.1]))
+    # The engine's logprobs have the mean -1.5, the trainer's -1.7: 0.2 above it.
+    mask = {"off_policy_mask_threshold": 0.1}
+    run, sequences = step(groups, {"actor_train": FakeRole(logprob=-1.7)}, train_infer_correction=mask)
+    assert [each.advantages[-1] > 0 for each in sequences] == [True, False]
+    assert sequences[1].advantages.tolist() == [0.0] * 4
+    assert sequences[1].loss_mask.tolist() == [False, False, True, True]
+    assert run.metrics["correction/off_policy_masked_share"] == 0.5
 
 
 def test_a_correction_that_leaves_no_token_leaves_the_sample_out():

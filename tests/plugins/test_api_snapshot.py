@@ -54,7 +54,7 @@ RECORDS = {
     "PipelineProvider": [*BASE, "plan"],
     "RewardProvider": [*BASE, "enforces_timeout"],
     "TrackerProvider": BASE,
-    "AdvantageProvider": [*BASE, "needs_critic", "needs_groups", "normalise"],
+    "AdvantageProvider": [*BASE, "needs_critic", "needs_groups", "needs_turns", "normalise"],
     "PolicyLossProvider": [*BASE, "off_policy"],
     "WeightTransportProvider": [*BASE, "priority", "in_process", "any_strategy", "uses_directory"],
     "FragmentProvider": BASE,

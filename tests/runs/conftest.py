@@ -136,6 +136,10 @@ def share_of_digits(prompt, response, **row):
     """Something that differs between answers, so that there is an advantage."""
     return sum(c.isdigit() for c in response) / 6 + (len(response) % 2)
 
+def components(prompt, response, **row):
+    digits, odd = sum(c.isdigit() for c in response) / 6, float(len(response) % 2)
+    return {"value": digits + odd, "digits": digits, "odd": odd, "answer": response}
+
 def constant(prompt, response, **row):
     return 1.0
 

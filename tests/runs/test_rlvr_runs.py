@@ -69,6 +69,39 @@ def test_every_recipe_trains(runs, recipe):
     assert bool(warned) == (recipe == "dr. grpo")
 
 
+ESTIMATORS = {
+    "grpo leave-one-out": {"adv_estimator": "grpo", "adv_options": {"leave_one_out": True}},
+    "reinforce++": {"adv_estimator": "reinforce++"},
+    "reinforce++_baseline": {"adv_estimator": "reinforce++_baseline", "min_group_size": 2},
+    "opo": {"adv_estimator": "opo", "soft_overlong_penalty": {"l_cache": 3}},
+    "max_rl": {"adv_estimator": "max_rl"},
+    "pass_at_k": {"adv_estimator": "pass_at_k", "adv_options": {"k": 2}},
+    "gdpo": {
+        "adv_estimator": "gdpo",
+        "adv_options": {"weights": {"digits": 1.0, "odd": 0.5}},
+        "rewards": {"digits": {"reward": "function", "function": "rollrewards:components"}},
+    },
+    "gae with a lambda of the critic": {"adv_estimator": "gae", "critic": CRITIC, "critic_lambd": 1.0, "lambd": 0.9},
+    "icepop with a sequence mask": {
+        "train_infer_correction": {
+            "is_weight": {"enabled": True, "outside": "mask", "lower_bound": 0.5, "upper_bound": 5.0},
+            "off_policy_mask_threshold": 0.1,
+        }
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ESTIMATORS)
+def test_every_estimator_trains(local_runs, recipe):
+    lines = local_runs.metrics(local_runs.ok(local_runs.rlvr(max_steps=2, **ESTIMATORS[recipe])))
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    for line in lines:
+        assert ("reward/digits/odd/mean" in line) == (recipe == "gdpo")
+        assert ("correction/zero_share" in line) == (recipe == "icepop with a sequence mask")
+
+
 @pytest.mark.on_ray
 def test_engine_and_trainer_agree_on_the_probe(runs):
     lines = runs.metrics(runs.ok(runs.rlvr(guards={"logprob_probe": {"every": 1}})))

@@ -164,9 +164,9 @@ OWN_LOSS = "ActorPGWorker"
 
 
 def adv_estimator(value: Any, key: Key) -> Outcome:
-    """Convert estimators that have no name of their own here.
+    """Convert estimators of turns, which `check` rejects in rlvr.
 
-    In rlvr all estimators but gae and grpo are the discounted return (compute_advantage in roll/utils/functionals.py).
+    In ROLL's rlvr all estimators but gae and grpo are the discounted return (compute_advantage in roll/utils/functionals.py).
     """
     if value in ESTIMATORS:
         return Outcome("changed", ((key.path, ESTIMATORS[value]),), f"ROLL's rlvr computes the same for {value}")

@@ -1,21 +1,26 @@
-"""Importance weights and ratio filters for tokens that the trained policy did not sample itself.
+"""Importance weights and filters for tokens that the trained policy did not sample itself.
 
 The sampling engine rounds differently, or its weights are some steps old.
 
     d      = old logprob (trainer, at the start of the update) - behaviour logprob (engine, at sampling)
-    ratio  = exp(d at a level)          weight = min(ratio, upper_bound)
+    ratio  = exp(d at a level)
 
 Levels:
 
 * `token`: the token's own d.
-* `geometric`: the mean over its sequence.
-* `sequence`: the sum over its sequence.
+* `geometric`: the mean over its rollout.
+* `sequence`: the sum over its rollout.
 * `segment`: the mean over its unbroken run of generated tokens (a turn).
 
-Truncated importance sampling is `token` or `sequence` with a bound. As in arXiv:2505.24298 §5.2 it is decoupled from
-PPO's ratio: the clip uses the old policy, and the weight compares the old policy with the behaviour policy.
-Weights multiply advantages. Every policy loss is linear in the advantage's size, and KL and entropy terms are
-unaffected.
+Two kinds of correction:
+
+* Weights multiply advantages. Every policy loss is linear in the advantage's size, and KL and entropy terms are
+  unaffected. A weight of 0 leaves the loss's denominator as it is.
+* Filters (`Band`) remove tokens from the loss mask: from KL and entropy terms too, and from the denominator. This is
+  rejection sampling.
+
+As in arXiv:2505.24298 §5.2, weights are decoupled from PPO's ratio: the clip uses the old policy, and the weight
+compares the old policy with the behaviour policy.
 
 T flat tokens, N masked tokens.
 """
@@ -27,72 +32,141 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from roll_core.algorithms._segments import counts_by, dense, sums_by
 from roll_core.algorithms.kl import LOG_RATIO_CLAMP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Level = Literal["token", "segment", "geometric", "sequence"]
+BandLevel = Literal["token", "segment", "geometric", "sequence", "max"]
+Outside = Literal["truncate", "mask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
     """Range filter: tokens outside of it do not contribute to the loss."""
 
-    level: Level
+    level: BandLevel
+    """`max` is the largest value in the rollout; only for `k2_max` and `k3_max`."""
     ratio: tuple[float, float] | None = None
     """Smallest and largest ratio that is kept, inclusive."""
     difference: tuple[float, float] | None = None
     """Inclusive bounds on the difference of probabilities, old minus behaviour.
 
-    The difference is averaged over the token, run or sequence of the level; `sequence` averages like `geometric`.
+    The difference is averaged over the token, run or rollout of the level; `sequence` averages like `geometric`.
     """
+    k2_max: float | None = None
+    """Largest `d² / 2` that is kept: of the token, or its mean, sum or maximum over the span of the level."""
+    k3_max: float | None = None
+    """Largest `exp(d) - 1 - d` that is kept, like `k2_max`. Estimates KL(behaviour || old)."""
+    log_ratio_clamp: float = LOG_RATIO_CLAMP
 
 
 def importance_weights(
-    old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, *, level: Level, upper_bound: float
+    old_T: Tensor,
+    behaviour_T: Tensor,
+    mask_T: Tensor,
+    segments_T: Tensor,
+    *,
+    level: Level,
+    upper_bound: float,
+    lower_bound: float = 0.0,
+    outside: Outside = "truncate",
+    log_ratio_clamp: float = LOG_RATIO_CLAMP,
 ) -> Tensor:
-    """Importance weight of each token, `[T]`, at most `upper_bound`; 0 outside the mask."""
-    ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, level).exp()
-    return torch.where(mask_T, ratio_T.clamp(max=upper_bound), 0.0)
+    """Importance weight of each token, `[T]`; 0 outside the mask.
+
+    `outside` selects what becomes of a ratio outside `[lower_bound, upper_bound]`:
+
+    * `truncate`: the bound itself. Truncated importance sampling (TIS; Yao et al. 2025), `min(ratio, C)`.
+    * `mask`: 0. At the levels `sequence` and `geometric` this is masked importance sampling (MIS; Liu, Li et al. 2025),
+      TRL's `sequence_mask`. At level `token` it is IcePop (arXiv:2510.18855), verl's two-sided threshold.
+    """
+    ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, level, log_ratio_clamp).exp()
+    if outside == "truncate":
+        return torch.where(mask_T, ratio_T.clamp(lower_bound, upper_bound), 0.0)
+    return torch.where(mask_T & (ratio_T >= lower_bound) & (ratio_T <= upper_bound), ratio_T, 0.0)
+
+
+def normalise_weights(weights_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Level) -> Tensor:
+    """Divide weights by their mean over the batch's tokens, runs or rollouts, as the level says, `[T]`.
+
+    Each run or rollout counts once, as in verl's `rollout_is_batch_normalize`. Weights that are all 0 stay 0.
+    """
+    if not weights_T.any():
+        return weights_T
+    weights_N = weights_T[mask_T].double()
+    spans_N, num_spans = _spans(mask_T, segments_T, level)
+    mean = (sums_by(weights_N, spans_N, num_spans) / counts_by(spans_N, num_spans)).mean()
+    return (weights_T / mean).to(weights_T.dtype)
 
 
 def inside(band: Band, old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor) -> Tensor:
     """Masked tokens that `band` keeps, `[T]` bool."""
     kept_T = mask_T.clone()
     if band.ratio is not None:
-        ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, band.level).exp()
+        ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, band.level, band.log_ratio_clamp).exp()
         kept_T &= (ratio_T >= band.ratio[0]) & (ratio_T <= band.ratio[1])
     if band.difference is not None:
-        level: Level = "geometric" if band.level == "sequence" else band.level
+        level: BandLevel = "geometric" if band.level == "sequence" else band.level
         difference_T = torch.where(mask_T, old_T.exp() - behaviour_T.exp(), 0.0)
         spanned_T = _at_level(difference_T, mask_T, segments_T, level)
         kept_T &= (spanned_T >= band.difference[0]) & (spanned_T <= band.difference[1])
+    if band.k2_max is not None or band.k3_max is not None:
+        d_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, "token", band.log_ratio_clamp)
+        for bound, divergence_T in ((band.k2_max, d_T.square() / 2), (band.k3_max, torch.expm1(d_T) - d_T)):
+            if bound is not None:
+                kept_T &= _at_level(divergence_T, mask_T, segments_T, band.level) <= bound
     return kept_T
 
 
-def _log_ratio(old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Level) -> Tensor:
+def off_policy_mask(
+    advantages_T: Tensor, old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, threshold: float
+) -> Tensor:
+    """Tokens with a negative advantage in rollouts that the policy no longer produces, `[T]` bool.
+
+    A rollout is off-policy if the mean of `behaviour logprob - old logprob` over its tokens exceeds `threshold`
+    (arXiv:2512.02556 eq. 9). Setting their advantage to 0 leaves the denominator as it is. The paper and TRL compare
+    with the policy of each optimizer step; here it is the policy at the start of the update.
+    """
+    gap_T = torch.where(mask_T, behaviour_T - old_T, 0.0)
+    return mask_T & (advantages_T < 0) & (_at_level(gap_T, mask_T, segments_T, "geometric") > threshold)
+
+
+def _log_ratio(
+    old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: BandLevel, clamp: float
+) -> Tensor:
     difference_T = torch.where(mask_T, old_T - behaviour_T, 0.0)
-    return _at_level(difference_T, mask_T, segments_T, level).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return _at_level(difference_T, mask_T, segments_T, level).clamp(-clamp, clamp)
 
 
-def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Level) -> Tensor:
-    """Each masked token's own value, or the mean or sum over its level's span, accumulated in float64."""
+def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: BandLevel) -> Tensor:
+    """Each masked token's own value, or the mean, sum or maximum over its level's span, accumulated in float64."""
     if level == "token" or not mask_T.any():
         return values_T
-    spans_N = (_runs(mask_T, segments_T) if level == "segment" else segments_T)[mask_T]
-    _, spans_N = torch.unique(spans_N, return_inverse=True)
+    spans_N, num_spans = _spans(mask_T, segments_T, level)
     values_N = values_T[mask_T].double()
-    sums = values_N.new_zeros(int(spans_N.max()) + 1).index_add_(0, spans_N, values_N)
-    if level != "sequence":
-        sums = sums / torch.bincount(spans_N)
+    if level == "max":
+        found = values_N.new_full((num_spans,), -torch.inf).scatter_reduce_(0, spans_N, values_N, "amax")
+    else:
+        found = sums_by(values_N, spans_N, num_spans)
+        found = found if level == "sequence" else found / counts_by(spans_N, num_spans)
     spread_T = torch.zeros_like(values_T)
-    spread_T[mask_T] = sums[spans_N].to(values_T.dtype)
+    spread_T[mask_T] = found[spans_N].to(values_T.dtype)
     return spread_T
 
 
+def _spans(mask_T: Tensor, segments_T: Tensor, level: BandLevel) -> tuple[Tensor, int]:
+    """Index of each masked token's span: itself, its run or its rollout, `[N]`; and the number of spans."""
+    if level == "token":
+        num_tokens = int(mask_T.sum())
+        return torch.arange(num_tokens, device=mask_T.device), num_tokens
+    return dense((_runs(mask_T, segments_T) if level == "segment" else segments_T)[mask_T])
+
+
 def _runs(mask_T: Tensor, segments_T: Tensor) -> Tensor:
-    """`[T]` number of each unbroken run of masked tokens within a sequence; valid at masked tokens only."""
+    """`[T]` number of each unbroken run of masked tokens within a rollout; valid at masked tokens only."""
     begins_T = mask_T.clone()
     begins_T[1:] &= ~mask_T[:-1] | (segments_T[1:] != segments_T[:-1])
     return begins_T.long().cumsum(0)

@@ -76,14 +76,16 @@ def mean_kl(kl_T: Tensor, mask_T: Tensor, segments_T: Tensor, mode: KLMean) -> f
 class KLController:
     """Coefficient of the KL penalty in the reward: fixed, or adapted to a target KL (arXiv:1909.08593 §2.2).
 
-    Config keys: `init_kl_coef`, `target_kl` (None keeps the coefficient fixed) and `kl_horizon`.
+    Config keys: `init_kl_coef`, `target_kl` (None keeps the coefficient fixed), `kl_horizon` and `kl_error_clip`.
     """
 
-    def __init__(self, init_coef: float, target: float | None = None, horizon: int = 10000) -> None:
-        self.coef, self.target, self.horizon = init_coef, target, horizon
+    def __init__(
+        self, init_coef: float, target: float | None = None, horizon: int = 10000, error_clip: float = 0.2
+    ) -> None:
+        self.coef, self.target, self.horizon, self.error_clip = init_coef, target, horizon, error_clip
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Apply `coef *= 1 + clip(kl / target - 1, ±0.2) * num_samples / horizon`, with `kl` from `mean_kl`.
+        """Apply `coef *= 1 + clip(kl / target - 1, ±error_clip) * num_samples / horizon`, with `kl` from `mean_kl`.
 
         Raises `NonFiniteError` for a NaN or infinite `kl`, because a NaN would stay in the coefficient.
         """
@@ -91,7 +93,7 @@ class KLController:
             raise NonFiniteError(f"the mean KL is {kl}, expected a finite number: the KL coefficient cannot be adapted")
         if self.target is None:
             return
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        error = min(max(kl / self.target - 1.0, -self.error_clip), self.error_clip)
         self.coef *= 1.0 + error * num_samples / self.horizon
 
     def state(self) -> dict[str, float]:

@@ -22,7 +22,10 @@ NormType = Literal["batch", "group", "running"]
 """Source of the statistics: the current batch, the samples of one prompt, or all batches so far."""
 
 EPSILON = 1e-6
-"""Added to a standard deviation. A standard deviation of at most this value counts as 0."""
+"""Default of the config key `norm_epsilon`."""
+
+WHITEN_EPSILON = 1e-8
+"""Default of the config key `whiten_epsilon`."""
 
 
 @dataclass(slots=True)
@@ -63,19 +66,21 @@ class RunningMoments:
 
 
 class RewardNormaliser:
-    """Normalise rewards to `(R - mean) / (std + 1e-6)`, then clamp them to `± clip`.
+    """Normalise rewards to `(R - mean) / (std + epsilon)`, then clamp them to `± clip`.
 
-    Config keys: `norm_mean_type`, `norm_std_type` and `reward_clip`. Mean and standard deviation are chosen
-    independently; None skips the subtraction or the division. Standard deviations are unbiased (divided by n - 1), as
-    in ROLL.
+    Config keys: `norm_mean_type`, `norm_std_type`, `reward_clip` and `norm_epsilon`. Mean and standard deviation are
+    chosen independently; None skips the subtraction or the division. Standard deviations are unbiased (divided by
+    n - 1), as in ROLL.
 
     Rewards without spread (equal rewards, a group of one) are centred but not scaled, because dividing by the epsilon
     would inflate them. Batch and running statistics are kept per domain. A domain with higher rewards therefore does
     not look like a domain with better responses. `running` includes the current batch.
     """
 
-    def __init__(self, mean: NormType | None, std: NormType | None, clip: float | None = None) -> None:
-        self.mean, self.std, self.clip = mean, std, clip
+    def __init__(
+        self, mean: NormType | None, std: NormType | None, clip: float | None = None, epsilon: float = EPSILON
+    ) -> None:
+        self.mean, self.std, self.clip, self.epsilon = mean, std, clip, epsilon
         self._running: dict[str, RunningMoments] = {}
 
     def __call__(self, rewards_S: Tensor, groups_S: Tensor, domains: Sequence[str] | None = None) -> Tensor:
@@ -95,7 +100,7 @@ class RewardNormaliser:
             rewards = rewards - self._statistics(self.mean, rewards_S, groups_S, domain_S, names)[0]
         if self.std is not None:
             std_S = self._statistics(self.std, rewards_S, groups_S, domain_S, names)[1]
-            rewards = divide_by_std(rewards, std_S)
+            rewards = divide_by_std(rewards, std_S, self.epsilon)
         return clip(rewards, self.clip).float()
 
     def state(self) -> dict[str, dict[str, float]]:
@@ -129,9 +134,9 @@ def moments_by(values_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
     return means_S, stds_G[index_S]
 
 
-def divide_by_std(values: Tensor, stds: Tensor) -> Tensor:
-    """Return `values / (stds + 1e-6)`. Values with a standard deviation of at most 1e-6 are not scaled."""
-    return torch.where(stds > EPSILON, values / (stds + EPSILON), values)
+def divide_by_std(values: Tensor, stds: Tensor, epsilon: float = EPSILON) -> Tensor:
+    """Return `values / (stds + epsilon)`. Values with a standard deviation of at most `epsilon` are not scaled."""
+    return torch.where(stds > epsilon, values / (stds + epsilon), values)
 
 
 def clip(values: Tensor, bound: float | None) -> Tensor:
@@ -139,10 +144,10 @@ def clip(values: Tensor, bound: float | None) -> Tensor:
     return values if bound is None else values.clamp(-bound, bound)
 
 
-def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
+def whiten(values_T: Tensor, mask_T: Tensor, epsilon: float = WHITEN_EPSILON) -> Tensor:
     """Whiten masked values to mean 0 and unbiased variance 1; 0 outside the mask. float32.
 
-    Computes `(x - mean) / sqrt(var + 1e-8)`, as ROLL and TRL do. Fewer than two masked values become 0. Raises
+    Computes `(x - mean) / sqrt(var + epsilon)`, as ROLL, TRL and verl do. Fewer than two masked values become 0. Raises
     `NonFiniteError`.
     """
     values_N = values_T[mask_T].double()
@@ -151,7 +156,7 @@ def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
     white_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=values_T.device)
     if values_N.numel() > 1:
         variance = values_N.var(unbiased=True)
-        white_T[mask_T] = ((values_N - values_N.mean()) / (variance + 1e-8).sqrt()).float()
+        white_T[mask_T] = ((values_N - values_N.mean()) / (variance + epsilon).sqrt()).float()
     return white_T
 
 

@@ -1,6 +1,6 @@
-"""From a score per sequence to a reward per token, and masks that exclude sequences from the loss.
+"""From a score per rollout to a reward per token, and masks that exclude rollouts from the loss.
 
-T flat tokens, S sequences.
+T flat tokens, S rollouts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tens
 
     In this order:
 
-    1. Put each score at its sequence's last masked token.
+    1. Put each score at its rollout's last masked token.
     2. Subtract `kl_coef * kl_T` at every masked token. This is the config's `add_token_level_kl` (arXiv:1909.08593
        eq. 2, spread over tokens).
     3. Clamp to `± reward_clip`.
     4. Whiten, if `whiten_rewards`.
 
-    `scores_S` replaces the batch's scores, for an estimator that normalises them. The score of a sequence without a
+    `scores_S` replaces the batch's scores, for an estimator that normalises them. The score of a rollout without a
     masked token is ignored. Raises `NonFiniteError`.
     """
     scores_S = batch.scores_S if scores_S is None else scores_S
@@ -46,7 +46,17 @@ def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tens
         rewards_N = rewards_N - batch.kl_coef * kl_N
     rewards_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=scores_S.device)
     rewards_T[mask_T] = clip(rewards_N, batch.reward_clip).float()
-    return whiten(rewards_T, mask_T) if batch.whiten_rewards else rewards_T
+    return whiten(rewards_T, mask_T, batch.whiten_epsilon) if batch.whiten_rewards else rewards_T
+
+
+def soft_overlong_penalty(lengths_S: Tensor, *, max_length: int, cache_length: int, factor: float = 1.0) -> Tensor:
+    """Penalty of DAPO for long responses, `[S]` float64 in [-factor, 0] (arXiv:2503.14476 eq. 13).
+
+    With `L` the response's length: 0 up to `max_length - cache_length`, -1 above `max_length`, and
+    `(max_length - cache_length - L) / cache_length` between, times `factor`. verl (`overlong_buffer`) and NeMo-RL do
+    not bound the penalty; there, responses are never longer than `max_length`.
+    """
+    return factor * ((max_length - cache_length - lengths_S.double()) / cache_length).clamp(-1.0, 0.0)
 
 
 def max_len_mask(finish_reasons: Sequence[FinishReason]) -> Tensor:

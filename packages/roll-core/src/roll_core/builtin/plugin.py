@@ -84,30 +84,83 @@ def roll_trackers() -> Iterator[TrackerProvider]:
 
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
-    """Advantage estimators: GRPO, REINFORCE, RLOO and GAE."""
-    yield AdvantageProvider(
-        name="grpo",
-        target="roll_core.algorithms.advantages:grpo",
-        summary="Reward less the group's mean, over the group's deviation",
-        needs_groups=True,
-        normalise="group",
-    )
+    """Advantage estimators of whole responses and of turns, see docs/algorithms.md."""
+    whole, options = "roll_core.algorithms.advantages", "roll_core.algorithms.advantage_options"
+    for name, function, schema, summary in (
+        ("grpo", "grpo", "GRPOOptions", "Reward less the group's mean, over the group's deviation"),
+        (
+            "reinforce++_baseline",
+            "reinforce_plus_plus_baseline",
+            "",
+            "Reward less the group's mean, whitened over tokens",
+        ),
+        ("opo", "opo", "", "Reward less the group's length-weighted mean"),
+        ("max_rl", "max_rl", "", "Reward less the group's mean, over that mean"),
+        ("pass_at_k", "pass_at_k", "PassAtKOptions", "Best reward of k responses, over all subsets of the group"),
+        ("gdpo", "gdpo", "GDPOOptions", "Weighted components of the reward, each normalised in its group"),
+    ):
+        yield AdvantageProvider(
+            name=name,
+            target=f"{whole}:{function}",
+            config=f"{options}:{schema}" if schema else "",
+            summary=summary,
+            needs_groups=True,
+            normalise="group",
+        )
     yield AdvantageProvider(
         name="reinforce",
-        target="roll_core.algorithms.advantages:reinforce",
+        target=f"{whole}:reinforce",
         summary="Discounted reward to go",
     )
     yield AdvantageProvider(
+        name="reinforce++",
+        target=f"{whole}:reinforce_plus_plus",
+        summary="Discounted reward to go, whitened over tokens",
+    )
+    yield AdvantageProvider(
         name="rloo",
-        target="roll_core.algorithms.advantages:rloo",
+        target=f"{whole}:rloo",
         summary="Reward less the mean of the group's other samples",
         needs_groups=True,
     )
     yield AdvantageProvider(
         name="gae",
-        target="roll_core.algorithms.advantages:gae",
+        target=f"{whole}:gae",
         summary="Generalised advantage estimation with a critic",
         needs_critic=True,
+    )
+    turns = "roll_core.algorithms.turn_advantages"
+    yield AdvantageProvider(
+        name="step_reinforce",
+        target=f"{turns}:step_reinforce",
+        config=f"{options}:StepReinforceOptions",
+        summary="Discounted reward to go of each turn",
+        needs_turns=True,
+        normalise="none",
+    )
+    yield AdvantageProvider(
+        name="agentic_reinforce",
+        target=f"{turns}:agentic_reinforce",
+        summary="Reward to go of each turn, with the pipeline's discount",
+        needs_turns=True,
+        normalise="none",
+    )
+    yield AdvantageProvider(
+        name="gigpo",
+        target=f"{turns}:gigpo",
+        config=f"{options}:GiGPOOptions",
+        summary="Relative reward of the rollout, and of turns from the same state",
+        needs_groups=True,
+        needs_turns=True,
+        normalise="group",
+    )
+    yield AdvantageProvider(
+        name="turn_gae",
+        target=f"{turns}:turn_gae",
+        summary="Generalised advantage estimation over turns, with a critic",
+        needs_critic=True,
+        needs_turns=True,
+        normalise="none",
     )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from roll_core.config.explain import Finding, code_of, show
 from roll_core.config.mistakes import take_out, validate_all
@@ -24,7 +25,7 @@ from roll_core.config.schema import paths, roles, schema_at
 from roll_core.config.strategies import StrategyCheck
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import RewardConfig, RunConfig
+from roll_core.spec.config import AdvantageOptions, Config, RewardConfig, RunConfig
 from roll_core.spec.providers import (
     AdvantageProvider,
     PipelineProvider,
@@ -195,12 +196,26 @@ def _check_estimator(parts: Parts, provider: AdvantageProvider, key: str, schema
     if provider.needs_critic and "critic" in schema.model_fields and data.get("critic") is None:
         message = f"{name} reads a critic's values, but there is no role critic"
         parts.report((key,), message, "add the role critic, or use an estimator without one", code="ROLL-C014")
-    if provider.needs_groups and data.get("num_return_sequences_in_group") == 1:
-        message = f"found 1, but {name} compares the samples of one prompt, so each prompt needs at least 2"
-        parts.report(("num_return_sequences_in_group",), message, code="ROLL-C014")
+    samples_key = "num_return_sequences_in_group"
+    samples = (
+        data.get(samples_key, schema.model_fields[samples_key].default) if samples_key in schema.model_fields else 0
+    )
+    needed = 2 if provider.needs_groups else 1
+    with suppress(ValidationError, TypeError):  # reported as invalid options
+        options = schema_of(provider, Config, owner=parts.registry.owner(provider))(**data.get("adv_options") or {})
+        needed = max(needed, options.min_samples if isinstance(options, AdvantageOptions) else 1)
+    if isinstance(samples, int) and 0 < samples < needed:
+        message = f"found {samples}, but {name} compares the samples of one prompt, so each needs at least {needed}"
+        parts.report((samples_key,), message, code="ROLL-C014")
+    if provider.needs_turns and not schema.multi_turn:
+        message = f"{name} credits turns, but pipeline {data.get('pipeline')} has rollouts of one turn"
+        parts.report((key,), message, "use an estimator of whole responses, such as grpo", code="ROLL-C014")
     for norm in ("norm_mean_type", "norm_std_type") if provider.normalise != "config" else ():
         if data.get(norm) not in (None, provider.normalise):
-            message = f"found {data[norm]}, but {name} itself normalises rewards by {provider.normalise}"
+            own = "does not normalise rewards"
+            if provider.normalise != "none":
+                own = f"itself normalises rewards by {provider.normalise}"
+            message = f"found {data[norm]}, but {name} {own}"
             hint = f"remove {norm}, or choose an estimator that does not normalise (adv_estimator: reinforce)"
             parts.report((norm,), message, hint, code="ROLL-C014")
 

@@ -84,9 +84,9 @@ class SFTConfig(RewardRunConfig):
 
 
 class ImportanceWeightConfig(Config):
-    """`train_infer_correction.is_weight`: truncated importance sampling (TIS).
+    """`train_infer_correction.is_weight`: importance sampling, truncated (TIS) or masked (MIS, IcePop).
 
-    Multiplies advantages by the ratio of the trainer's to the engine's probability of a token, up to `upper_bound`.
+    Multiplies advantages by the ratio of the trainer's to the engine's probability of a token, within bounds.
     """
 
     enabled: bool | None = None
@@ -104,7 +104,23 @@ class ImportanceWeightConfig(Config):
     over the sequence.
     """
     upper_bound: PositiveFloat = 1.2
-    """Maximum weight."""
+    """Maximum ratio."""
+    lower_bound: NonNegativeFloat = 0.0
+    """Minimum ratio."""
+    outside: Literal["truncate", "mask"] = "truncate"
+    """Weight of a ratio outside the bounds: `truncate` is the bound itself (TIS), `mask` is 0.
+
+    `mask` is MIS at levels `sequence` and `geometric`, and IcePop at level `token` (bounds 0.5 and 5). Tokens of weight
+    0 still count in the loss's denominator; `filters` remove them from it.
+    """
+    batch_normalize: bool = False
+    """Divide weights by their mean over the batch: over tokens, segments or rollouts, as `weight_type` says."""
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> ImportanceWeightConfig:
+        if self.lower_bound > self.upper_bound:
+            raise ValueError(f"lower_bound {self.lower_bound:g} is above upper_bound {self.upper_bound:g}")
+        return self
 
 
 class CorrectionFilterConfig(Config):
@@ -112,8 +128,11 @@ class CorrectionFilterConfig(Config):
 
     enabled: bool = False
     """Apply this filter."""
-    agg_type: Level = "token"
-    """Level at which the ratio and the difference are computed, as in `weight_type`."""
+    agg_type: Level | Literal["max"] = "token"
+    """Level at which the ratio, the difference, k2 and k3 are computed, as in `weight_type`.
+
+    `max` is the largest value of the rollout, only for `k2_max` and `k3_max`.
+    """
     ratio_enabled: bool = True
     """Filter by the ratio of the trainer's probability to the engine's."""
     ratio_low: NonNegativeFloat = 0.8
@@ -126,6 +145,17 @@ class CorrectionFilterConfig(Config):
     """Minimum difference of kept tokens."""
     diff_high: float = 0.2
     """Maximum difference of kept tokens."""
+    k2_max: PositiveFloat | None = None
+    """Maximum of `d² / 2`, with `d` the logarithm of the ratio: of the token, or its mean, sum or maximum."""
+    k3_max: PositiveFloat | None = None
+    """Maximum of `exp(d) - 1 - d`, like `k2_max`: an estimate of the KL from the trainer to the engine."""
+
+    @model_validator(mode="after")
+    def _max_is_of_k2_or_k3(self) -> CorrectionFilterConfig:
+        if self.agg_type == "max" and (self.ratio_enabled or self.diff_enabled):
+            key = "ratio_enabled" if self.ratio_enabled else "diff_enabled"
+            raise ValueError(f"agg_type max is only for k2_max and k3_max: set {key} to false")
+        return self
 
 
 class TrainInferCorrectionConfig(Config):
@@ -135,11 +165,33 @@ class TrainInferCorrectionConfig(Config):
     """Importance weights."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
     """Ranges of ratios or differences. A token is kept only if all filters keep it."""
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Off-policy sequence mask (OPSM, arXiv:2512.02556): ignore negative advantages of rollouts above this threshold.
+
+    Compared is the mean over the rollout of the engine's logprob minus the trainer's. Default: no mask.
+    """
+    is_log_ratio_clamp: PositiveFloat = 20.0
+    """Maximum |logarithm| of a ratio of the trainer's to the engine's probability."""
 
     @property
     def enabled(self) -> bool:
-        """True if weights or a filter are enabled."""
-        return bool(self.is_weight.enabled) or any(each.enabled for each in self.filters)
+        """True if weights, the off-policy mask or a filter are enabled."""
+        masks = self.off_policy_mask_threshold is not None
+        return masks or bool(self.is_weight.enabled) or any(each.enabled for each in self.filters)
+
+
+class SoftOverlongPenaltyConfig(Config):
+    """`soft_overlong_penalty`: DAPO's penalty for responses near the length limit (arXiv:2503.14476 eq. 13).
+
+    A response of more than `l_max - l_cache` tokens loses up to `penalty_factor`, linearly in its length.
+    """
+
+    l_max: PositiveInt | None = None
+    """Length from which a response gets the whole penalty. Default: the maximum number of new tokens."""
+    l_cache: PositiveInt
+    """Tokens before `l_max` in which the penalty grows."""
+    penalty_factor: PositiveFloat = 1.0
+    """Largest penalty."""
 
 
 class RouterReplayConfig(Config):
@@ -183,6 +235,8 @@ class RLVRConfig(RewardRunConfig):
     """Responses per prompt (group size)."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
+    shuffle: bool = True
+    """Assign groups to the optimizer steps of a batch in random order, in each pass anew. If false, in batch order."""
 
     async_generation_ratio: NonNegativeFloat = 0.0
     """Batches that are generated while earlier ones are trained on.
@@ -247,6 +301,8 @@ class RLVRConfig(RewardRunConfig):
     """Discount per token."""
     lambd: Fraction = 0.95
     """Lambda of GAE: trade-off between bias and variance."""
+    critic_lambd: Fraction | None = None
+    """Lambda of the critic's regression target (decoupled GAE, arXiv:2503.01491). Default: `lambd`."""
     norm_mean_type: NormType | None = None
     """Samples whose mean reward is subtracted: the batch, the group, or all batches so far.
 
@@ -257,12 +313,18 @@ class RLVRConfig(RewardRunConfig):
 
     Null divides by nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
     """
+    min_group_size: PositiveInt = 1
+    """Minimum number of samples with a reward in a group. A smaller group is not trained on."""
+    norm_epsilon: PositiveFloat = 1e-6
+    """Added to a standard deviation that divides rewards. A deviation of at most this value does not divide."""
     reward_clip: PositiveFloat | None = None
     """Clamp rewards to ± this value after normalisation."""
     whiten_rewards: bool = False
     """Whiten the batch's token rewards to mean 0 and variance 1 before advantages are computed."""
     whiten_advantages: bool = False
     """Whiten the batch's advantages to mean 0 and variance 1 over tokens."""
+    whiten_epsilon: PositiveFloat = 1e-8
+    """Added to the variance when token rewards or advantages are whitened."""
     advantage_clip: PositiveFloat | None = None
     """Clamp advantages to ± this value."""
 
@@ -310,14 +372,22 @@ class RLVRConfig(RewardRunConfig):
     """
     kl_horizon: PositiveInt = 10000
     """Horizon of the adaptive KL controller, in samples."""
+    kl_error_clip: PositiveFloat = 0.2
+    """Clamp the adaptive KL controller's relative error `KL / target_kl - 1` to ± this value."""
 
-    log_ratio_clamp: PositiveFloat = 20.0
+    kl_log_ratio_clamp: PositiveFloat = 20.0
     """Maximum |log-ratio| that a KL estimator exponentiates."""
     k3_clamp: PositiveFloat = 10.0
     """Clamp the k3 estimator to ± this value."""
 
     value_clip: PositiveFloat | None = None
     """Clip range of the critic's update."""
+    value_loss_coef: PositiveFloat = 0.5
+    """Factor of the critic's squared error."""
+    value_loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Aggregation of the critic's per-token losses, as in `loss_agg_mode`."""
     critic_epochs: PositiveInt | None = None
     """The critic's passes over each batch. Default: `ppo_epochs`."""
     critic_warmup: NonNegativeInt = 0
@@ -325,6 +395,8 @@ class RLVRConfig(RewardRunConfig):
     force_disable_old_logprobs_recompute: bool = False
     """Use the engine's logprobs as the old policy's, instead of recomputing them in the trainer."""
 
+    soft_overlong_penalty: SoftOverlongPenaltyConfig | None = None
+    """Subtract a penalty from the rewards of long responses. Default: no penalty."""
     max_len_mask: bool = False
     """Exclude responses that reach the length limit from the loss."""
     error_max_len_clip: bool = False
@@ -385,9 +457,31 @@ class RLVRConfig(RewardRunConfig):
             )
         return self
 
-    @field_validator("critic_epochs")
+    @model_validator(mode="after")
+    def _groups_can_be_large_enough(self) -> RLVRConfig:
+        if self.min_group_size > self.num_return_sequences_in_group:
+            raise ValueError(
+                f"min_group_size {self.min_group_size} is above num_return_sequences_in_group"
+                f" {self.num_return_sequences_in_group}: no group would be trained on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_penalty_applies(self) -> RLVRConfig:
+        given = self.soft_overlong_penalty
+        if given is None:
+            return self
+        l_max, limit = given.l_max or self.max_new_tokens, self.max_new_tokens
+        if not 0 <= l_max - given.l_cache < limit:
+            raise ValueError(
+                f"soft_overlong_penalty begins at l_max {l_max} - l_cache {given.l_cache} = {l_max - given.l_cache}"
+                f" tokens, expected at least 0 and less than the {limit} tokens of the longest response"
+            )
+        return self
+
+    @field_validator("critic_epochs", "critic_lambd")
     @classmethod
-    def _has_a_critic(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _has_a_critic(cls, value: float | None, info: ValidationInfo) -> float | None:
         # An invalid critic is missing from `data`.
         if value is not None and "critic" in info.data and info.data["critic"] is None:
             raise ValueError("no critic is configured: remove this key, or configure critic")
@@ -525,7 +619,11 @@ class RLVRConfig(RewardRunConfig):
         """Passes of `role` over each batch."""
         return self.critic_epochs or self.ppo_epochs if role is self.critic else self.ppo_epochs
 
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of tokens of a response."""
+        return self.actor_infer.generating_args.max_new_tokens or self.response_length
+
     def sampling_defaults(self) -> dict[str, Any]:
         """`generating_args` of the rollouts with `max_new_tokens` resolved."""
-        args = self.actor_infer.generating_args
-        return args.model_dump() | {"max_new_tokens": args.max_new_tokens or self.response_length}
+        return self.actor_infer.generating_args.model_dump() | {"max_new_tokens": self.max_new_tokens}

@@ -1,7 +1,7 @@
 """Samples of one batch on their way from rewards to advantages.
 
-S samples; T tokens of all sequences, concatenated (prompts included). Arrays of the sequences are numpy; advantages are
-computed on flat tensors.
+S samples, one per rollout; B training rows of these rollouts; T tokens of all rows, concatenated (prompts included).
+Arrays of the rows are numpy; advantages are computed on flat tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from roll_core.algorithms.correction import Band, importance_weights, inside
+from roll_core.algorithms.correction import Band, importance_weights, inside, normalise_weights, off_policy_mask
 from roll_core.data.sequences import sequence_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,37 +28,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """Samples that have a reward, and their sequences in the same order."""
+    """Samples that have a reward, and the training rows of their rollouts.
+
+    Rows are in the order of `samples`. A rollout with several rows names them by `TrainSequence.rollout`; they are
+    adjacent.
+    """
 
     samples: tuple[Sample, ...]
     sequences: tuple[TrainSequence, ...]
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, routed_experts: bool = False) -> Experience:
-        """Samples of `groups` that have a reward and at least one response token. Failed samples are dropped.
+    def of(cls, groups: Sequence[Group], *, routed_experts: bool = False, min_group_size: int = 1) -> Experience:
+        """Samples of `groups` that have a reward and at least one response token, one row each.
 
-        With `routed_experts`, their sequences keep the experts that the engine chose.
+        Failed samples are dropped. So are groups with fewer than `min_group_size` remaining samples. With
+        `routed_experts`, rows keep the experts that the engine chose.
         """
         samples: list[Sample] = []
         sequences: list[TrainSequence] = []
         for index, group in enumerate(groups):
-            for sample in group.samples:
-                if sample.reward is not None and sample.reward.value is not None and len(sample.response_ids):
-                    samples.append(sample)
-                    sequences.append(sequence_of(sample, group=index))
+            valid = [each for each in group.samples if score_of(each) is not None and len(each.response_ids)]
+            if len(valid) >= min_group_size:
+                samples += valid
+                sequences += [sequence_of(sample, group=index) for sample in valid]
         chosen = tuple(sequences) if routed_experts else without_experts(sequences)
         return cls(samples=tuple(samples), sequences=chosen)
 
     @property
     def scores_S(self) -> Tensor:
         """Rewards before normalisation, float64 `[S]`."""
-        values = [sample.reward.value for sample in self.samples if sample.reward is not None]
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor([score_of(sample) for sample in self.samples], dtype=torch.float64)
+
+    @property
+    def components_S(self) -> Mapping[str, Tensor]:
+        """Numeric components of the rewards by name, float32 `[S]`. NaN for samples without the component."""
+        found: dict[str, Tensor] = {}
+        for index, sample in enumerate(self.samples):
+            for name, value in components_of(sample).items():
+                found.setdefault(name, torch.full((len(self.samples),), torch.nan))[index] = value
+        return found
 
     @property
     def groups_S(self) -> Tensor:
         """Index of each sample's group, int64 `[S]`."""
-        return torch.tensor([sequence.group for sequence in self.sequences], dtype=torch.int64)
+        by_rollout = dict(zip(self.rollouts_B.tolist(), (row.group for row in self.sequences), strict=True))
+        return torch.tensor(list(by_rollout.values()), dtype=torch.int64)
+
+    @property
+    def rollouts_B(self) -> Tensor:
+        """Index in `samples` of each row's rollout, int64 `[B]`."""
+        named = [row.rollout for row in self.sequences]
+        begins = [each is None or index == 0 or each != named[index - 1] for index, each in enumerate(named)]
+        return torch.tensor(begins, dtype=torch.int64).cumsum(0) - 1
 
     @property
     def mask_T(self) -> Tensor:
@@ -67,9 +88,8 @@ class Experience:
 
     @property
     def segments_T(self) -> Tensor:
-        """Index of each token's sequence, int64 `[T]`."""
-        lengths = torch.tensor([len(sequence) for sequence in self.sequences])
-        return torch.repeat_interleave(torch.arange(len(self.sequences)), lengths)
+        """Index in `samples` of each token's rollout, int64 `[T]`."""
+        return torch.repeat_interleave(self.rollouts_B, torch.tensor([len(row) for row in self.sequences]))
 
     @property
     def has_advantages(self) -> bool:
@@ -102,17 +122,34 @@ class Experience:
         return np.split(flat_T.numpy(), np.cumsum([len(sequence) for sequence in self.sequences])[:-1])
 
     def keep(self, kept_S: Tensor) -> Experience:
-        """Keep only the samples where `kept_S` is True."""
-        chosen = [i for i, kept in enumerate(kept_S.tolist()) if kept]
+        """Keep only the samples where `kept_S` is True, with all their rows."""
+        return self.keep_rows(kept_S[self.rollouts_B])
+
+    def keep_rows(self, kept_B: Tensor) -> Experience:
+        """Keep only the rows where `kept_B` is True, and the samples that still have a row."""
+        kept = kept_B.nonzero()[:, 0].tolist()
+        samples = dict.fromkeys(self.rollouts_B[kept_B].tolist())
         return Experience(
-            samples=tuple(self.samples[i] for i in chosen), sequences=tuple(self.sequences[i] for i in chosen)
+            samples=tuple(self.samples[i] for i in samples), sequences=tuple(self.sequences[i] for i in kept)
         )
+
+
+def score_of(sample: Sample) -> float | None:
+    """The sample's reward; None if it has none or scoring failed."""
+    return None if sample.reward is None else sample.reward.value
+
+
+def components_of(sample: Sample) -> dict[str, float]:
+    """Numeric components of the sample's reward; none if scoring failed."""
+    if sample.reward is None or sample.reward.failed:
+        return {}
+    return {name: value for name, value in sample.reward.detail.items() if not isinstance(value, str)}
 
 
 def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """Apply `train_infer_correction`: weights multiply advantages, filters reduce the loss mask.
 
-    Returns the corrected batch and metrics. Samples without any remaining token are dropped.
+    Returns the corrected batch and metrics. Rows without any remaining token are dropped.
     """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     advantages_T = experience.flat("advantages")
@@ -120,14 +157,33 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
         raise AssertionError("a correction needs logprobs of the trainer and of the engine, and advantages")
     mask_T, segments_T = experience.mask_T, experience.segments_T
     metrics: dict[str, float] = {}
-    if config.is_weight.enabled:
-        bound = config.is_weight.upper_bound
-        weights_T = importance_weights(
-            old_T, behaviour_T, mask_T, segments_T, level=config.is_weight.weight_type, upper_bound=bound
+    if config.off_policy_mask_threshold is not None:
+        stale_T = off_policy_mask(
+            advantages_T, old_T, behaviour_T, mask_T, segments_T, config.off_policy_mask_threshold
         )
-        advantages_T = advantages_T * weights_T
+        advantages_T = torch.where(stale_T, 0.0, advantages_T)
+        metrics["correction/off_policy_masked_share"] = float(stale_T[mask_T].float().mean())
+    if config.is_weight.enabled:
+        given = config.is_weight
+        weights_T = importance_weights(
+            old_T,
+            behaviour_T,
+            mask_T,
+            segments_T,
+            level=given.weight_type,
+            upper_bound=given.upper_bound,
+            lower_bound=given.lower_bound,
+            outside=given.outside,
+            log_ratio_clamp=config.is_log_ratio_clamp,
+        )
+        if given.outside == "mask":
+            metrics["correction/zero_share"] = float((weights_T[mask_T] == 0).float().mean())
+        else:
+            metrics["correction/bounded_share"] = float((weights_T[mask_T] >= given.upper_bound).float().mean())
+        if given.batch_normalize:
+            weights_T = normalise_weights(weights_T, mask_T, segments_T, given.weight_type)
         metrics["correction/weight/mean"] = float(weights_T[mask_T].mean())
-        metrics["correction/bounded_share"] = float((weights_T[mask_T] >= bound).float().mean())
+        advantages_T = advantages_T * weights_T
     kept_T = mask_T
     for each in config.filters:
         if each.enabled:
@@ -135,13 +191,16 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
                 level=each.agg_type,
                 ratio=(each.ratio_low, each.ratio_high) if each.ratio_enabled else None,
                 difference=(each.diff_low, each.diff_high) if each.diff_enabled else None,
+                k2_max=each.k2_max,
+                k3_max=each.k3_max,
+                log_ratio_clamp=config.is_log_ratio_clamp,
             )
             kept_T = kept_T & inside(band, old_T, behaviour_T, mask_T, segments_T)
     corrected = experience.with_flat(advantages=advantages_T)
     if any(each.enabled for each in config.filters):
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
         masks = corrected.rows_of(kept_T)
-        corrected = corrected.with_rows(loss_mask=masks).keep(torch.tensor([bool(mask.any()) for mask in masks]))
+        corrected = corrected.with_rows(loss_mask=masks).keep_rows(torch.tensor([bool(mask.any()) for mask in masks]))
     return corrected, metrics
 
 
@@ -154,8 +213,9 @@ def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, fl
     """Mean |old logprob - engine's logprob| over sampled tokens: of current tokens, and of all other tokens.
 
     Current tokens have the weight version `version`, and so have all earlier tokens of their response. The trainer has
-    the same weights. A mean is None if it has no tokens. A token after older tokens usually attends to keys that older
-    weights computed. Its logprob differs from that of the current weights, although the engine is correct.
+    the same weights. Each rollout has one row. A mean is None if it has no tokens. A token after older tokens usually
+    attends to keys that older weights computed. Its logprob differs from that of the current weights, although the
+    engine is correct.
     """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     if old_T is None or behaviour_T is None:
@@ -192,7 +252,7 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     by_tag: defaultdict[str, list[float]] = defaultdict(list)
     spread = []
     for group in groups:
-        scores = [s.reward.value for s in group.samples if s.reward is not None and s.reward.value is not None]
+        scores = [score for sample in group.samples if (score := score_of(sample)) is not None]
         by_tag[group.samples[0].tag] += scores
         if scores:
             spread.append(max(scores) - min(scores))
@@ -208,3 +268,13 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if len(by_tag) > 1:
         metrics |= {f"score/{tag or 'untagged'}/mean": statistics.fmean(s) for tag, s in by_tag.items() if s}
     return metrics
+
+
+def component_metrics(samples: Sequence[Sample], domains: Mapping[str, str]) -> dict[str, float]:
+    """Mean of each numeric component of the rewards: `reward/<domain>/<component>/mean`. `domains` maps tags."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        domain = domains.get(sample.tag, sample.tag) or "untagged"
+        for name, value in components_of(sample).items():
+            values[f"reward/{domain}/{name}/mean"].append(value)
+    return {name: statistics.fmean(each) for name, each in values.items()}

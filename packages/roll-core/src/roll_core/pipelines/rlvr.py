@@ -19,9 +19,21 @@ from typing_extensions import override
 from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
 from roll_core.algorithms.losses import PolicyObjective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
-from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask
+from roll_core.algorithms.rewards import (
+    difficulty_mask,
+    error_max_len_clip,
+    max_len_mask,
+    soft_overlong_penalty,
+)
 from roll_core.pipelines.config import RLVRConfig
-from roll_core.pipelines.experience import Experience, correct, logprob_gaps, sample_metrics, without_experts
+from roll_core.pipelines.experience import (
+    Experience,
+    component_metrics,
+    correct,
+    logprob_gaps,
+    sample_metrics,
+    without_experts,
+)
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
 from roll_core.pipelines.stages import Validation, log_update
@@ -76,9 +88,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         self.normaliser = (
             RewardNormaliser(None, None)
             if normalises
-            else RewardNormaliser(config.norm_mean_type, config.norm_std_type, config.reward_clip)
+            else RewardNormaliser(config.norm_mean_type, config.norm_std_type, config.reward_clip, config.norm_epsilon)
         )
-        self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon, config.kl_error_clip)
         low, high = config.clip_range()
         self.policy_objective = PolicyObjective(
             policy_loss=run.policy_loss(config.pg_variant),
@@ -92,7 +104,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             entropy_coef=config.entropy_loss_coef,
             kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
             kl_kind=config.kl_loss_penalty,
-            log_ratio_clamp=config.log_ratio_clamp,
+            log_ratio_clamp=config.kl_log_ratio_clamp,
             k3_clamp=config.k3_clamp,
             temperature=self.temperature,
         )
@@ -132,11 +144,16 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 "all_groups_filtered", False, "no reward signal at {steps}: query_filter_config rejected every group"
             )
             return
-        run.log_samples([sample for group in groups for sample in group.samples])
+        config, samples = self.config, [sample for group in groups for sample in group.samples]
+        run.log_samples(samples)
         run.log(sample_metrics(groups))
-        experience = Experience.of(groups, routed_experts=self.config.replays_experts)
+        run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
+        experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
         if not experience.samples:
-            run.guard("all_groups_filtered", False, "no reward signal at {steps}: no response has a reward")
+            reason = "no response has a reward"
+            if config.min_group_size > 1:
+                reason = f"no group has {config.min_group_size} responses with a reward (min_group_size)"
+            run.guard("all_groups_filtered", False, f"no reward signal at {{steps}}: {reason}")
             return
         with run.stage("logprobs"):
             experience = await self._score(run, experience)
@@ -191,6 +208,22 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = experience.with_rows(values=scored.values)
         return experience
 
+    def _shaped(self, run: Run, experience: Experience) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Scores and their components, float32 `[S]`, with the penalty for long responses."""
+        scores_S, components_S = experience.scores_S, experience.components_S
+        given = self.config.soft_overlong_penalty
+        if given is not None:
+            lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
+            penalty_S = soft_overlong_penalty(
+                lengths_S,
+                max_length=given.l_max or self.config.max_new_tokens,
+                cache_length=given.l_cache,
+                factor=given.penalty_factor,
+            )
+            scores_S, components_S = scores_S + penalty_S, {**components_S, "overlong_penalty": penalty_S.float()}
+            run.log({"reward/overlong_penalty/mean": float(penalty_S.mean())})
+        return scores_S.float(), components_S
+
     def _credit(self, run: Run, experience: Experience) -> Experience:
         """Compute advantages from scores.
 
@@ -200,7 +233,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         groups_S, mask_T = experience.groups_S, experience.mask_T
         tags = [sample.tag for sample in experience.samples]
         entries = domains(config.rewards, set(tags))
-        scores_S = self.normaliser(experience.scores_S.float(), groups_S, [entries.get(tag, tag) for tag in tags])
+        raw_S, components_S = self._shaped(run, experience)
+        scores_S = self.normaliser(raw_S, groups_S, [entries.get(tag, tag) for tag in tags])
         kl_coef = self.kl.coef  # for this step: `_penalty` adapts the next one's
         found = self.estimator(
             AdvantageInput(
@@ -208,17 +242,23 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 mask_T=mask_T,
                 segments_T=experience.segments_T,
                 groups_S=groups_S,
+                components_S=components_S,
                 values_T=experience.flat("values"),
                 gamma=config.gamma,
                 lambd=config.lambd,
+                critic_lambd=config.critic_lambd,
                 kl_T=self._penalty(run, experience) if config.add_token_level_kl else None,
                 kl_coef=kl_coef,
                 reward_clip=config.reward_clip,
                 whiten_rewards=config.whiten_rewards,
+                norm_epsilon=config.norm_epsilon,
+                whiten_epsilon=config.whiten_epsilon,
                 options=config.adv_options,
             )
         )
-        advantages_T = whiten(found.advantages_T, mask_T) if config.whiten_advantages else found.advantages_T
+        advantages_T = found.advantages_T
+        if config.whiten_advantages:
+            advantages_T = whiten(advantages_T, mask_T, config.whiten_epsilon)
         advantages_T = clip(advantages_T, config.advantage_clip)
         sampled_N = advantages_T[mask_T]
         if found.token_rewards_T is not None:
@@ -261,7 +301,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             policy_T,
             reference_T,
             config.kl_penalty,
-            log_ratio_clamp=config.log_ratio_clamp,
+            log_ratio_clamp=config.kl_log_ratio_clamp,
             k3_clamp=config.k3_clamp,
         )
         kl_T = torch.where(mask_T, per_token_T, 0.0)
@@ -292,17 +332,18 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
         """Update the critic on the whole experience, and the policy on the chosen part."""
         config = self.config
-        # Prompts of one domain are already in random order, but several domains follow one another in a batch.
-        several = len(self.order.counts) > 1
-        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if several else None
+        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if config.shuffle else None
         num_tokens = 0
         if config.critic is not None:
-            objective = ValueObjective(value_clip=config.value_clip)
+            objective = ValueObjective(
+                value_clip=config.value_clip, coef=config.value_loss_coef, aggregation=config.value_loss_agg_mode
+            )
             critic = run.train_role("critic")
             update = await critic.update(
                 without_experts(experience.sequences),
                 objective,
                 epochs=config.epochs(config.critic),
+                max_length=config.response_length,
                 shuffle_seed=shuffle_seed,
             )
             run.log(update.named("critic"))

@@ -67,7 +67,7 @@ def kind_of(record: type[Provider]) -> Kind:
     return _BY_RECORD[record]
 
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -77,7 +77,7 @@ def check_record(record: Provider) -> str:
     if problem:
         return problem
     if not _NAME.fullmatch(record.name):
-        return f"name is {record.name!r}, expected letters, digits, '_', '-' and '.'"
+        return f"name is {record.name!r}, expected letters, digits, '_', '+', '-' and '.'"
     if not _TARGET.fullmatch(record.target):
         return f"target is {record.target!r}, expected 'module:attribute'"
     if isinstance(record, FragmentProvider) and record.target.rpartition(":")[2] != f"{record.name}.yaml":

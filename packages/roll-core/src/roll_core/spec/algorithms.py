@@ -1,6 +1,6 @@
 """The interfaces of advantage estimators and policy losses: pure functions on flat tensors.
 
-Shapes: T tokens of prompts and responses, concatenated; S sequences; G groups (see `roll_core.types`).
+Shapes: T tokens of prompts and responses, concatenated; S rollouts; G groups; U turns of all rollouts.
 """
 
 from __future__ import annotations
@@ -19,25 +19,47 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageInput:
-    """Input of an advantage estimator: all sequences of the batch that have a reward.
+class Turns:
+    """Turns of multi-turn rollouts: turns of one rollout are adjacent and in order."""
 
-    `roll_core.algorithms.rewards.token_rewards` computes per-token rewards from it.
+    index_T: Tensor
+    """int64, index of each token's turn. Read only where `AdvantageInput.mask_T` is true."""
+    rollouts_U: Tensor
+    """int64, index of each turn's rollout."""
+    rewards_U: Tensor
+    """float32, reward of each turn. An environment that scores only whole episodes gives the last turn all of it."""
+    states_U: Tensor | None = None
+    """int64, equal for turns that began in the same state of the environment (the anchor state); None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInput:
+    """Input of an advantage estimator: all rollouts of the batch that have a reward.
+
+    A rollout of several training rows (branches, compacted contexts) is one entry of S. Its rows follow one another, so
+    statistics and recursions are per rollout, however it is cut into rows. Failed rollouts are absent: they affect no
+    statistics. `roll_core.algorithms.rewards.token_rewards` computes per-token rewards from it.
     """
 
     scores_S: Tensor
-    """float32, reward of each sequence. Normalised as configured, or as scored if the estimator normalises by itself
+    """float32, reward of each rollout. Normalised as configured, or as scored if the estimator normalises by itself
     (`AdvantageProvider.normalise`)."""
     mask_T: Tensor
     """bool, True for tokens that the policy generated."""
     segments_T: Tensor
-    """int64, index of each token's sequence."""
+    """int64, index of each token's rollout."""
     groups_S: Tensor
-    """int64, index of each sequence's group."""
+    """int64, index of each rollout's group."""
+    components_S: Mapping[str, Tensor] = field(default_factory=dict)
+    """float32, numeric components of the rewards (`Reward.detail`) by name, as scored. NaN where a rollout has none."""
+    turns: Turns | None = None
+    """None in single-turn pipelines."""
     values_T: Tensor | None = None
     """float32, the critic's value before each token; None without a critic."""
     gamma: float = 1.0
     lambd: float = 1.0
+    critic_lambd: float | None = None
+    """Lambda of the critic's target; None: `lambd`."""
     kl_T: Tensor | None = None
     """float32, per-token KL to the reference policy, if the config adds it to the reward."""
     kl_coef: float = 0.0
@@ -45,6 +67,10 @@ class AdvantageInput:
     """Bound on the absolute value of a normalised reward, and of a token's reward."""
     whiten_rewards: bool = False
     """Whiten token rewards before computing advantages."""
+    norm_epsilon: float = 1e-6
+    """Added to a standard deviation that divides rewards; a deviation of at most this value does not divide."""
+    whiten_epsilon: float = 1e-8
+    """Added to the variance in whitening."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """`adv_options` as written in the config, already validated by the schema of the estimator's record."""
 

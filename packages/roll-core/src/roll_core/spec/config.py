@@ -685,6 +685,8 @@ class RunConfig(Config):
 
     policy_role: ClassVar[str] = ""
     """Role that is trained on responses generated with its own weights; empty if there is none."""
+    multi_turn: ClassVar[bool] = False
+    """True if rollouts have several turns, which advantage estimators can credit."""
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys of `data_args` that name a required column, by the key above `data_args`: `{"sft_train": ("prompt",
     "response")}`. Rows without a response are prompts, whose responses `rewards` scores. `roll-core check` does not
@@ -835,3 +837,12 @@ class RewardRunConfig(RunConfig):
     """Held-out prompts. Default: no validation."""
     val_batch_size: PositiveInt = 1024
     """Prompts per batch in an evaluation."""
+
+
+class AdvantageOptions(Config):
+    """Base of the schemas of `adv_options` (`AdvantageProvider.config`)."""
+
+    @property
+    def min_samples(self) -> int:
+        """Samples that each prompt needs at least."""
+        return 1

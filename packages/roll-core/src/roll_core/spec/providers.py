@@ -178,10 +178,12 @@ class AdvantageProvider(Provider):
     """True if it reads the critic's values."""
     needs_groups: bool = False
     """True if it compares the samples of one prompt. Each prompt then needs at least two samples."""
-    normalise: Literal["config", "group", "batch"] = "config"
+    needs_turns: bool = False
+    """True if it reads `AdvantageInput.turns`. Only pipelines with `RunConfig.multi_turn` have them."""
+    normalise: Literal["config", "group", "batch", "none"] = "config"
     """Where rewards are normalised. `config`: by the pipeline, as `norm_mean_type` and `norm_std_type` say. `group` or
     `batch`: by the estimator itself, with the mean and deviation of groups or of the batch. It then receives rewards as
-    scored, and a config may set the two keys only to this value."""
+    scored, and a config may set the two keys only to this value. `none`: nowhere; a config may not set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,17 @@ class MicroBatch:
     """bool, tokens that contribute to the loss; never True at a sequence's first token."""
     groups_S: Tensor
     """int64, index of each sequence's group in the whole batch."""
+    rollouts_S: Tensor
+    """int64, index of each sequence's rollout in the whole batch; distinct negative numbers for sequences that are
+    rollouts of their own."""
+    rollout_tokens_S: Tensor
+    """int64, masked tokens of each sequence's whole rollout, also of its rows in other microbatches."""
+    units_S: Tensor
+    """int64, unit of each sequence; distinct negative numbers for sequences that are units of their own."""
     totals: Totals
     """Denominators over the whole optimizer step."""
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    """float32 `[T]`, weights of each stream of `totals.streams`: of a further loss term, by name."""
     old_logprobs_T: Tensor | None = None
     behaviour_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
@@ -85,6 +94,14 @@ class MicroBatch:
         """Number of sequences, S."""
         return len(self.lengths)
 
+    @property
+    def read_T(self) -> Tensor:
+        """bool, tokens whose outputs a loss may read: in the loss mask, or with a weight in some stream."""
+        read_T = self.loss_mask_T
+        for weights_T in self.streams.values():
+            read_T = read_T | (weights_T != 0)
+        return read_T
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy of the microbatch with its tensors on `device`."""
         import torch
@@ -94,6 +111,7 @@ class MicroBatch:
             value = getattr(self, each.name)
             if isinstance(value, torch.Tensor):
                 moved[each.name] = value.to(device, non_blocking=True)
+        moved["streams"] = {name: value.to(device, non_blocking=True) for name, value in self.streams.items()}
         return replace(self, **moved)
 
 
@@ -110,7 +128,7 @@ class WantedOutputs:
     """Number K of most likely tokens to return with their logprobs, best first. With K = 1, ties go to the lowest id.
     Used only with `capabilities.topk`."""
     masked_only: bool = False
-    """Only positions where `loss_mask_T` is True are read. A strategy may leave the others 0 to save work."""
+    """Only positions where `MicroBatch.read_T` is True are read. A strategy may leave the others 0 to save work."""
     temperature: float = 1.0
     """Divisor of the logits before the softmax: the sampling temperature of the rollouts."""
     base: bool = False
