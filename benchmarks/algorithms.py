@@ -3,8 +3,8 @@
     ./run bench algorithms [--seeds 3] [--only gspo rloo] [--modes synchronous] [--learning-rates 1e-3 3e-4]
 
 Each method has its published defaults and starts from the same SFT model of its seed. Policy losses use `grpo`'s
-advantages, and estimators the `ppo` loss. Nothing but the learning rate differs between methods: of several rates, the
-table has the one with the best accuracy over seeds.
+advantages, and estimators the `ppo` loss; a batch has two optimizer steps. Nothing but the learning rate differs
+between methods: of several rates, the table has the one with the best accuracy over seeds.
 
     synchronous     trainer and engine take turns
     off-policy      generation runs two steps ahead of training (`async_generation_ratio: 2`)
@@ -52,17 +52,21 @@ CRITIC = (
 RECIPES: dict[str, tuple[str, ...]] = {
     "gae": (*CRITIC, "whiten_advantages=true"),
     "reinforce": ("norm_mean_type=batch", "norm_std_type=batch"),
+    "pass_at_k": ("adv_options.k=4",),
     "dr_grpo": ("adv_estimator=reinforce", "norm_mean_type=group", "loss_agg_mode=seq-mean-token-sum-norm"),
     "dapo": ("use_pg_clip_range=true", "pg_clip_high=0.28", "loss_agg_mode=token-mean", "max_len_mask=true"),
 }
 """Keys of a method besides `pg_variant` or `adv_estimator`, and recipes that are settings of others."""
+OTHER_TASKS = {"gdpo"}
+"""Estimators that need a reward of several components."""
 
 
 def methods() -> dict[str, tuple[str, ...]]:
     """Overrides by name of a method: registered policy losses and estimators, and recipes."""
     found = {each.name: (f"pg_variant={each.name}",) for each in roll_policy_losses()}
-    for each in roll_advantage_estimators():
-        found[each.name] = (f"adv_estimator={each.name}",)
+    for estimator in roll_advantage_estimators():
+        if not estimator.needs_turns and estimator.name not in OTHER_TASKS:
+            found[estimator.name] = (f"adv_estimator={estimator.name}",)
     for name, keys in RECIPES.items():
         found[name] = (*found.get(name, ()), *keys)
     return found
@@ -139,10 +143,11 @@ def main() -> None:
                     continue
                 if not folder.exists() and (error := run("sft.yaml", folder, f"seed={seed}")):
                     sys.exit(f"SFT of seed {seed} failed: {error}")
+                exp_name = f"{name}-{mode}-{rate}".replace("+", "p")
                 error = run(
                     "grpo.yaml",
                     folder,
-                    f"exp_name={name}-{mode}-{rate}",
+                    f"exp_name={exp_name}",
                     f"seed={seed}",
                     f"max_steps={args.steps}",
                     f"eval_steps={EVAL_STEPS}",
@@ -151,7 +156,7 @@ def main() -> None:
                     *MODES[mode],
                     *known[name],
                 )
-                found[key] = {"error": error} if error else measured(folder / f"{name}-{mode}-{rate}" / "latest")
+                found[key] = {"error": error} if error else measured(folder / exp_name / "latest")
                 print(key, found[key], flush=True)
                 args.results.parent.mkdir(parents=True, exist_ok=True)
                 args.results.write_text(json.dumps({"runs": found}, indent=1) + "\n", encoding="utf-8")

@@ -136,9 +136,9 @@ def test_the_page_for_users_of_other_libraries_names_keys_and_defaults_of_the_sc
         if not cells:
             column = None
         elif column is None:
-            column = next(name for name in ("here", "keys here") if name in cells)
-            index = cells.index(column)
-        else:
+            column = next((name for name in ("here", "keys here") if name in cells), "")
+            index = cells.index(column) if column else None
+        elif column:
             for key, value in re.findall(r"`(?:\w+\.)*(\w+_\w+|lambd)(?:: ([^`]+))?`", cells[index]):
                 seen.add(key)
                 if key not in schema or (column == "here" and value and value.strip('"') != schema[key].strip("'")):
