@@ -4,8 +4,8 @@
 
 CPU seconds of plain torch (`F.linear`, `log_softmax`, `gather`) divided by those of chunks of the default size, which
 `roll_modeling.memory.head_chunk` chooses on the host; the median of rounds that take turns. Forward and backward, once
-of logprobs alone and once with entropies and their gradients. Aim: at least 1 in every row
-of more than 10 ms. In smaller ones, calls cost as much as products.
+of logprobs alone and once with entropies and their gradients. Aim: at least 1 in every row of more than 10 ms; in
+smaller ones, calls cost as much as products.
 
 Rows above `--most-gflop` get fewer tokens. Entropies add nothing to products, so that they are left out where these
 dominate. A part of the grid replaces its rows of an earlier result.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from itertools import product
@@ -88,12 +89,13 @@ def write(rows: dict[str, Any], arguments: argparse.Namespace) -> None:
         "| dtype | vocabulary × hidden, tokens | chunk | plain torch | logprobs | with entropy |",
         "|---|---|--:|--:|--:|--:|",
     ]
-    for key, row in rows.items():
+    for key, row in sorted(rows.items(), key=lambda item: item[1]["at"]):
         dtype, _, shape = key.partition(", ")
         ratios = " | ".join(f"{row[name]:.2f} ×" if name in row else "–" for name in ("logprobs", "entropy"))
         lines.append(f"| {dtype} | {shape} | {row['chunk']:,} | {row['plain_s']:.4f} | {ratios} |")
     least, worst = min((row[name], key) for key, row in rows.items() for name in ("logprobs", "entropy") if name in row)
     lines.append(f"\nWorst row: {worst}, {least:.2f} ×.")
+    lines.append(f"\nLoad of the machine: {os.getloadavg()[0]:.1f}.")
     write_result("head_chunks", {"threads": arguments.threads, "rows": rows}, "\n".join(lines))
 
 
@@ -115,6 +117,7 @@ def main() -> None:
             key = f"{dtype}, {vocab_size:,} × {hidden_size:,}, {tokens:,}"
             rows[key] = measure(vocab_size, hidden_size, tokens, getattr(torch, dtype), arguments.rounds)
             rows[key]["chunk"] = min(tokens, head_chunk(vocab_size, on_host=True))
+            rows[key]["at"] = [dtype, vocab_size, hidden_size, tokens]
             print(f"{key}: {rows[key]}", flush=True)
             write(rows, arguments)
 
