@@ -1,6 +1,7 @@
 """Hints for keys of TRL, verl and OpenRLHF."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -122,3 +123,25 @@ def test_a_batch_size_in_foreign_words_brings_no_second_mistake(tmp_path):
         "train_batch_size: 5",
     )
     assert list(hints(tmp_path, text)) == [(15, 1, "train_batch_size")]
+
+
+def test_the_page_for_users_of_other_libraries_names_keys_and_defaults_of_the_schema():
+    """docs/coming-from.md: the columns `here` have keys and defaults, the column `keys here` settings."""
+    docs = Path(__file__).parents[2] / "docs"
+    pages = (docs / "configuration.md").read_text(encoding="utf-8")
+    schema = dict(re.findall(r"^- `(\w+)` \(.*?(?:default\s+`([^`]*)`)?\):", pages, re.MULTILINE | re.DOTALL))
+    column, seen, wrong = None, set(), []
+    for line in (docs / "coming-from.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells:
+            column = None
+        elif column is None:
+            column = next((name for name in ("here", "keys here") if name in cells), "")
+            index = cells.index(column) if column else None
+        elif column:
+            for key, value in re.findall(r"`(?:\w+\.)*(\w+_\w+|lambd)(?:: ([^`]+))?`", cells[index]):
+                seen.add(key)
+                if key not in schema or (column == "here" and value and value.strip('"') != schema[key].strip("'")):
+                    wrong.append((key, value, schema.get(key)))
+    assert len(seen) > 25
+    assert wrong == []

@@ -32,8 +32,11 @@ def test_in_bfloat16_it_holds_a_float32_copy_as_well(planned, num_parameters):
     trainer = role(planned("actor_train.model_args.dtype=bf16"), "actor_train")
     largest = 1000 * 64
     assert held(trainer, "step") == (2 + 4 + 12) * num_parameters
-    # One on its way into the float32 buffer, and the output layer's, which is added up in float32 first.
-    assert held(trainer, "backward") == (2 + 4 + 12) * num_parameters + 2 * largest + (4 + 2) * largest
+    # One on its way into the float32 buffer, and the output layer's. Of several chunks it is accumulated in float32.
+    assert held(trainer, "backward") == (2 + 4 + 12) * num_parameters + 2 * largest + 2 * largest
+    chunks = "actor_train.strategy_args.strategy_config.logprob_chunk_tokens=200"
+    several = role(planned("actor_train.model_args.dtype=bf16", chunks), "actor_train")
+    assert held(several, "backward") == (2 + 4 + 12) * num_parameters + 2 * largest + (4 + 2) * largest
     assert amounts(trainer, "start", "weights") == (2 + 4) * num_parameters  # drawn in float32
 
 

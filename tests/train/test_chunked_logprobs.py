@@ -60,6 +60,31 @@ def test_values_and_gradients_equal_autograds(kernels, chunk, temperature, scale
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
 
 
+def test_the_backward_pass_recomputes_only_the_chunks_after_the_fourth():
+    hidden, weight, _, targets, _ = inputs(dtype=torch.float32)
+    computed = []
+
+    class Counted(LinearHead):
+        def logits(self, hidden_CH):
+            computed.append(len(hidden_CH))
+            return super().logits(hidden_CH)
+
+    head_outputs(Counted(weight=weight), hidden, targets, HeadRequest(chunk_tokens=4)).logprobs_N.sum().backward()
+    assert computed == [4, 4, 4, 4, 4, 3, 4, 3]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_one_chunk_and_several_give_the_same_gradients(dtype, tolerance):
+    hidden, weight, _, targets, upstream = inputs(dtype=dtype)
+    found = []
+    for chunk in (N, 8, 2):
+        outputs = head_outputs(LinearHead(weight=weight), hidden, targets, HeadRequest(chunk_tokens=chunk))
+        found.append(torch.autograd.grad(outputs.logprobs_N, [hidden, weight], upstream[0]))
+    assert all(each.dtype is dtype for gradients in found for each in gradients)
+    for several in found[1:]:
+        torch.testing.assert_close(several, found[0], rtol=tolerance, atol=tolerance)
+
+
 def test_a_head_known_only_as_a_function_gives_the_same():
     hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
     request = HeadRequest(temperature=0.8, entropy=True, chunk_tokens=4, topk=2)

@@ -96,13 +96,25 @@ def test_a_file_that_is_no_safetensors_file_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("vocab_size", "on_host", "tokens"),
-    [(1000, True, 6272), (32_000, True, 192), (152_000, True, 128), (32_000, False, 2097), (152_000, False, 441)],
+    [
+        (1000, True, 134_208),
+        (32_000, True, 4160),
+        (152_000, True, 832),
+        (10**7, True, 64),
+        (32_000, False, 8384),
+        (152_000, False, 1728),
+    ],
 )
 def test_the_heads_chunk_is_of_the_device(vocab_size, on_host, tokens):
     assert memory.head_chunk(vocab_size, on_host=on_host) == tokens
     device = torch.device("cpu" if on_host else "meta")
     assert logprobs.HeadRequest().chunk(vocab_size, device) == tokens
     assert logprobs.HeadRequest(chunk_tokens=7).chunk(vocab_size, device) == 7
+
+
+def test_a_given_chunk_also_limits_what_is_kept():
+    assert memory.kept_tokens(152_000, None) == 1766
+    assert memory.kept_tokens(152_000, 64) == 256
 
 
 def test_few_numbers_of_rows_occur_and_hardly_more_are_computed():

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from roll_modeling import elementwise
-from roll_modeling.memory import HOST_MIN_ADDED, KEPT_ELEMENTS, head_chunk, padded_rows
+from roll_modeling.memory import HOST_MIN_ADDED, head_chunk, kept_tokens, padded_rows
 from roll_modeling.products import input_gradient, linear, prefers_onednn, weight_gradient
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class _ChunkedHead(torch.autograd.Function):
         num_tokens, vocab_size = len(targets_N), weight_VH.shape[0]
         size = request.chunk(vocab_size, hidden_NH.device)
         needs_grad = any(ctx.needs_input_grad[:3])
-        keep = needs_grad and not head.softcap and num_tokens * vocab_size <= KEPT_ELEMENTS
+        most_kept = kept_tokens(vocab_size, request.chunk_tokens) if needs_grad and not head.softcap else 0
         kept: list[Tensor] = []
         chosen: list[Tensor] = []
         entropies: list[Tensor] = []
@@ -197,7 +197,7 @@ class _ChunkedHead(torch.autograd.Function):
                 entropies.append(entropy_C)
             if request.topk:
                 tops.append(_topk(logp_CV, request.topk))
-            if keep:
+            if start + len(logp_CV) <= most_kept:
                 kept.append(logp_CV)
         # Separate tensors, because some are marked as not differentiable below. Without any token the logprobs remain
         # differentiable, because ranks that share a model run the backward pass together.
@@ -233,7 +233,7 @@ class _ChunkedHead(torch.autograd.Function):
         for at, start in enumerate(range(0, len(targets_N), size)):
             span = slice(start, start + size)
             slope_CV: Tensor | None = None
-            if ctx.kept:
+            if at < len(ctx.kept):
                 logp_CV = ctx.kept[at]
                 ctx.kept[at] = None
             else:
@@ -255,7 +255,11 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias_V += d_CV.sum(dim=0)
             d_CV = d_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[span] = input_gradient(d_CV, weight_VH)
+                grad_CH = input_gradient(d_CV, weight_VH)
+                if len(grad_CH) == len(targets_N):
+                    grad_hidden_NH = grad_CH  # one chunk: a copy would cost as much as a small vocabulary's product
+                else:
+                    grad_hidden_NH[span] = grad_CH
             if wants_weight:
                 grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
         if wants_weight:
@@ -282,9 +286,13 @@ def _compiled(logits_CV: Tensor) -> bool:
 
 
 def _add_product(total_VH: Tensor | None, d_CV: Tensor, hidden_CH: Tensor) -> Tensor:
-    """Add `d.T @ hidden` to `total` in float32, in place; None counts as zero."""
+    """Add `d.T @ hidden` to `total` in float32, in place if possible; None counts as zero.
+
+    A single chunk's product keeps its dtype.
+    """
     if total_VH is None:
-        return weight_gradient(d_CV, hidden_CH).float()
+        return weight_gradient(d_CV, hidden_CH)
+    total_VH = total_VH.float()
     if d_CV.dtype == torch.float32 and len(d_CV) < HOST_MIN_ADDED:
         return total_VH.addmm_(d_CV.T, hidden_CH)
     return total_VH.add_(weight_gradient(d_CV, hidden_CH))

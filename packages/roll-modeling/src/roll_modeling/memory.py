@@ -23,26 +23,27 @@ grows or shrinks in between.
 """
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
-HOST_CHUNK_ELEMENTS = 6 << 20
-"""Logits of one chunk on the host. glibc reuses blocks of up to 32 MiB; for larger ones the kernel zeroes new pages."""
-HOST_CHUNK_TOKENS = 128
-"""Minimum tokens of a chunk on the host. Each chunk reads the whole output layer and its gradient.
+HOST_CHUNK_ELEMENTS = 1 << 27
+"""Logits of one chunk on the host: 512 MiB, 832 tokens of a vocabulary of 152,000.
 
-With 27 tokens this costs more than plain torch on a vocabulary of 152,000 (`benchmarks/head_chunks.py`).
+Adding a chunk's product to the output layer's gradient takes as long as the products of 60 (float32) to 85 (bfloat16)
+tokens, so that many small chunks are slower than plain torch (`benchmarks/head_chunks.py`).
 """
 HOST_MIN_ADDED = 192
 """Minimum tokens of a float32 chunk for which oneDNN computes the output layer's gradient, which is then added.
 
 Smaller chunks use MKL's accumulating product, which is slower but needs no separate addition.
 """
-DEVICE_CHUNK_ELEMENTS = 1 << 26
-"""Logits of one chunk on an accelerator: 768 MiB with log-softmax and gradient.
+DEVICE_CHUNK_ELEMENTS = 1 << 28
+"""Logits of one chunk on an accelerator: 3 GiB with log-softmax and gradient; 1,728 tokens of a vocabulary of 152,000.
 
-For a vocabulary of 152,000 this is 441 tokens. A product is compute-bound, not bound by reading the weight, from about
-200 (H200) to 300 (H100) tokens.
+Derived, not measured. Adding a chunk's product to the output layer's gradient moves 12 bytes per weight. On an H200
+(4.8 TB/s, 800 TFLOP/s) this takes as long as the chunk's four products of 250 tokens.
 """
-KEPT_ELEMENTS = 1 << 26
-"""Maximum log-softmax values kept for the backward pass instead of being recomputed: 256 MiB."""
+KEPT_ELEMENTS = 1 << 28
+"""Maximum log-softmax values kept for the backward pass, 1 GiB; others are recomputed, which is a fourth product."""
+KEPT_CHUNKS = 4
+"""Maximum chunks kept if `logprob_chunk_tokens` is given. It thus limits all memory of the head."""
 LONGEST_BLOCKED, BLOCK = 512, 64
 """Same values as in `roll_modeling.blocked_attention`."""
 MODEL_CODE_BYTES = 43 << 20
@@ -54,9 +55,13 @@ MASTER_BYTES = 4
 
 def head_chunk(vocab_size: int, *, on_host: bool) -> int:
     """Default number of tokens whose logits exist at once."""
-    if on_host:
-        return max(HOST_CHUNK_TOKENS, HOST_CHUNK_ELEMENTS // vocab_size // 64 * 64)  # products prefer multiples of 64
-    return max(1, DEVICE_CHUNK_ELEMENTS // vocab_size)
+    tokens = (HOST_CHUNK_ELEMENTS if on_host else DEVICE_CHUNK_ELEMENTS) // vocab_size
+    return max(64, tokens // 64 * 64)  # products prefer multiples of 64
+
+
+def kept_tokens(vocab_size: int, chunk_tokens: int | None) -> int:
+    """Maximum number of tokens whose log-softmax is kept for the backward pass; `chunk_tokens` is the config's."""
+    return KEPT_CHUNKS * chunk_tokens if chunk_tokens else KEPT_ELEMENTS // vocab_size
 
 
 def padded_rows(num_rows: int) -> int:
@@ -144,18 +149,23 @@ def computation(
     *,
     fused: bool,
     chunk_tokens: int | None,
+    recomputes: bool = False,
     shards: int = 1,
     beside: Callable[[Moment], Iterable[MemoryItem]] | None = None,
 ) -> tuple[MemoryItem, ...]:
     """Memory that exists only while a microbatch is computed, for training and for scoring.
 
-    `shards` ranks share the tokens of a microbatch. For the backward pass, the result is the memory at its most
-    expensive moment. `beside` gives a strategy's own uses at a moment: uses during `backward` that end with the pass.
+    `shards` ranks share the tokens of a microbatch. A head that `recomputes` keeps no log-softmax. For the backward
+    pass, the result is the memory at its most expensive moment. `beside` gives a strategy's own uses at a moment: uses
+    during `backward` that end with the pass.
     """
     uses = [*_scoring(question, chunk_tokens, shards)]
     if question.trains:
         moments = [
-            (*_training(question, moment, fused, chunk_tokens, shards), *(beside(moment) if beside is not None else ()))
+            (
+                *_training(question, moment, fused, chunk_tokens, recomputes, shards),
+                *(beside(moment) if beside is not None else ()),
+            )
             for moment in MOMENTS
         ]
         fullest = max(moments, key=lambda each: sum(use.num_bytes for use in each))
@@ -164,7 +174,7 @@ def computation(
 
 
 def _training(
-    question: MemoryInput, moment: Moment, fused: bool, chunk_tokens: int | None, shards: int
+    question: MemoryInput, moment: Moment, fused: bool, chunk_tokens: int | None, recomputes: bool, shards: int
 ) -> Iterator[MemoryItem]:
     """Memory at one moment of the backward pass."""
     tokens, model, size = _rows(question, question.train_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
@@ -172,16 +182,17 @@ def _training(
         num_bytes, how = _activations(question, moment, tokens, fused)
         yield _during_backward("activations", num_bytes, f"{moment}: {how}")
     if moment == "head":
-        num_bytes = head_bytes(question, tokens, chunk_tokens, backward=True)
+        num_bytes = head_bytes(question, tokens, chunk_tokens, backward=True, keeps=not recomputes)
         yield _during_backward("logits", num_bytes, f"{moment}: {_head_formula(question, tokens, chunk_tokens)}")
     if question.trained_parameters <= question.added_parameters or moment == "end":
         return
     head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
     if moment == "head":
-        # It is accumulated in float32, next to the gradient of one chunk.
+        # Of several chunks it is accumulated in float32, next to the gradient of one chunk.
         chunk = chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host)
-        apart = size != 4 or (question.on_host and HOST_MIN_ADDED <= chunk < tokens)
-        num_bytes, how = head * (4 + size if apart else 4), "the output layer's"
+        in_place = size == 4 and chunk < HOST_MIN_ADDED
+        per_weight = 4 + size if recomputes else size if chunk >= tokens else 4 if in_place else 4 + size
+        num_bytes, how = head * per_weight, "the output layer's"
     else:
         # A tied output layer's gradient waits for the embedding's, which has the same size.
         waiting = head if model.tied else 0
@@ -226,7 +237,7 @@ def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> tu
         ),
         MemoryItem(
             what="logits",
-            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False),
+            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False, keeps=False),
             formula=_head_formula(question, tokens, chunk_tokens),
             during=("score",),
         ),
@@ -275,15 +286,14 @@ def _backward_bytes(question: MemoryInput, layer: LayerSize, tokens: int) -> int
     return gradients + (size * widest if question.trained_parameters else 0)
 
 
-def head_bytes(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, backward: bool) -> int:
+def head_bytes(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, backward: bool, keeps: bool) -> int:
     """Bytes of the head's input, of the logits that exist at once, and of their gradients; without the weight's."""
     model, size = question.model, DTYPE_BYTES[question.dtype]
     states = tokens * model.hidden_size * size
     if question.task != "causal_lm":
         return states * (2 if backward else 1)
     chunk = min(tokens, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
-    everything = tokens * model.vocab_size
-    kept = 4 * everything if backward and everything <= KEPT_ELEMENTS else 0
+    kept = 4 * min(tokens, kept_tokens(model.vocab_size, chunk_tokens)) * model.vocab_size if keeps else 0
     if question.on_host:  # compiled kernels work in place, also on kept values
         logits = max(kept, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
     else:

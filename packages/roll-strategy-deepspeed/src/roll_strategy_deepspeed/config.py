@@ -136,9 +136,10 @@ class DeepSpeedConfig(StrategyConfig):
     wall_clock_breakdown: Literal[False] = False
     """Accepted for files that set it."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens per chunk when logprobs and entropy are computed; the logits of one chunk are in memory at a time.
+    """Tokens per chunk when logprobs and entropy are computed.
 
-    Default: depends on the vocabulary size and the device.
+    The logits of one chunk are in memory at a time, and the log-softmax of up to four. Default: depends on the
+    vocabulary size and the device.
     """
     fused: bool = True
     """Use fused norms, gated activations and rotary embeddings, if they exist and give the same results.

@@ -92,9 +92,10 @@ class FSDP2Config(StrategyConfig):
     wrap_policy: WrapPolicy = WrapPolicy()
     """Modules that are gathered and freed as a unit."""
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens per chunk when logprobs and entropy are computed; the logits of one chunk are in memory at a time.
+    """Tokens per chunk when logprobs and entropy are computed.
 
-    Default: depends on the vocabulary size and the device.
+    The logits of one chunk are in memory at a time, and the log-softmax of up to four. Default: depends on the
+    vocabulary size and the device.
     """
 
     @model_validator(mode="after")

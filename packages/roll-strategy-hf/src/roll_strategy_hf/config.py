@@ -17,8 +17,11 @@ class HFTrainConfig(StrategyConfig):
     """`strategy_config` of `hf_train`."""
 
     logprob_chunk_tokens: PositiveInt | None = None
-    """Number of tokens whose logits are materialized at once to compute logprobs and entropy. Default: chosen by
-    vocabulary size and device."""
+    """Tokens per chunk when logprobs and entropy are computed.
+
+    The logits of one chunk are in memory at a time, and the log-softmax of up to four. Default: depends on the
+    vocabulary size and the device.
+    """
     fused: bool = True
     """Replace norms, gated activations and rotary embeddings by fused ones, if they exist and give the same numbers."""
     async_save_ckpt: bool = False

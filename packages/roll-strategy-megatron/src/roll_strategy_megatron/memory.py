@@ -33,7 +33,8 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     ]
     if question.trains:
         uses += _trained(question, config, dense, experts)
-    uses += computation(_stage(question, config), fused=False, chunk_tokens=config.logprob_chunk_tokens)
+    stage = _stage(question, config)
+    uses += computation(stage, fused=False, chunk_tokens=config.logprob_chunk_tokens, recomputes=True)
     return MemoryEstimate(uses=tuple(uses), savings=tuple(_savings(question, config)))
 
 
