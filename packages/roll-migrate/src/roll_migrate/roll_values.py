@@ -243,11 +243,38 @@ def temperature(value: Any, key: Key) -> Outcome:
     return Outcome("differs", ((key.path, value),), AT_TEMPERATURE)
 
 
+LOSSES: dict[Any, tuple[str, dict[str, Any]]] = {
+    "tis": ("cispo", {"clip_high": 1.0}),
+    "cispo": ("cispo", {"bounds": "relative", "clip_low": 0.1, "clip_high": 0.1}),
+    "topr": ("topr", {"level": "token"}),
+    "kimi15": ("kimi", {"beta": 0.1}),
+}
+"""ROLL's policy losses with constants that its configs cannot set, by `pg_variant`."""
+
+
 def pg_variant(value: Any, key: Key) -> Outcome:
     """Only the worker class ActorPGWorker reads it (roll/pipeline/rlvr/actor_pg_worker.py)."""
     if not str(key.beside("worker_cls")).endswith(OWN_LOSS):
         return Outcome("dead", (), f"only worker_cls {OWN_LOSS} reads it")
-    return Outcome("renamed", ((("pg_variant",), value),), "the run has one policy loss")
+    if value not in LOSSES:
+        return Outcome("renamed", ((("pg_variant",), value),), "the run has one policy loss")
+    name, options = LOSSES[value]
+    writes = [(("pg_variant",), name), *((("pg_options", option), each) for option, each in options.items())]
+    return Outcome("changed", tuple(writes), "the run has one policy loss; with ROLL's constants as options")
+
+
+def importance_sampling(value: Any, key: Key) -> Outcome:
+    """`seq` is GSPO with the clip range of PPO's keys (roll/pipeline/rlvr/actor_worker.py)."""
+    if value == "token":
+        return Outcome("not needed", (), "ratios of pg_variant ppo are per token")
+    if value != "seq":
+        return key.keep(value)
+    by_range = key.at("use_pg_clip_range")
+    clips = {
+        f"clip_{end}": float(key.at(f"pg_clip_{end}" if by_range else "pg_clip") or 0.2) for end in ("low", "high")
+    }
+    writes = [(("pg_variant",), "gspo"), *((("pg_options", option), each) for option, each in clips.items())]
+    return Outcome("changed", tuple(writes), "the ratio of a sequence is pg_variant gspo, with a clip range of its own")
 
 
 def router_replay(value: Any, key: Key) -> Outcome:
