@@ -50,7 +50,9 @@ class FakeTrainGroup:
                     logprobs=[s.tokens.astype(np.float32) for s in share],
                     entropy=None,
                     values=None,
-                    argmax_tokens=[s.tokens + 1 for s in share] if want.topk else None,
+                    topk_ids=[np.stack([s.tokens + 1 + k for k in range(want.topk)], 1) for s in share]
+                    if want.topk
+                    else None,
                 )
                 for share, want in args_by_rank
             ]
@@ -92,9 +94,9 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
     assert [list(row) for row in found.logprobs] == [[i] * len(s) for i, s in enumerate(sequences)]
     assert found.entropy is None
     assert found.values is None
-    assert found.argmax_tokens is None
-    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True, argmax_tokens=True))
-    assert [list(row) for row in found.argmax_tokens] == [[i + 1] * len(s) for i, s in enumerate(sequences)]
+    assert found.topk_ids is None
+    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True, topk=2))
+    assert [row.tolist() for row in found.topk_ids] == [[[i + 1, i + 2]] * len(s) for i, s in enumerate(sequences)]
 
 
 def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():

@@ -68,6 +68,8 @@ LENGTHS = (5, 1, 9, 3, 12, 2, 7, 4)
 FIRST_CHARACTER = ord("0")
 SPECIAL_TOKENS = 2
 """Number of special tokens in each of our tokenizers: padding and end."""
+NUM_IDS = 3
+"""Token ids of each token whose logprobs a loss may request."""
 NO_LOSS = 3
 """Index of a sequence without any token in the loss."""
 
@@ -110,6 +112,7 @@ def make_batch(vocab_size: int, *, seed: int = 0, lengths: tuple[int, ...] = LEN
                 advantages=np.where(mask, noise[1], 0).astype(np.float32),
                 returns=np.where(mask, noise[2], 0).astype(np.float32),
                 values=np.where(mask, noise[3], 0).astype(np.float32),
+                gather_ids=rng.integers(0, vocab_size, (length, NUM_IDS)),
             )
         )
     return batch

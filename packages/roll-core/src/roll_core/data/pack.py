@@ -117,6 +117,9 @@ def _check(sequence: TrainSequence) -> None:
         values = getattr(sequence, name)
         if values is not None and len(values) != length:
             raise DataError(f"sequence {sequence.id}: {name} has length {len(values)}, its tokens {length}")
+    ids = sequence.gather_ids
+    if ids is not None and (ids.ndim != 2 or len(ids) != length):
+        raise DataError(f"sequence {sequence.id}: gather_ids has shape {ids.shape}; expected ({length}, K)")
     routed = sequence.routed_experts
     if routed is not None and (routed.ndim != 3 or len(routed) > length):
         raise DataError(
@@ -147,6 +150,16 @@ def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[
     return flat
 
 
+def _gather_ids(batch: Sequence[TrainSequence]) -> Tensor:
+    import torch
+
+    every = [each.gather_ids for each in batch if each.gather_ids is not None]
+    if len({each.shape[1] for each in every}) > 1:
+        shapes = {each.id: each.gather_ids.shape for each in batch if each.gather_ids is not None}
+        raise DataError(f"sequences of one batch have gather_ids with different numbers of ids per token: {shapes}")
+    return torch.from_numpy(np.concatenate([np.asarray(each, np.int64) for each in every]))
+
+
 def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
     import torch
 
@@ -160,13 +173,15 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
 
     optional: dict[str, Tensor] = {}
-    for name in FLOATS:
+    for name in (*FLOATS, "gather_ids"):
         with_it = [each for each in batch if getattr(each, name) is not None]
         if with_it and len(with_it) < len(batch):
             lacking = next(each.id for each in batch if getattr(each, name) is None)
             raise DataError(f"sequence {lacking} has no {name}, but sequence {with_it[0].id} of the same batch has")
-        if with_it:
+        if with_it and name in FLOATS:
             optional[f"{name}_T"] = flat(name, np.float32)
+        elif with_it:
+            optional["gather_ids_TK"] = _gather_ids(batch)
     if (routed_TMK := _routed_experts(batch)) is not None:
         optional["routed_experts_TMK"] = torch.from_numpy(routed_TMK)
     return MicroBatch(

@@ -153,7 +153,9 @@ class GroupTrainRole(TrainRole):
             logprobs=in_order("logprobs"),
             entropy=in_order("entropy"),
             values=in_order("values"),
-            argmax_tokens=in_order("argmax_tokens"),
+            topk_logprobs=in_order("topk_logprobs"),
+            topk_ids=in_order("topk_ids"),
+            gathered_logprobs=in_order("gathered_logprobs"),
         )
 
     @override
