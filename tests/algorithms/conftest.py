@@ -16,6 +16,7 @@ def lay_out(
     *,
     groups: Sequence[int] | None = None,
     totals: Totals | None = None,
+    rollouts: Sequence[int] | None = None,
     max_length: int = 10,
     ids: Sequence[str] | None = None,
     **per_token: Sequence[Sequence[float]],
@@ -24,10 +25,14 @@ def lay_out(
     lengths = tuple(len(mask) for mask in masks)
     groups = list(range(len(masks))) if groups is None else list(groups)
     taking_part = [group for group, mask in zip(groups, masks, strict=True) if any(mask)]
+    rollouts = [-1 - at for at in range(len(masks))] if rollouts is None else list(rollouts)
+    masked = [sum(map(int, mask)) for mask in masks]
+    rollout_tokens = {each: sum(m for r, m in zip(rollouts, masked, strict=True) if r == each) for each in rollouts}
     if totals is None:
         totals = Totals(
-            tokens=sum(sum(mask) for mask in masks),
+            tokens=sum(masked),
             sequences=len(taking_part),
+            rollouts=sum(count > 0 for count in rollout_tokens.values()),
             groups=len(set(taking_part)),
             max_length=max_length,
         )
@@ -47,6 +52,9 @@ def lay_out(
         lengths=lengths,
         loss_mask_T=torch.tensor([bool(m) for mask in masks for m in mask], dtype=torch.bool),
         groups_S=torch.tensor(groups, dtype=torch.int64),
+        rollouts_S=torch.tensor(rollouts, dtype=torch.int64),
+        rollout_tokens_S=torch.tensor([rollout_tokens[each] for each in rollouts], dtype=torch.int64),
+        units_S=torch.tensor([-1 - at for at in range(len(masks))], dtype=torch.int64),
         totals=totals,
         **fields,
     )

@@ -33,7 +33,7 @@ def test_aggregations_by_hand(mode, micro_of):
 
 @pytest.mark.parametrize("mode", BY_HAND)
 def test_shares_of_microbatches_add_up(mode, micro_of):
-    totals = Totals(tokens=5, sequences=2, groups=2, max_length=8)
+    totals = Totals(tokens=5, sequences=2, rollouts=2, groups=2, max_length=8)
     first = aggregate(VALUES[:3], micro_of(MASKS[:1], totals=totals), mode)
     second = aggregate(VALUES[3:], micro_of(MASKS[1:], totals=totals), mode)
     assert (first + second).item() == pytest.approx(BY_HAND[mode])

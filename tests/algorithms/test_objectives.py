@@ -197,7 +197,7 @@ def test_the_token_accuracy_counts_first_choices_of_the_masked_tokens_by_hand(mi
 
 def test_the_token_accuracy_of_a_microbatch_is_its_share_of_the_step(micro_of):
     # Counts of unequal microbatches add up to 4 of 6; their own shares would average to (1/1 + 3/5) / 2.
-    whole = Totals(tokens=6, sequences=2, groups=2, max_length=9)
+    whole = Totals(tokens=6, sequences=2, rollouts=2, groups=2, max_length=9)
     shares = []
     for mask, choices in (([0, 1], [0, 0]), ([0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1])):
         outputs = TokenOutputs(logprobs_T=torch.zeros(len(mask)), topk_ids_TK=torch.tensor(choices)[:, None])
@@ -247,7 +247,7 @@ def test_an_empty_mask_gives_zero_and_a_gradient_of_zero(objective, micro_of):
         advantages=nothing,
         returns=nothing,
         values=nothing,
-        totals=Totals(tokens=7, sequences=2, groups=1, max_length=4),
+        totals=Totals(tokens=7, sequences=2, rollouts=2, groups=1, max_length=4),
     )
     leaf = torch.tensor([math.nan, 1.0], requires_grad=True)
     out = objective(TokenOutputs(logprobs_T=leaf, entropy_T=leaf * 1, values_T=leaf), micro)
@@ -341,6 +341,7 @@ def objective_and_gradient(model, objective, sequences, splits, micro_of):
     totals = Totals(
         tokens=int(sum(mask.sum() for mask in masks)),
         sequences=sum(bool(mask.any()) for mask in masks),
+        rollouts=sum(bool(mask.any()) for mask in masks),
         groups=1,
         max_length=16,
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.pack import balance, pack, pack_evenly, totals
+from roll_core.data.pack import balance, pack, pack_evenly, totals, units
 from roll_core.errors import DataError
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.types import Totals, TrainSequence
@@ -42,14 +42,69 @@ def test_a_microbatch_by_hand():
     assert micro.groups_S.tolist() == [4, 5, 4]
     assert micro.advantages_T.tolist() == [0, 0.5, 0.25, 9, 0, -1]
     assert micro.old_logprobs_T is None
-    assert micro.totals == Totals(tokens=3, sequences=2, groups=1, max_length=1)
+    assert micro.totals == Totals(tokens=3, sequences=2, rollouts=2, groups=1, max_length=1)
     assert (micro.tokens_T.dtype, micro.cu_seqlens.dtype) == (torch.int64, torch.int32)
 
 
 def test_no_sequences_make_no_microbatches():
     assert pack([]) == []
-    assert totals([], max_length=7) == Totals(tokens=0, sequences=0, groups=0, max_length=7)
+    assert totals([], max_length=7) == Totals(tokens=0, sequences=0, rollouts=0, groups=0, max_length=7)
     assert balance([], 3) == [[], [], []]
+
+
+def test_rollouts_units_and_streams_by_hand():
+    rows = [
+        sequence("1", 3, masked=2, rollout=7, streams={"nll": np.array([0, 1, 0.5], np.float32)}),
+        sequence("2", 2, masked=1),
+        sequence("3", 2, masked=0, rollout=4, unit=0),
+        sequence("4", 4, masked=3, rollout=7, unit=0, streams={"aux": np.array([0, 2, 2, 0], np.float32)}),
+    ]
+    denominators = totals(rows)
+    assert (denominators.sequences, denominators.rollouts, denominators.tokens) == (3, 2, 6)
+    assert denominators.rollout_tokens == {7: 5, 4: 0}
+    assert denominators.streams == {"nll": 1.5, "aux": 4.0}
+    first, second = pack(rows, max_sequences=2)
+    assert (first.ids, second.ids) == (("1", "2"), ("3", "4"))
+    assert first.rollouts_S.tolist() == [7, -2]
+    assert second.rollouts_S.tolist() == [4, 7]
+    assert first.rollout_tokens_S.tolist() == [5, 1]  # also those of the second microbatch
+    assert second.rollout_tokens_S.tolist() == [0, 5]
+    assert first.units_S.tolist() == [-1, -2]
+    assert second.units_S.tolist() == [0, 0]
+    assert first.streams["nll"].tolist() == [0, 1, 0.5, 0, 0]
+    assert first.streams["aux"].tolist() == [0] * 5
+    assert second.streams["aux"].tolist() == [0, 0, 0, 2, 2, 0]
+    assert second.streams["nll"].dtype is torch.float32
+    moved = second.to("meta")
+    assert moved.streams["nll"].is_meta
+    assert moved.rollout_tokens_S.is_meta
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 20), st.none() | st.integers(0, 6)), max_size=24),
+    limits=st.tuples(st.integers(1, 40), st.none() | st.integers(1, 6), st.integers(1, 4), st.integers(1, 5)),
+)
+def test_units_are_neither_torn_nor_spread_over_ranks_and_stay_within_the_limits(rows, limits):
+    max_tokens, max_sequences, multiple, ranks = limits
+    made = [sequence(str(i), length, unit=unit) for i, (length, unit) in enumerate(rows)]
+    tuples = {tuple(made[i].id for i in unit) for unit in units(made)}
+    shares = balance(made, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(made)))
+    for share in shares:
+        inside = {made[i].id for i in share}
+        assert all(inside.issuperset(unit) or inside.isdisjoint(unit) for unit in tuples)
+    for micros in (
+        pack(made, max_tokens=max_tokens, max_sequences=max_sequences),
+        pack_evenly(made, max_tokens=max_tokens, multiple=multiple),
+    ):
+        assert sorted(name for micro in micros for name in micro.ids) == sorted(each.id for each in made)
+        for micro in micros:
+            inside = [unit for unit in tuples if set(unit) & set(micro.ids)]
+            assert sum(map(len, inside)) == micro.num_sequences
+            for unit in inside:  # adjacent
+                at = micro.ids.index(unit[0])
+                assert micro.ids[at : at + len(unit)] == unit
+            assert micro.num_tokens <= max_tokens or len(inside) == 1
 
 
 def test_a_sequence_longer_than_the_budget_has_a_microbatch_of_its_own():
@@ -113,6 +168,8 @@ def test_microbatches_are_even_and_keep_to_the_budget(lengths, max_tokens, multi
             ("x", "loss"),
         ),
         (TrainSequence(id="x", tokens=np.arange(2), loss_mask=np.zeros(3, np.bool_)), ("loss_mask", "3")),
+        (sequence("1", 2, streams={"nll": np.ones(3, np.float32)}), ("nll", "3")),
+        (sequence("1", 2, streams={"nll": np.ones(2, np.float32)}), ("1", "nll[0]")),
     ],
 )
 def test_sequences_that_make_no_sense_are_named(bad, facts):

@@ -51,7 +51,7 @@ ROWS = [
 )
 def test_microbatches_are_filled_by_sequences_or_by_tokens(multiple, budgets, trained, scored):
     worker = worker_of(multiple, **budgets)
-    worker.update(ROWS, None, Totals(tokens=7, sequences=3, groups=1, max_length=4))
+    worker.update(ROWS, None, Totals(tokens=7, sequences=3, rollouts=3, groups=1, max_length=4))
     found = worker.score(ROWS, WantedOutputs(logprobs=True))
     assert worker.strategy.got == [trained, scored]
     assert [each.tolist() for each in found.logprobs] == [each.tokens.tolist() for each in ROWS]

@@ -193,6 +193,14 @@ class TrainSequence:
     0`."""
     group: int = 0
     """Index of the sequence's group in the batch."""
+    rollout: int | None = None
+    """Index of the sequence's rollout in the batch, from 0. The rows of an episode share one index and one optimizer
+    step. None: the row is a rollout of its own."""
+    unit: int | None = None
+    """Sequences with equal `unit` are adjacent, on one rank and in one microbatch: the pairs of preference training.
+    From 0; None: the row is a unit of its own."""
+    streams: Mapping[str, Floats] = field(default_factory=dict)
+    """Per-token weights `[L]` of further loss terms, by name; 0 for `t = 0`. A missing stream has weights 0."""
     old_logprobs: Floats | None = None
     """`[L]`, under the weights at the start of the update (the denominator of the PPO ratio)."""
     behaviour_logprobs: Floats | None = None
@@ -223,10 +231,16 @@ class Totals:
     """Tokens whose loss mask is true."""
     sequences: int
     """Sequences with at least one such token."""
+    rollouts: int
+    """Rollouts with at least one such token: `sequences`, unless a rollout has several rows."""
     groups: int
     """Groups with at least one such sequence."""
     max_length: int
     """Maximum length of a masked span, the constant of Dr. GRPO's aggregation (`seq-mean-token-sum-norm`)."""
+    rollout_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Masked tokens of each rollout that sequences name, by `TrainSequence.rollout`."""
+    streams: Mapping[str, float] = field(default_factory=dict)
+    """Sum of the weights of each stream (`TrainSequence.streams`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

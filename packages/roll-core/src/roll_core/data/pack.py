@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.train import MicroBatch
-    from roll_core.types import TrainSequence
+    from roll_core.types import Floats, TrainSequence
 
 FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Per-token fields that a microbatch has as float32 tensors `<name>_T`, if all its sequences have them."""
@@ -28,11 +28,21 @@ FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "r
 def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
     """Denominators of one optimizer step, from all of its `sequences` on all ranks."""
     trained = [each for each in sequences if each.loss_mask.any()]
+    rollout_tokens: dict[int, int] = {}
+    streams: dict[str, float] = {}
+    for each in sequences:
+        if each.rollout is not None:
+            rollout_tokens[each.rollout] = rollout_tokens.get(each.rollout, 0) + int(each.loss_mask.sum())
+        for name, weights in each.streams.items():
+            streams[name] = streams.get(name, 0.0) + float(weights.sum(dtype=np.float64))
     return Totals(
         tokens=sum(int(each.loss_mask.sum()) for each in trained),
         sequences=len(trained),
+        rollouts=len(set(_keys([each.rollout for each in trained]))),
         groups=len({each.group for each in trained}),
         max_length=max_length,
+        rollout_tokens=rollout_tokens,
+        streams=streams,
     )
 
 
@@ -40,22 +50,26 @@ totals_of = totals
 """Alias of `totals`, for functions with an argument of that name."""
 
 
-def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
-    """Assign sequences to data-parallel ranks; returns each rank's indices in ascending order.
+def units(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    """Indices of the sequences of each unit, in the order of the units' first sequences."""
+    found: dict[int, list[int]] = {}
+    for index, unit in enumerate(_keys([each.unit for each in sequences])):
+        found.setdefault(unit, []).append(index)
+    return list(found.values())
 
-    The longest sequence goes first, each to the rank with the fewest tokens so far (Graham's rule). The fullest rank
-    then has at most 4/3 of the optimum. The result depends only on lengths and order, so all processes compute the
-    same. Raises `ValueError` for fewer than one rank.
+
+def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
+    """Assign sequences to data-parallel ranks, units as a whole; returns each rank's indices in ascending order.
+
+    The longest unit goes first, each to the rank with the fewest tokens so far (Graham's rule). The fullest rank
+    then has at most 4/3 of the optimum. The result depends only on lengths, units and order, so all processes compute
+    the same. Raises `ValueError` for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"sequences cannot be shared by {ranks} ranks")
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0, 0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
-        tokens, count, rank = heapq.heappop(load)
-        shares[rank].append(index)
-        heapq.heappush(load, (tokens + len(sequences[index]), count + 1, rank))
-    return [sorted(share) for share in shares]
+    whole = units(sequences)
+    shares = _balance([sum(len(sequences[i]) for i in unit) for unit in whole], ranks)
+    return [sorted(i for unit in share for i in whole[unit]) for share in shares]
 
 
 def pack(
@@ -65,27 +79,30 @@ def pack(
     max_tokens: int | None = None,
     max_sequences: int | None = None,
 ) -> list[MicroBatch]:
-    """Pack the sequences in order into flat microbatches of at most `max_tokens` tokens and `max_sequences` sequences.
+    """Pack the units in order into flat microbatches of at most `max_tokens` tokens and `max_sequences` sequences.
 
-    A limit of None is unlimited. A sequence longer than `max_tokens` is not truncated: it gets its own microbatch.
+    A limit of None is unlimited. A unit above a limit is neither truncated nor split: it gets its own microbatch.
     `totals` are those of the whole optimizer step; by default those of `sequences`. Without sequences the result is
     empty. Raises `DataError` for invalid sequences.
     """
     denominators = totals_of(sequences) if totals is None else totals
     batches: list[list[TrainSequence]] = []
     tokens = 0
-    for each in sequences:
-        _check(each)
+    for indices in units(sequences):
+        unit = [sequences[i] for i in indices]
+        for each in unit:
+            _check(each)
+        length = sum(len(each) for each in unit)
         full = (
             not batches
-            or (max_tokens is not None and tokens + len(each) > max_tokens)
-            or (max_sequences is not None and len(batches[-1]) >= max_sequences)
+            or (max_tokens is not None and tokens + length > max_tokens)
+            or (max_sequences is not None and len(batches[-1]) + len(unit) > max_sequences)
         )
         if full:
             batches.append([])
             tokens = 0
-        batches[-1].append(each)
-        tokens += len(each)
+        batches[-1] += unit
+        tokens += length
     return [_flatten(batch, denominators) for batch in batches]
 
 
@@ -94,27 +111,45 @@ def pack_evenly(
 ) -> list[MicroBatch]:
     """Pack like `pack`, but with similar token counts, so that pipeline stages idle less.
 
-    Returns as few microbatches as `max_tokens` permits, and a multiple of `multiple` if there are enough sequences.
+    Returns as few microbatches as `max_tokens` permits, and a multiple of `multiple` if there are enough units.
     """
     denominators = totals_of(sequences) if totals is None else totals
     for each in sequences:
         _check(each)
-    lengths = [len(each) for each in sequences]
-    # No two sequences longer than half of the budget fit into one microbatch.
+    whole = units(sequences)
+    lengths = [sum(len(sequences[i]) for i in unit) for unit in whole]
+    # No two units longer than half of the budget fit into one microbatch.
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * each > max_tokens for each in lengths))
-    for number in range(min(fewest, len(sequences)), len(sequences) + 1) if sequences else ():
-        shares = balance(sequences, min(number + -number % multiple, len(sequences)))
+    for number in range(min(fewest, len(whole)), len(whole) + 1) if whole else ():
+        shares = _balance(lengths, min(number + -number % multiple, len(whole)))
         if all(len(share) == 1 or sum(lengths[i] for i in share) <= max_tokens for share in shares):
-            return [_flatten([sequences[i] for i in share], denominators) for share in shares]
+            return [_flatten([sequences[i] for unit in share for i in whole[unit]], denominators) for share in shares]
     return []
+
+
+def _balance(lengths: Sequence[int], shares: int) -> list[list[int]]:
+    """Distribute units of these lengths by Graham's rule; returns each share's units in ascending order."""
+    found: list[list[int]] = [[] for _ in range(shares)]
+    load = [(0, 0, share) for share in range(shares)]
+    for unit in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, count, share = heapq.heappop(load)
+        found[share].append(unit)
+        heapq.heappush(load, (tokens + lengths[unit], count + 1, share))
+    return [sorted(share) for share in found]
+
+
+def _keys(indices: Sequence[int | None]) -> list[int]:
+    """Replace each None by a distinct negative number."""
+    return [-1 - at if index is None else index for at, index in enumerate(indices)]
 
 
 def _check(sequence: TrainSequence) -> None:
     length = len(sequence.tokens)
     if length == 0:
         raise DataError(f"sequence {sequence.id} has no tokens: drop such rows before training")
-    for name in ("loss_mask", *FLOATS):
-        values = getattr(sequence, name)
+    per_token = {name: getattr(sequence, name) for name in ("loss_mask", *FLOATS)}
+    per_token |= {f"stream {name}": weights for name, weights in sequence.streams.items()}
+    for name, values in per_token.items():
         if values is not None and len(values) != length:
             raise DataError(f"sequence {sequence.id}: {name} has length {len(values)}, its tokens {length}")
     ids = sequence.gather_ids
@@ -126,11 +161,12 @@ def _check(sequence: TrainSequence) -> None:
             f"sequence {sequence.id}: routed_experts has shape {routed.shape}; expected [tokens, layers, top-k] of at"
             f" most {length} tokens"
         )
-    if sequence.loss_mask[0]:
-        raise DataError(
-            f"sequence {sequence.id}: its first token is in the loss, but has no context to predict it from: set"
-            " loss_mask[0] to False"
-        )
+    for name in ("loss_mask", *(f"stream {name}" for name in sequence.streams)):
+        if per_token[name][0]:
+            raise DataError(
+                f"sequence {sequence.id}: its first token is in the loss, but has no context to predict it from: set"
+                f" {name}[0] to 0"
+            )
 
 
 def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[np.int16]] | None:
@@ -193,6 +229,21 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         lengths=lengths,
         loss_mask_T=flat("loss_mask", np.bool_),
         groups_S=torch.tensor([each.group for each in batch], dtype=torch.int64),
+        rollouts_S=torch.tensor(_keys([each.rollout for each in batch]), dtype=torch.int64),
+        rollout_tokens_S=torch.tensor([_rollout_tokens(each, totals) for each in batch], dtype=torch.int64),
+        units_S=torch.tensor(_keys([each.unit for each in batch]), dtype=torch.int64),
+        streams={name: torch.from_numpy(_stream(batch, name)) for name in totals.streams},
         totals=totals,
         **optional,
     )
+
+
+def _rollout_tokens(sequence: TrainSequence, totals: Totals) -> int:
+    if sequence.rollout is None:
+        return int(sequence.loss_mask.sum())
+    return totals.rollout_tokens[sequence.rollout]
+
+
+def _stream(batch: Sequence[TrainSequence], name: str) -> Floats:
+    """Weights `[T]` of a stream, 0 in sequences without it."""
+    return np.concatenate([each.streams.get(name, np.zeros(len(each))) for each in batch], dtype=np.float32)

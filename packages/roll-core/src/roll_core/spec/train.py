@@ -60,8 +60,17 @@ class MicroBatch:
     """bool, tokens that contribute to the loss; never True at a sequence's first token."""
     groups_S: Tensor
     """int64, index of each sequence's group in the whole batch."""
+    rollouts_S: Tensor
+    """int64, index of each sequence's rollout in the whole batch; distinct negative numbers for sequences that are
+    rollouts of their own."""
+    rollout_tokens_S: Tensor
+    """int64, masked tokens of each sequence's whole rollout, also of its rows in other microbatches."""
+    units_S: Tensor
+    """int64, unit of each sequence; distinct negative numbers for sequences that are units of their own."""
     totals: Totals
     """Denominators over the whole optimizer step."""
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    """float32 `[T]`, weights of each stream of `totals.streams`: of a further loss term, by name."""
     old_logprobs_T: Tensor | None = None
     behaviour_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
@@ -96,6 +105,7 @@ class MicroBatch:
             value = getattr(self, each.name)
             if isinstance(value, torch.Tensor):
                 moved[each.name] = value.to(device, non_blocking=True)
+        moved["streams"] = {name: value.to(device, non_blocking=True) for name, value in self.streams.items()}
         return replace(self, **moved)
 
 
