@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import SFTObjective
+from roll_core.errors import UnsupportedError
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
+from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import StepStats
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
@@ -95,7 +97,12 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
     assert found.entropy is None
     assert found.values is None
     assert found.topk_ids is None
-    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True, topk=2))
+    role = train_role(group, 4)
+    for undeclared in ({"topk": 2}, {"gathered": True}):
+        with raises_error(UnsupportedError, "actor", *undeclared):
+            asyncio.run(role.score(sequences, **undeclared))
+    role.capabilities = TrainCapabilities(topk=True)
+    found = asyncio.run(role.score(sequences, logprobs=True, topk=2))
     assert [row.tolist() for row in found.topk_ids] == [[[i + 1, i + 2]] * len(s) for i, s in enumerate(sequences)]
 
 

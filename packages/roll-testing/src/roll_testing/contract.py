@@ -121,8 +121,8 @@ class TrainContractTests(TrainKit):
     def test_undeclared_features_are_refused(self, case: Case) -> None:
         """Undeclared features must be refused.
 
-        Top-k and logprobs of given ids, if undeclared, and `values` of a language model must raise `UnsupportedError`. Building a model for an
-        undeclared task must raise a `RollError`.
+        Top-k and logprobs of given ids, if undeclared, and `values` of a language model must raise `UnsupportedError`.
+        Building a model for an undeclared task must raise a `RollError`.
         """
         case, batch = self._on_one(case), self.batch()
         if not self.can.topk:

@@ -12,7 +12,7 @@ from roll_core.algorithms.losses import SFTObjective
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
-from roll_testing.losses import GivenIds, LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
+from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING, GivenIds
 from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:

@@ -122,7 +122,7 @@ class WantedOutputs:
     """Number K of most likely tokens to return with their logprobs, best first. With K = 1, ties go to the lowest id.
     Used only with `capabilities.topk`. `UnsupportedError` if K is greater than V."""
     gathered: bool = False
-    """Logprobs of the K token ids of `MicroBatch.gather_ids_TK`, with gradients. Used only with `capabilities.gathered`.
+    """Logprobs of the K ids of `MicroBatch.gather_ids_TK`, with gradients. Used only with `capabilities.gathered`.
     `UnsupportedError` if K is greater than V. K counts as 0 for microbatches without ids."""
     masked_only: bool = False
     """Only positions where `loss_mask_T` is True are read. A strategy may leave the others 0 to save work."""
