@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.pack import balance, pack, pack_evenly, totals, units
+from roll_core.data.pack import balance, pack, pack_evenly, rollouts, totals, units
 from roll_core.errors import DataError
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.types import Totals, TrainSequence
@@ -50,6 +50,20 @@ def test_no_sequences_make_no_microbatches():
     assert pack([]) == []
     assert totals([], max_length=7) == Totals(tokens=0, sequences=0, rollouts=0, groups=0, max_length=7)
     assert balance([], 3) == [[], [], []]
+
+
+def test_rows_of_a_rollout_and_rollouts_of_a_unit_belong_together():
+    rows = [
+        sequence("1", 2, rollout=5),
+        sequence("2", 2),
+        sequence("3", 2, rollout=0, unit=1),
+        sequence("4", 2, rollout=5),
+        sequence("5", 2, unit=1),
+        sequence("6", 2, rollout=0, unit=1),
+    ]
+    assert rollouts(rows) == [[0, 3], [1], [2, 4, 5]]
+    with raises_error(DataError, "7", "5", "unit 1"):
+        rollouts([*rows, sequence("7", 2, rollout=5, unit=1)])
 
 
 def test_rollouts_units_and_streams_by_hand():

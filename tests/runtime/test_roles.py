@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -155,6 +156,17 @@ def test_optimizer_steps_go_through_the_groups_in_a_seeded_order_that_each_epoch
     # Sequences of the second half, of which a last step had four in the order given.
     last = [sum(int(name) >= 8 for name in order[-1]) for order in orders]
     assert {0, 2, 4} == set(last)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_all_rows_of_a_rollout_and_all_sequences_of_a_unit_are_in_one_step_and_count_once(seed):
+    rows = [
+        replace(sequence(i, 3), rollout=rollout, group=rollout // 2) for i, rollout in enumerate((0, 0, 1, 2, 3, 3, 3))
+    ]
+    steps = steps_of(rows, per_device=2, shuffle_seed=seed)
+    assert sorted(steps) == [["0", "1", "2"], ["3", "4", "5", "6"]]
+    pairs = [replace(sequence(i, 3), unit=i // 2) for i in range(8)]
+    assert sorted(steps_of(pairs, per_device=2)) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
 
 
 def test_without_a_seed_steps_follow_the_order_and_one_step_is_the_same_with_any():

@@ -198,7 +198,7 @@ class TrainSequence:
     step. None: the row is a rollout of its own."""
     unit: int | None = None
     """Sequences with equal `unit` are adjacent, on one rank and in one microbatch: the pairs of preference training.
-    From 0; None: the row is a unit of its own."""
+    From 0; the same for all rows of a rollout. None: the row is a unit of its own."""
     streams: Mapping[str, Floats] = field(default_factory=dict)
     """Per-token weights `[L]` of further loss terms, by name; 0 for `t = 0`. A missing stream has weights 0."""
     old_logprobs: Floats | None = None

@@ -74,7 +74,7 @@ class TaskModel:
         # Token t is predicted from the hidden state at t - 1. A sequence's first token is predicted from nothing.
         wanted_T = micro.positions_T > 0
         if want.masked_only:
-            wanted_T = wanted_T & micro.loss_mask_T
+            wanted_T = wanted_T & micro.read_T
         places_N, rows_N = self._here(wanted_T, before=1)
         check_ids(micro, want, self.model.config.get_text_config().vocab_size)
         ids_TK = gather_ids(micro, want)

@@ -194,5 +194,5 @@ def _followed(micro: MicroBatch, masked_only: bool) -> Tensor:
     """Mask `[T]` of the tokens that are followed by an output token of the same sequence."""
     wanted_T = micro.positions_T > 0
     if masked_only:
-        wanted_T = wanted_T & micro.loss_mask_T
+        wanted_T = wanted_T & micro.read_T
     return torch.cat([wanted_T[1:], wanted_T.new_zeros(1)])

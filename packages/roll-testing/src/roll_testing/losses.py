@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from roll_core.algorithms.losses import PolicyObjective, SFTObjective, ValueObjective
+from roll_core.algorithms.aggregate import Aggregation
+from roll_core.algorithms.losses import (
+    CrossEntropy,
+    EntropyTerm,
+    KLTerm,
+    Objective,
+    PolicyObjective,
+    PolicyTerm,
+    SFTObjective,
+    ValueObjective,
+)
 from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_testing.bench import WHOLE, Split
 
@@ -31,6 +41,17 @@ OF_TASK: dict[str, LossFn] = {
     "reward": ValueObjective(),
 }
 """Loss for each task, which reads an output that the task's models have."""
+
+EVERY_TERM = Objective(
+    terms={
+        **{f"policy {mode}": PolicyTerm(aggregation=mode) for mode in get_args(Aggregation)},
+        **{f"kl {mode}": KLTerm(aggregation=mode) for mode in get_args(Aggregation)},
+        **{f"entropy {mode}": EntropyTerm(aggregation=mode) for mode in get_args(Aggregation)},
+        "prompt": CrossEntropy(stream="prompt"),
+    },
+    coefs={f"entropy {mode}": -0.1 for mode in get_args(Aggregation)},
+)
+"""Policy loss, KL and entropy in every aggregation mode, and the likelihood of a stream's tokens."""
 
 TRAINING = TrainingSpec(
     learning_rate=1e-2,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.data.pack import FLOATS
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.types import TrainSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from roll_core.spec.providers import Task
@@ -116,3 +118,29 @@ def make_batch(vocab_size: int, *, seed: int = 0, lengths: tuple[int, ...] = LEN
             )
         )
     return batch
+
+
+def cut_rollouts(batch: Sequence[TrainSequence], *, seed: int = 0) -> list[TrainSequence]:
+    """Cut each sequence into one to four rows of one rollout, and shuffle the rows.
+
+    A row is a beginning of its sequence; every token of a loss mask or stream counts in exactly one of the rows.
+    """
+    rng = np.random.default_rng(seed)
+    rows: list[TrainSequence] = []
+    for index, whole in enumerate(batch):
+        ends = sorted({*rng.integers(1, len(whole) + 1, rng.integers(0, 4)).tolist(), len(whole)})
+        for start, end in zip([0, *ends], ends, strict=False):
+            new = np.arange(end) >= start
+            given = {name: values[:end] for name in FLOATS if (values := getattr(whole, name)) is not None}
+            rows.append(
+                replace(
+                    whole,
+                    id=f"{whole.id}/{end}",
+                    tokens=whole.tokens[:end],
+                    loss_mask=whole.loss_mask[:end] & new,
+                    rollout=index,
+                    streams={name: weights[:end] * new for name, weights in whole.streams.items()},
+                    **given,
+                )
+            )
+    return [rows[i] for i in rng.permutation(len(rows))]

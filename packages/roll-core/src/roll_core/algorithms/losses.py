@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pkgutil
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from roll_core.algorithms.aggregate import Aggregation, aggregate, token_weights, weighted_sum
+from roll_core.algorithms.aggregate import Aggregation, aggregate, stream_weights, token_weights, weighted_sum
 from roll_core.algorithms.kl import K3_CLAMP, LOG_RATIO_CLAMP, KLKind, approx_kl
 from roll_core.errors import DataError, NonFiniteError
 from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams
@@ -23,21 +23,70 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.train import MicroBatch, TokenOutputs
+    from roll_core.spec.train import LossFn, MicroBatch, TokenOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Sum of named terms, each times its coefficient.
+
+    A term is a `LossFn`. Its `want` names the outputs it reads, its loss is a share with a denominator of its own: by
+    the loss mask (`token_weights`) or by a stream of weights (`stream_weights`). Adding a term therefore changes
+    neither value nor gradient of the others. Terms need no check for non-finite values: the objective checks the sum.
+
+    Metrics: `loss`, and the metrics of the terms. If several terms report the same name, the last one counts.
+    """
+
+    terms: Mapping[str, LossFn]
+    coefs: Mapping[str, float] = field(default_factory=dict)
+    """Coefficient of each term, by default 1. Terms with coefficient 0 are not trained on, but report their metrics."""
+    temperature: float = 1.0
+    """Divisor of the logits for all terms. Overrides the terms' own."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` if a coefficient has no term, or if no term has a coefficient other than 0."""
+        if unknown := sorted(set(self.coefs) - set(self.terms)):
+            raise ValueError(f"coefficients of {', '.join(unknown)}, but the terms are {', '.join(self.terms)}")
+        if not any(self._coef(name) for name in self.terms):
+            raise ValueError(f"all terms have coefficient 0: {', '.join(self.terms) or 'there are none'}")
+
+    @property
+    def want(self) -> WantedOutputs:
+        """Outputs that some term reads. The entropy has no gradients if only terms with coefficient 0 read it."""
+        wants = {name: term.want for name, term in self.terms.items()}
+        return WantedOutputs(
+            logprobs=any(want.logprobs for want in wants.values()),
+            entropy=any(want.entropy for want in wants.values()),
+            entropy_grad=any(want.entropy and want.entropy_grad and self._coef(name) for name, want in wants.items()),
+            values=any(want.values for want in wants.values()),
+            topk=max(want.topk for want in wants.values()),
+            masked_only=all(want.masked_only for want in wants.values()),
+            temperature=self.temperature,
+        )
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
+        shares: list[Tensor] = []
+        metrics: dict[str, Tensor | float] = {}
+        for name, term in self.terms.items():
+            found = term(outputs, micro)
+            metrics.update(found.metrics)
+            if coef := self._coef(name):
+                shares.append(found.loss if coef == 1.0 else coef * found.loss)
+        loss = reduce(torch.add, shares)
+        _check(loss, micro, logprobs=outputs.logprobs_T, entropy=outputs.entropy_T, values=outputs.values_T)
+        return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
+
+    def _coef(self, name: str) -> float:
+        return self.coefs.get(name, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """Objective `policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy`, with one aggregation mode.
+    """Objective `policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy + further terms`.
 
-    Metrics:
-
-    * `loss` and `policy_loss`.
-    * `kl_loss`: aggregated like the loss, before its coefficient.
-    * `entropy`: mean over tokens.
-    * `logprob_gap`: mean over tokens of the distance to the engine's logprobs, if the batch has no old logprobs.
-    * `routing_disagreement`: mean over tokens, if experts are replayed.
-    * The metrics of the policy loss: mean over tokens, or max/min for names that end in `/max` or `/min`.
+    Policy loss, KL and entropy have one aggregation mode. Metrics: `loss`, and those of `PolicyTerm`, `KLTerm`,
+    `EntropyTerm` and the further terms.
     """
 
     policy_loss: PolicyLoss | str = "roll_core.algorithms.policy_losses:ppo"
@@ -54,55 +103,153 @@ class PolicyObjective:
     k3_clamp: float = K3_CLAMP
     temperature: float = 1.0
     """Sampling temperature of the rollouts."""
+    terms: Mapping[str, LossFn] = field(default_factory=dict)
+    """Further terms, by names other than `policy`, `kl` and `entropy`."""
+    coefs: Mapping[str, float] = field(default_factory=dict)
+    """Coefficients of the further terms, by default 1."""
+
+    @property
+    def objective(self) -> Objective:
+        """The sum of terms."""
+        terms: dict[str, LossFn] = {
+            "policy": PolicyTerm(policy_loss=self.policy_loss, params=self.params, aggregation=self.aggregation)
+        }
+        coefs: dict[str, float] = {}
+        if self.kl_coef:
+            coefs["kl"] = self.kl_coef
+            terms["kl"] = KLTerm(
+                kind=self.kl_kind,
+                aggregation=self.aggregation,
+                log_ratio_clamp=self.log_ratio_clamp,
+                k3_clamp=self.k3_clamp,
+            )
+        if self.entropy_coef or self.entropy_metric:
+            coefs["entropy"] = -self.entropy_coef
+            terms["entropy"] = EntropyTerm(aggregation=self.aggregation)
+        return Objective(terms={**terms, **self.terms}, coefs={**coefs, **self.coefs}, temperature=self.temperature)
 
     @property
     def want(self) -> WantedOutputs:
-        """Outputs that the loss reads: logprobs, and the entropy if it is used or reported."""
-        in_loss = self.entropy_coef != 0.0
-        return WantedOutputs(
-            logprobs=True,
-            entropy=in_loss or self.entropy_metric,
-            entropy_grad=in_loss,
-            temperature=self.temperature,
-            masked_only=True,
-        )
+        """Outputs that the terms read: logprobs, and the entropy if it is used or reported."""
+        return self.objective.want
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
+        return self.objective(outputs, micro)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTerm:
+    """The policy loss, aggregated over the tokens of the loss mask.
+
+    Metrics:
+
+    * `policy_loss`.
+    * `logprob_gap`: mean over tokens of the distance to the engine's logprobs, if the batch has no old logprobs.
+    * `routing_disagreement`: mean over tokens, if experts are replayed.
+    * The metrics of the policy loss: mean over tokens, or max/min for names that end in `/max` or `/min`.
+    """
+
+    policy_loss: PolicyLoss | str = "roll_core.algorithms.policy_losses:ppo"
+    """Module-level function, or its `"module:attribute"`."""
+    params: PolicyLossParams = field(default_factory=PolicyLossParams)
+    aggregation: Aggregation = "seq-mean-token-mean"
+
+    @property
+    def want(self) -> WantedOutputs:
+        """Logprobs of the masked tokens."""
+        return WantedOutputs(logprobs=True, masked_only=True)
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Compute this microbatch's share."""
         logprobs_T = _given("logprobs", outputs.logprobs_T)
         function = load_policy_loss(self.policy_loss) if isinstance(self.policy_loss, str) else self.policy_loss
         per_token_T, token_metrics = function(logprobs_T, micro, self.params)
-        loss = policy_loss = aggregate(per_token_T, micro, self.aggregation)
-        metrics: dict[str, Tensor | float] = {"policy_loss": policy_loss.detach()}
-        if self.kl_coef:
-            kl_loss = aggregate(self._kl(logprobs_T, micro), micro, self.aggregation)
-            loss = loss + self.kl_coef * kl_loss
-            metrics["kl_loss"] = kl_loss.detach()
-        if self.want.entropy:
-            entropy_T = _given("entropy", outputs.entropy_T)
-            metrics["entropy"] = aggregate(entropy_T.detach(), micro, "token-mean")
-            if self.entropy_coef:
-                loss = loss - self.entropy_coef * aggregate(entropy_T, micro, self.aggregation)
-        _check(loss, micro, logprobs=logprobs_T, entropy=outputs.entropy_T)
+        loss = aggregate(per_token_T, micro, self.aggregation)
+        metrics: dict[str, Tensor | float] = {"policy_loss": loss.detach()}
         if micro.behaviour_logprobs_T is not None and micro.old_logprobs_T is None:
             # The policy has not changed since sampling, so engine and trainer should agree.
             gap_T = torch.where(micro.loss_mask_T, logprobs_T.detach() - micro.behaviour_logprobs_T, 0.0).abs()
             metrics["logprob_gap"] = aggregate(gap_T, micro, "token-mean")
         if outputs.routing_disagreement_T is not None:
             metrics["routing_disagreement"] = aggregate(outputs.routing_disagreement_T, micro, "token-mean")
-        metrics["loss"] = loss.detach()
-        metrics.update(_reduce(token_metrics, micro))
-        return LossOutput(loss=loss, metrics=metrics)
+        return LossOutput(loss=loss, metrics=metrics | _reduce(token_metrics, micro))
 
-    def _kl(self, logprobs_T: Tensor, micro: MicroBatch) -> Tensor:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLTerm:
+    """`KL(policy || reference)` over the tokens of the loss mask. Metric: `kl_loss`, before the coefficient."""
+
+    kind: KLKind = "k3"
+    aggregation: Aggregation = "seq-mean-token-mean"
+    log_ratio_clamp: float = LOG_RATIO_CLAMP
+    k3_clamp: float = K3_CLAMP
+
+    @property
+    def want(self) -> WantedOutputs:
+        """Logprobs of the masked tokens."""
+        return WantedOutputs(logprobs=True, masked_only=True)
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Compute this microbatch's share. Raises `DataError` if the batch has no reference logprobs."""
         reference_T = _given("ref_logprobs", micro.ref_logprobs_T)
-        return approx_kl(
-            torch.where(micro.loss_mask_T, logprobs_T, 0.0),
+        kl_T = approx_kl(
+            torch.where(micro.loss_mask_T, _given("logprobs", outputs.logprobs_T), 0.0),
             torch.where(micro.loss_mask_T, reference_T, 0.0),
-            self.kl_kind,
+            self.kind,
             log_ratio_clamp=self.log_ratio_clamp,
             k3_clamp=self.k3_clamp,
         )
+        loss = aggregate(kl_T, micro, self.aggregation)
+        return LossOutput(loss=loss, metrics={"kl_loss": loss.detach()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyTerm:
+    """Entropy over the tokens of the loss mask. A negative coefficient raises it.
+
+    Metric: `entropy`, mean over tokens.
+    """
+
+    aggregation: Aggregation = "seq-mean-token-mean"
+
+    @property
+    def want(self) -> WantedOutputs:
+        """Entropies of the masked tokens."""
+        return WantedOutputs(entropy=True, masked_only=True)
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Compute this microbatch's share."""
+        entropy_T = _given("entropy", outputs.entropy_T)
+        mean = aggregate(entropy_T.detach(), micro, "token-mean")
+        return LossOutput(loss=aggregate(entropy_T, micro, self.aggregation), metrics={"entropy": mean})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropy:
+    """Negative log-likelihood of the tokens of the loss mask, or of a stream's tokens by their weights.
+
+    Metric: `nll`, mean over tokens for any aggregation mode; of a stream `<stream>_nll`, the mean by its weights.
+    """
+
+    stream: str | None = None
+    """Name in `TrainSequence.streams`; None: the loss mask."""
+    aggregation: Aggregation = "token-mean"
+    """Of the loss mask. A stream has its own weights."""
+
+    @property
+    def want(self) -> WantedOutputs:
+        """Logprobs of the tokens with a weight only, so that logits of prompts are not computed."""
+        return WantedOutputs(logprobs=True, masked_only=True)
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Compute this microbatch's share. Raises `DataError` if the batch has no such stream."""
+        nll_T = -_given("logprobs", outputs.logprobs_T)
+        if self.stream is not None:
+            loss = weighted_sum(nll_T, stream_weights(micro, self.stream))
+            return LossOutput(loss=loss, metrics={f"{self.stream}_nll": loss.detach()})
+        mean = aggregate(nll_T.detach(), micro, "token-mean")
+        return LossOutput(loss=aggregate(nll_T, micro, self.aggregation), metrics={"nll": mean})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +313,12 @@ class SFTObjective:
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
-        logprobs_T = _given("logprobs", outputs.logprobs_T)
-        loss = aggregate(-logprobs_T, micro, self.aggregation)
-        _check(loss, micro, logprobs=logprobs_T)
-        metrics = {"loss": loss.detach(), "nll": aggregate(-logprobs_T.detach(), micro, "token-mean")}
-        if self.token_accuracy:
-            hits_T = (_given("top-1", outputs.topk_ids_TK)[:, 0] == micro.tokens_T) & micro.loss_mask_T
-            metrics["token_accuracy"] = hits_T.sum() / max(micro.totals.tokens, 1)
-        return LossOutput(loss=loss, metrics=metrics)
+        found = Objective(terms={"nll": CrossEntropy(aggregation=self.aggregation)})(outputs, micro)
+        if not self.token_accuracy:
+            return found
+        hits_T = (_given("top-1", outputs.topk_ids_TK)[:, 0] == micro.tokens_T) & micro.loss_mask_T
+        accuracy = hits_T.sum() / max(micro.totals.tokens, 1)
+        return LossOutput(loss=found.loss, metrics={**found.metrics, "token_accuracy": accuracy})
 
 
 @lru_cache(maxsize=64)
@@ -210,19 +355,17 @@ def _check(loss: Tensor, micro: MicroBatch, **outputs: Tensor | None) -> None:
 
     Also checks the outputs themselves, because a clamp turns an infinite log-ratio into a finite loss.
     """
-    probe = loss.detach()
-    for values_T in outputs.values():
-        if values_T is not None:
-            probe = probe + torch.where(micro.loss_mask_T, values_T.detach(), 0.0).sum()
+    probe, read_T = loss.detach(), micro.read_T
+    suspects = {name: values_T for name, values_T in outputs.items() if values_T is not None}
+    for values_T in suspects.values():
+        probe = probe + torch.where(read_T, values_T.detach(), 0.0).sum()
     if torch.isfinite(probe):
         return
-    suspects = dict(outputs)
     for name in ("old_logprobs", "ref_logprobs", "advantages", "returns", "values"):
-        suspects.setdefault(name, getattr(micro, f"{name}_T"))
+        if (given_T := getattr(micro, f"{name}_T")) is not None:
+            suspects.setdefault(name, given_T)
     for name, values_T in suspects.items():
-        if values_T is None:
-            continue
-        bad_T = (~torch.isfinite(values_T) & micro.loss_mask_T).nonzero()
+        bad_T = (~torch.isfinite(values_T) & read_T).nonzero()
         if bad_T.numel():
             token = int(bad_T[0])
             sequence = int(micro.segments_T[token])
@@ -231,6 +374,6 @@ def _check(loss: Tensor, micro: MicroBatch, **outputs: Tensor | None) -> None:
                 f" {int(micro.positions_T[token])} of sequence {micro.ids[sequence]}"
             )
     raise NonFiniteError(
-        f"the loss is {loss.item()}, although all its inputs are finite: the policy loss overflowed"
+        f"the loss is {loss.item()}, although all its inputs are finite: a term overflowed"
         f" on sequences {', '.join(micro.ids)}"
     )

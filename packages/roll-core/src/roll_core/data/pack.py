@@ -58,6 +58,27 @@ def units(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     return list(found.values())
 
 
+def rollouts(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    """Indices of the rows of each rollout, in the order of the rollouts' first rows; a unit's rollouts are joined.
+
+    Raises `DataError` if a rollout has rows in several units, or only some of its rows have a unit.
+    """
+    unit_of: dict[int, int | None] = {}
+    found: dict[tuple[str, int], list[int]] = {}
+    for index, each in enumerate(sequences):
+        if each.rollout is not None and unit_of.setdefault(each.rollout, each.unit) != each.unit:
+            raise DataError(
+                f"sequence {each.id} of rollout {each.rollout} has unit {each.unit}, another has unit"
+                f" {unit_of[each.rollout]}: give all rows of a rollout the same unit"
+            )
+        if each.unit is not None:
+            key = ("unit", each.unit)
+        else:
+            key = ("row", index) if each.rollout is None else ("rollout", each.rollout)
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
 def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
     """Assign sequences to data-parallel ranks, units as a whole; returns each rank's indices in ascending order.
 
@@ -152,6 +173,9 @@ def _check(sequence: TrainSequence) -> None:
     for name, values in per_token.items():
         if values is not None and len(values) != length:
             raise DataError(f"sequence {sequence.id}: {name} has length {len(values)}, its tokens {length}")
+    for name, weights in sequence.streams.items():
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise DataError(f"sequence {sequence.id}: stream {name} has a negative or non-finite weight")
     ids = sequence.gather_ids
     if ids is not None and (ids.ndim != 2 or len(ids) != length):
         raise DataError(f"sequence {sequence.id}: gather_ids has shape {ids.shape}; expected ({length}, K)")

@@ -235,9 +235,10 @@ class TrainRole(ABC):
     ) -> UpdateResult:
         """Run optimizer steps over `sequences`, at most `sequences_per_step` at a time, for `epochs` epochs.
 
-        An epoch has as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without
-        `shuffle_seed`, steps follow the order of `sequences`. With it, each epoch has its own random order of their
-        groups, the same for the same seed. An epoch of a single step is the same with any seed.
+        All rows of a rollout are in one step and count as one sequence, and so do all sequences of a unit. An epoch has
+        as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without `shuffle_seed`,
+        steps follow the order of `sequences`. With it, each epoch has its own random order of their groups, the same
+        for the same seed. An epoch of a single step is the same with any seed.
         """
 
     @property

@@ -96,6 +96,14 @@ class MicroBatch:
         """Number of sequences, S."""
         return len(self.lengths)
 
+    @property
+    def read_T(self) -> Tensor:
+        """bool, tokens whose outputs a loss may read: in the loss mask, or with a weight in some stream."""
+        read_T = self.loss_mask_T
+        for weights_T in self.streams.values():
+            read_T = read_T | (weights_T != 0)
+        return read_T
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy of the microbatch with its tensors on `device`."""
         import torch
@@ -125,7 +133,7 @@ class WantedOutputs:
     """Logprobs of the K ids of `MicroBatch.gather_ids_TK`, with gradients. Used only with `capabilities.gathered`.
     `UnsupportedError` if K is greater than V. K counts as 0 for microbatches without ids."""
     masked_only: bool = False
-    """Only positions where `loss_mask_T` is True are read. A strategy may leave the others 0 to save work."""
+    """Only positions where `MicroBatch.read_T` is True are read. A strategy may leave the others 0 to save work."""
     temperature: float = 1.0
     """Divisor of the logits before the softmax: the sampling temperature of the rollouts."""
     base: bool = False

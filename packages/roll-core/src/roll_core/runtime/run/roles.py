@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from typing_extensions import override
 
-from roll_core.data.pack import balance, totals
+from roll_core.data.pack import balance, rollouts, totals
 from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.leases import SlotLeases
@@ -177,7 +177,8 @@ class GroupTrainRole(TrainRole):
                 order = group_order(sequences, None if shuffle_seed is None else [shuffle_seed, epoch])
                 for chunk in even_chunks(order, self.sequences_per_step):
                     # Keep the given order within a step: if an epoch has one step, it must not depend on the seed.
-                    metrics, stats = await self._step([sequences[i] for i in sorted(chunk)], loss, max_length)
+                    step = [sequences[i] for i in sorted(itertools.chain.from_iterable(chunk))]
+                    metrics, stats = await self._step(step, loss, max_length)
                     num_skipped += stats.skipped
                     num_overflows += stats.overflow
                     per_step.append(metrics | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
@@ -463,17 +464,18 @@ class GroupInferRole(InferRole):
         return join_readings(await self._call_survivors(metrics, WorkerTimeoutError))
 
 
-def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) -> Sequence[int]:
-    """Indices of `sequences`, with whole groups shuffled by `seed`. The original order if `seed` is None."""
+def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) -> list[list[int]]:
+    """Indices of the rows of each rollout or unit, with whole groups shuffled by `seed`; not shuffled if it is None."""
+    whole = rollouts(sequences)
     if seed is None:
-        return range(len(sequences))
+        return whole
     groups = sorted({each.group for each in sequences})
     places = dict(zip(groups, np.random.default_rng(seed).permutation(len(groups)).tolist(), strict=True))
-    return sorted(range(len(sequences)), key=lambda i: places[sequences[i].group])
+    return sorted(whole, key=lambda rows: places[sequences[rows[0]].group])
 
 
 def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Split into the fewest chunks of at most `size` sequences, in order. Chunk sizes differ by at most one.
+    """Split into the fewest chunks of at most `size` elements, in order. Chunk sizes differ by at most one.
 
     If failed rewards shrink a batch, no optimizer step is left with only a few sequences.
     """
