@@ -292,9 +292,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
         """Update the critic on the whole experience, and the policy on the chosen part."""
         config = self.config
-        # Prompts of one domain are already in random order, but several domains follow one another in a batch.
-        several = len(self.order.counts) > 1
-        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if several else None
+        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if config.shuffle else None
         num_tokens = 0
         if config.critic is not None:
             objective = ValueObjective(value_clip=config.value_clip)
