@@ -21,7 +21,7 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
-"""Pipelines in the order of detection: ROLL's name, the feature that roll-core lacks, and keys that only it has."""
+"""Pipelines in the order of detection: ROLL's name, what distinguishes it, and keys that only it has."""
 IMPORTABLE = ("rlvr", "sft")
 OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
@@ -38,8 +38,8 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
             " nor rewards, actor_train and actor_infer"
         )
     raise UnsupportedError(
-        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: roll-core"
-        f" has no pipeline with {lacks}. Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
+        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline ({lacks}), which cannot be"
+        f" imported. Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
     )
 
 

@@ -48,6 +48,13 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         plan="roll_core.pipelines.plans:rlvr",
         summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
     )
+    yield PipelineProvider(
+        name="distill",
+        target="roll_core.pipelines.distill:DistillPipeline",
+        config="roll_core.pipelines.distill_config:DistillConfig",
+        plan="roll_core.pipelines.plans:distill",
+        summary="Distillation of a teacher, on the student's rollouts or on a data set",
+    )
 
 
 @hookimpl

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Per-token fields that a microbatch has as float32 tensors `<name>_T`, if all its sequences have them."""
+GATHERED: dict[str, type[np.generic]] = {"gather_ids": np.int64, "teacher_logprobs": np.float32}
+"""Fields `[L, K]` that a microbatch has as tensors `<name>_TK`, with their dtypes."""
 
 
 def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
@@ -176,9 +178,10 @@ def _check(sequence: TrainSequence) -> None:
     for name, weights in sequence.streams.items():
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise DataError(f"sequence {sequence.id}: stream {name} has a negative or non-finite weight")
-    ids = sequence.gather_ids
-    if ids is not None and (ids.ndim != 2 or len(ids) != length):
-        raise DataError(f"sequence {sequence.id}: gather_ids has shape {ids.shape}; expected ({length}, K)")
+    for name in GATHERED:
+        rows = getattr(sequence, name)
+        if rows is not None and (rows.ndim != 2 or len(rows) != length):
+            raise DataError(f"sequence {sequence.id}: {name} has shape {rows.shape}; expected ({length}, K)")
     routed = sequence.routed_experts
     if routed is not None and (routed.ndim != 3 or len(routed) > length):
         raise DataError(
@@ -210,14 +213,14 @@ def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[
     return flat
 
 
-def _gather_ids(batch: Sequence[TrainSequence]) -> Tensor:
+def _flat_rows(batch: Sequence[TrainSequence], name: str, dtype: type[np.generic]) -> Tensor:
+    """A field `[L, K]` of all sequences, `[T, K]`. Raises `DataError` if K differs."""
     import torch
 
-    every = [each.gather_ids for each in batch if each.gather_ids is not None]
-    if len({each.shape[1] for each in every}) > 1:
-        shapes = {each.id: each.gather_ids.shape for each in batch if each.gather_ids is not None}
-        raise DataError(f"sequences of one batch have gather_ids with different numbers of ids per token: {shapes}")
-    return torch.from_numpy(np.concatenate([np.asarray(each, np.int64) for each in every]))
+    shapes = {each.id: getattr(each, name).shape for each in batch}
+    if len({num_ids for _, num_ids in shapes.values()}) > 1:
+        raise DataError(f"sequences of one batch have {name} with different numbers of ids per token: {shapes}")
+    return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
 
 
 def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
@@ -233,7 +236,7 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
 
     optional: dict[str, Tensor] = {}
-    for name in (*FLOATS, "gather_ids"):
+    for name in (*FLOATS, *GATHERED):
         with_it = [each for each in batch if getattr(each, name) is not None]
         if with_it and len(with_it) < len(batch):
             lacking = next(each.id for each in batch if getattr(each, name) is None)
@@ -241,7 +244,7 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         if with_it and name in FLOATS:
             optional[f"{name}_T"] = flat(name, np.float32)
         elif with_it:
-            optional["gather_ids_TK"] = _gather_ids(batch)
+            optional[f"{name}_TK"] = _flat_rows(batch, name, GATHERED[name])
     if (routed_TMK := _routed_experts(batch)) is not None:
         optional["routed_experts_TMK"] = torch.from_numpy(routed_TMK)
     return MicroBatch(

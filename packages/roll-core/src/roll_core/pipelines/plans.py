@@ -12,6 +12,7 @@ from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
+    from roll_core.pipelines.distill_config import DistillConfig
 
 
 def sft(config: SFTConfig) -> PipelinePlan:
@@ -66,6 +67,21 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         roles += [RoleSpec(name=f"rewards.{domain}", kind="reward") for domain in config.rewards]
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+
+
+def distill(config: DistillConfig) -> PipelinePlan:
+    """Plan of the distillation pipeline: that of `rlvr` with teachers."""
+    base = rlvr(config)
+    teachers = [RoleSpec(name=f"teachers.{domain}", kind="score") for domain in config.teachers]
+    roles = [*base.roles[:1], *teachers, *base.roles[1:]]
+    training = next(at for at, phase in enumerate(base.phases) if phase.acts.get("actor_train") == "backward")
+    support = [Phase(name="the student's support", acts={"actor_train": "score"})]
+    teaching = [
+        *(support if config.kd_support == "student_topk" else []),
+        *(Phase(name=f"logprobs of {teacher.name}", acts={teacher.name: "score"}) for teacher in teachers),
+    ]
+    phases = [*base.phases[:training], *teaching, *base.phases[training:]]
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=base.outputs)
 
 
 def _training(name: str, role: str) -> list[Phase]:

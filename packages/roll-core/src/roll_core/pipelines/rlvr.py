@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.algorithms import AdvantageEstimator
     from roll_core.spec.pipeline import RoleSpec
+    from roll_core.types import Group
 
 
 class RLVRPipeline(Pipeline[RLVRConfig]):
@@ -134,12 +135,13 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             return
         run.log_samples([sample for group in groups for sample in group.samples])
         run.log(sample_metrics(groups))
-        experience = Experience.of(groups, routed_experts=self.config.replays_experts)
+        experience = self._experience(groups)
         if not experience.samples:
             run.guard("all_groups_filtered", False, "no reward signal at {steps}: no response has a reward")
             return
         with run.stage("logprobs"):
             experience = await self._score(run, experience)
+            experience = await self._taught(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
             chosen = self._chosen(run, experience)
@@ -165,6 +167,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return "actor_train"
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
+
+    def _experience(self, groups: Sequence[Group]) -> Experience:
+        """Samples of a batch to train on."""
+        return Experience.of(groups, routed_experts=self.config.replays_experts)
+
+    async def _taught(self, run: Run, experience: Experience) -> Experience:
+        """Add the logprobs of teachers, in the pipeline `distill`."""
+        return experience
 
     async def _score(self, run: Run, experience: Experience) -> Experience:
         """Add logprobs of the current policy, logprobs of the reference, and values of the critic."""

@@ -79,6 +79,7 @@ class MicroBatch:
     values_T: Tensor | None = None
     gather_ids_TK: Tensor | None = None
     """int64 `[T, K]`: token ids whose logprobs `WantedOutputs.gathered` requests."""
+    teacher_logprobs_TK: Tensor | None = None
     routed_experts_TMK: Tensor | None = None
     """int16 `[T, M, K]`: experts to which each token is routed in each layer with experts; -1 lets the router choose.
 
