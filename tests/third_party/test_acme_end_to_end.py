@@ -44,6 +44,7 @@ def config(tmp_path: Path) -> Path:
                 "sampler": role
                 | {"strategy_args": {"strategy_name": "acme_infer", "strategy_config": {"vocabulary": 6}}},
                 "rewards": {"share": {"reward": "acme_share", "letter": "c"}},
+                "shunned": "d",
             }
         ),
         encoding="utf-8",
@@ -62,11 +63,17 @@ def test_the_plugins_own_parts_train_together(installed, config, executor):
     done = roll_core(installed, "run", str(config), f"executor={executor}")
     assert done.returncode == 0, done.stdout + done.stderr
     run = config.parent / "output" / "roll" / "latest"
-    scores = [json.loads(line)["score/mean"] for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    scores = [line["score/mean"] for line in lines]
     assert len(scores) == 30
     # Random letters earn 1/4 at most (the table has tokens that are no letters, too); the rewarded one takes over.
     assert scores[0] < 0.45
     assert scores[-1] > 0.8
+    # The pipeline's own term, with its own weights: a letter of 1/6 at first.
+    assert 0.1 < lines[0]["policy/unlikelihood"] < 0.25
+    assert lines[-1]["policy/unlikelihood"] < 0.05
+    for line in lines:
+        assert line["policy/loss"] == pytest.approx(line["policy/policy_loss"] + line["policy/unlikelihood"], abs=1e-6)
     record = json.loads((run / "run.json").read_text("utf-8"))
     assert record["platform"] == "acme_board"
     assert record["executor"] == executor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.data.pack import FLOATS
+from roll_core.data.pack import FLOATS, GATHERED
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
@@ -131,7 +131,9 @@ def cut_rollouts(batch: Sequence[TrainSequence], *, seed: int = 0) -> list[Train
         ends = sorted({*rng.integers(1, len(whole) + 1, rng.integers(0, 4)).tolist(), len(whole)})
         for start, end in zip([0, *ends], ends, strict=False):
             new = np.arange(end) >= start
-            given = {name: values[:end] for name in FLOATS if (values := getattr(whole, name)) is not None}
+            given = {
+                name: values[:end] for name in (*FLOATS, *GATHERED) if (values := getattr(whole, name)) is not None
+            }
             rows.append(
                 replace(
                     whole,

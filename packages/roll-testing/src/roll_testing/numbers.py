@@ -12,7 +12,8 @@ from roll_core.algorithms.losses import SFTObjective
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
-from roll_testing.losses import LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING, GivenIds
+from roll_testing.losses import EVERY_TERM, LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING, GivenIds
+from roll_testing.models import cut_rollouts
 from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
@@ -141,6 +142,31 @@ class TrainNumberTests(TrainKit):
         few = self.batch()[:1]
         alone = self._gradient(self._on_one(case), few, LOSSES["sft"])
         self._check_split("gradient of one sequence", self._gradient(case, few, LOSSES["sft"]), alone)
+
+    def test_the_gradient_does_not_depend_on_the_rows_of_a_rollout(self, case: Case, world_size: int) -> None:
+        """Cutting rollouts into rows must change neither gradient nor metrics, to 1e-6 relative.
+
+        The loss has policy loss, KL and entropy in every aggregation mode, and a stream of weights on prompt tokens.
+        """
+        batch = [
+            replace(
+                each,
+                ref_logprobs=each.old_logprobs,
+                streams={"prompt": np.where(each.loss_mask, 0, np.arange(len(each))).astype(np.float32)},
+            )
+            for each in self.batch()
+        ]
+        rows, split = cut_rollouts(batch), SPLITS["three at a time"]
+        assert len(rows) > len(batch)
+        alone = self._on_one(case)
+        whole, cut = self._gradient(alone, batch, EVERY_TERM), self._gradient(case, rows, EVERY_TERM, split)
+        self._check_split("gradient of rollouts cut into rows", cut, whole)
+        training = self.gradient_training or ONE_STEP
+        (expected,) = self.trained(alone, training, [Step(sequences=batch, loss=EVERY_TERM)]).metrics
+        (found,) = self.trained(case, training, [Step(sequences=rows, loss=EVERY_TERM, split=split)]).metrics
+        for name, value in expected.items():
+            if not name.endswith(("/max", "/min")):
+                _check_number(f"metric {name}", found[name], value, 1e-5)
 
     def test_the_gradient_does_not_depend_on_checkpointing(self, case: Case) -> None:
         """Gradient checkpointing must not change the gradient: recomputed activations must be the same."""

@@ -184,7 +184,7 @@ class RLVRConfig(RewardRunConfig):
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     shuffle: bool = True
-    """Assign groups to the optimizer steps of a batch in random order, in each pass anew. If false, in batch order."""
+    """Assign groups to the optimizer steps of a batch in a random order of each pass. If false, in batch order."""
 
     async_generation_ratio: NonNegativeFloat = 0.0
     """Batches that are generated while earlier ones are trained on.

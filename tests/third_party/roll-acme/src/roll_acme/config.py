@@ -43,3 +43,5 @@ class BanditConfig(RunConfig):
     """Exactly one judge is used for every row."""
     max_steps: PositiveInt = 10
     """Steps."""
+    shunned: str = ""
+    """Letters that are to become unlikely."""

@@ -1,4 +1,4 @@
-"""REINFORCE with the batch's mean as baseline, in one screen."""
+"""REINFORCE with the batch's mean as baseline, and a loss term of Acme's own, in one screen."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from roll_acme.config import BanditConfig
+from roll_acme.credit import Unlikelihood
 from roll_core.algorithms.losses import PolicyObjective
 from roll_core.data.sequences import sequence_of
 from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
@@ -35,12 +36,18 @@ class BanditPipeline(Pipeline[BanditConfig]):
         groups = await run.rollout("sampler", self.prompts, self.sampling, n=8)
         samples = [sample for group in groups for sample in group.samples]
         scores = np.array([sample.reward.value for sample in samples])
+        shunned = run.tokenizer.convert_tokens_to_ids(list(self.config.shunned))
+        objective = PolicyObjective(aggregation="token-mean", terms={"shunned": Unlikelihood("shunned")})
         sequences = [
-            replace(s, advantages=np.where(s.loss_mask, score - scores.mean(), 0).astype(np.float32))
+            replace(
+                s,
+                advantages=np.where(s.loss_mask, score - scores.mean(), 0).astype(np.float32),
+                streams={"shunned": (np.isin(s.tokens, shunned) & s.loss_mask).astype(np.float32)},
+            )
             for s, score in zip((sequence_of(sample, group=0) for sample in samples), scores, strict=True)
         ]
         with run.stage("train"):
-            update = await run.train_role("policy").update(sequences, PolicyObjective(aggregation="token-mean"))
+            update = await run.train_role("policy").update(sequences, objective)
         run.log({"score/mean": float(scores.mean())} | update.named("policy"))
 
     def state(self) -> Mapping[str, Any]:
