@@ -114,7 +114,7 @@ def make_batch(vocab_size: int, *, seed: int = 0, lengths: tuple[int, ...] = LEN
                 advantages=np.where(mask, noise[1], 0).astype(np.float32),
                 returns=np.where(mask, noise[2], 0).astype(np.float32),
                 values=np.where(mask, noise[3], 0).astype(np.float32),
-                gather_ids=rng.integers(0, vocab_size, (length, NUM_IDS)),
+                gather_ids=np.random.default_rng([seed, index]).integers(0, vocab_size, (length, NUM_IDS)),
             )
         )
     return batch
