@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.pipelines.distill_config import DistillConfig
+    from roll_core.spec.model import ModelSpec
     from roll_core.spec.pipeline import RoleSpec, Run
     from roll_core.types import Group, TokenIds, TrainSequence
 
@@ -266,26 +267,27 @@ def _overlap(sequence: TrainSequence, ids: TokenIds) -> torch.Tensor:
 
 
 def check_vocabulary(run: Run, config: DistillConfig) -> None:
-    """Raise `ConfigError` if a teacher has another tokenizer, or if K exceeds a vocabulary. Loads no model."""
-    own = run.tokenizer.get_vocab()
-    sizes = {role.name: _vocab_size(config, role) for role in distill(config).roles if role.kind in ("train", "score")}
-    for domain, teacher in config.teachers.items():
-        name = f"teachers.{domain}"
-        folder = Path(teacher.model_args.model_name_or_path or config.pretrain or "").expanduser()
-        hint = "choose a teacher with the student's tokenizer"
-        if (folder / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
+    """Raise `ConfigError` if a teacher has another tokenizer, or if K exceeds a vocabulary. Loads no model.
 
-            theirs = AutoTokenizer.from_pretrained(str(folder)).get_vocab()
-            for token, number in sorted(own.items() ^ theirs.items())[:1]:
-                whose = "the student" if own.get(token) == number else "the teacher"
-                message = (
-                    f"its tokenizer has {len(theirs)} tokens and differs from the student's {len(own)}: only {whose}"
-                    f" has token {token!r} with id {number}"
-                )
-                raise _refused(config, f"{name}.model_args", message, hint)
-        elif None not in (size := sizes[name], sizes["actor_train"]) and size != sizes["actor_train"]:
-            message = f"its vocabulary has {size} ids, the student's {sizes['actor_train']}"
+    Without a tokenizer of the teacher, the sizes of the vocabularies are compared. Equal tokenizers may have padded
+    vocabularies of different sizes.
+    """
+    own = run.tokenizer.get_vocab()
+    roles = [role for role in distill(config).roles if role.kind in ("train", "score")]
+    specs = {role.name: model_spec(role, config, Path()) for role in roles}
+    sizes = {name: _vocab_size(spec, config) for name, spec in specs.items()}
+    for name in (each for each in specs if each != "actor_train"):
+        hint, theirs = "choose a teacher with the student's tokenizer", _vocabulary(specs[name].path)
+        if theirs is not None and theirs != own:
+            token, number = min(own.items() ^ theirs.items())
+            whose = "the student" if own.get(token) == number else "the teacher"
+            message = (
+                f"its tokenizer has {len(theirs)} tokens and differs from the student's {len(own)}: only {whose} has"
+                f" token {token!r} with id {number}"
+            )
+            raise _refused(config, f"{name}.model_args", message, hint)
+        if theirs is None and None not in (sizes[name], sizes["actor_train"]) and sizes[name] != sizes["actor_train"]:
+            message = f"its vocabulary has {sizes[name]} ids, the student's {sizes['actor_train']}"
             raise _refused(config, f"{name}.model_args", message, hint)
     for name, size in sizes.items():
         if config.kd_support != "sampled" and size is not None and config.logits_topk > size:
@@ -293,10 +295,23 @@ def check_vocabulary(run: Run, config: DistillConfig) -> None:
             raise _refused(config, "logits_topk", message, f"set at most {size}")
 
 
-def _vocab_size(config: DistillConfig, role: RoleSpec) -> int | None:
-    """Number of ids of a role's model; None if it is not known without loading it."""
+def _vocabulary(path: str) -> dict[str, int] | None:
+    """Ids of the tokens of a model's tokenizer; None if there is none at `path`."""
+    if not path:
+        return None
+    from transformers import AutoTokenizer
+
     try:
-        return size_of(model_spec(role, config, Path()), config).vocab_size
+        found: dict[str, int] = AutoTokenizer.from_pretrained(path).get_vocab()
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _vocab_size(spec: ModelSpec, config: DistillConfig) -> int | None:
+    """Number of ids of a model; None if it is not known without loading it."""
+    try:
+        return size_of(spec, config).vocab_size
     except ModelError:
         return None
 
