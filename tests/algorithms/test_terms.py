@@ -223,7 +223,7 @@ def test_a_term_with_coefficient_0_is_reported_and_not_trained_on():
 class Margin:
     """A term of one's own: probability of the most likely token."""
 
-    want = WantedOutputs(topk=2)
+    want = WantedOutputs(topk=2, gathered=True)
 
     def __call__(self, outputs, micro):
         best_T = outputs.topk_logprobs_TK[:, 0]
@@ -233,7 +233,7 @@ class Margin:
 def test_the_outputs_of_all_terms_are_wanted():
     objective = PolicyObjective(temperature=0.7, terms={"margin": Margin(), "nll": CrossEntropy(stream="x")})
     assert objective.want == WantedOutputs(
-        logprobs=True, entropy=True, entropy_grad=False, topk=2, masked_only=False, temperature=0.7
+        logprobs=True, entropy=True, entropy_grad=False, topk=2, gathered=True, masked_only=False, temperature=0.7
     )
     assert pickle.loads(pickle.dumps(objective)) == objective
 

@@ -55,6 +55,7 @@ WRONG = {
     "forgotten_mask": {
         ROWS,
         "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_given_ids_equals_the_reference",
         "test_the_gradient_of_every_task_equals_the_reference",
         "test_metrics_add_up_to_those_of_the_batch",
         *STEPS,
@@ -65,18 +66,23 @@ WRONG = {
     "leaking_neighbours": {
         "test_entropy_equals_the_reference",
         "test_topk_equals_the_reference",
+        "test_logprobs_of_given_ids_equal_the_reference",
         "test_values_equal_the_reference",
         *LOGPROBS,
     },
     "temperature_ignored": {
         "test_logprobs_have_the_temperature_of_the_rollouts",
         "test_entropy_equals_the_reference",
+        "test_logprobs_of_given_ids_equal_the_reference",
         "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_given_ids_equals_the_reference",
         "test_the_gradient_of_every_task_equals_the_reference",
     },
     "entropy_in_bits": {"test_entropy_equals_the_reference"},
     "values_shifted": {"test_values_equal_the_reference"},
     "topk_backwards": {"test_topk_equals_the_reference"},
+    "given_ids_detached": {"test_the_gradient_of_given_ids_equals_the_reference"},
+    "any_number_of_ids": {"test_more_ids_than_the_vocabulary_has_are_refused"},
     # steps
     "clips_microbatches": {"test_gradients_are_clipped_to_their_global_norm"},
     "schedule_ahead": {"test_the_schedule_is_that_of_transformers", *BESIDE_TORCH},
@@ -98,6 +104,7 @@ WRONG = {
     "sgd_momentum_lost": {"test_a_resumed_run_equals_an_uninterrupted_one"},
     "sgd_instead_of_muon": {
         "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_given_ids_equals_the_reference",
         "test_the_gradient_of_every_task_equals_the_reference",
         *STEPS,
     },
@@ -110,6 +117,7 @@ WRONG = {
     "muon_forgotten_mask": {
         ROWS,
         "test_the_gradient_equals_the_reference",
+        "test_the_gradient_of_given_ids_equals_the_reference",
         "test_the_gradient_of_every_task_equals_the_reference",
         "test_metrics_add_up_to_those_of_the_batch",
         *STEPS,

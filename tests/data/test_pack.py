@@ -121,6 +121,19 @@ def test_units_are_neither_torn_nor_spread_over_ranks_and_stay_within_the_limits
             assert micro.num_tokens <= max_tokens or len(inside) == 1
 
 
+def test_given_ids_are_concatenated_and_checked():
+    rows = [sequence(str(n), n, gather_ids=np.arange(3 * n).reshape(n, 3)) for n in (1, 2)]
+    (micro,) = pack(rows)
+    assert micro.gather_ids_TK.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    assert micro.gather_ids_TK.dtype is torch.int64
+    for bad in (sequence("777", 2), sequence("777", 2, gather_ids=np.zeros((2, 4), np.int64))):
+        with raises_error(DataError, "777", "gather_ids"):
+            pack([*rows, bad])
+    for shape in ((2,), (3, 3)):
+        with raises_error(DataError, "777", "gather_ids", str(shape)):
+            pack([sequence("777", 2, gather_ids=np.zeros(shape, np.int64))])
+
+
 def test_a_sequence_longer_than_the_budget_has_a_microbatch_of_its_own():
     micros = pack([sequence("1", 2), sequence("2", 9), sequence("3", 2), sequence("4", 2)], max_tokens=4)
     assert [micro.ids for micro in micros] == [("1",), ("2",), ("3", "4")]

@@ -70,7 +70,7 @@ CAPABILITIES = {
     "TrainCapabilities": [
         "tasks", "dtypes", "gradient_checkpointing", "data_parallel", "tensor_parallel",
         "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "adapter_export", "offload", "topk",
-        "portable_state", "router_replay", "any_world_size", "weight_transports",
+        "gathered", "portable_state", "router_replay", "any_world_size", "weight_transports",
     ],
     "InferCapabilities": [
         "dtypes", "sleeps", "lora", "prompt_logprobs", "routed_experts", "free_seeds", "in_flight_update", "endpoint",

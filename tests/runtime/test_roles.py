@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import SFTObjective
+from roll_core.errors import UnsupportedError
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
+from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import StepStats
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
@@ -51,7 +53,9 @@ class FakeTrainGroup:
                     logprobs=[s.tokens.astype(np.float32) for s in share],
                     entropy=None,
                     values=None,
-                    argmax_tokens=[s.tokens + 1 for s in share] if want.topk else None,
+                    topk_ids=[np.stack([s.tokens + 1 + k for k in range(want.topk)], 1) for s in share]
+                    if want.topk
+                    else None,
                 )
                 for share, want in args_by_rank
             ]
@@ -93,9 +97,14 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
     assert [list(row) for row in found.logprobs] == [[i] * len(s) for i, s in enumerate(sequences)]
     assert found.entropy is None
     assert found.values is None
-    assert found.argmax_tokens is None
-    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True, argmax_tokens=True))
-    assert [list(row) for row in found.argmax_tokens] == [[i + 1] * len(s) for i, s in enumerate(sequences)]
+    assert found.topk_ids is None
+    role = train_role(group, 4)
+    for undeclared in ({"topk": 2}, {"gathered": True}):
+        with raises_error(UnsupportedError, "actor", *undeclared):
+            asyncio.run(role.score(sequences, **undeclared))
+    role.capabilities = TrainCapabilities(topk=True)
+    found = asyncio.run(role.score(sequences, logprobs=True, topk=2))
+    assert [row.tolist() for row in found.topk_ids] == [[[i + 1, i + 2]] * len(s) for i, s in enumerate(sequences)]
 
 
 def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():

@@ -85,16 +85,48 @@ def test_one_chunk_and_several_give_the_same_gradients(dtype, tolerance):
         torch.testing.assert_close(several, found[0], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.6, 1.7, 0.0), (0.6, 1.0, 3.0)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_given_ids_have_the_logprobs_and_gradients_of_autograd(kernels, chunk, temperature, scale, softcap, alone):
+    hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, V, (N, 4), generator=generator)
+    ids[:, 0], ids[:, 2] = targets, ids[:, 1]  # the target among them, and one id twice
+    slopes = torch.randn(N, 4, generator=generator)
+    logprobs, entropy, logp = by_autograd(hidden, weight, bias, targets, temperature, scale, softcap)
+    head = LinearHead(weight=weight, bias=bias, scale=scale, softcap=softcap)
+    request = HeadRequest(temperature=temperature, entropy=True, chunk_tokens=chunk)
+    found = head_outputs(head, hidden, targets, request, ids)
+    torch.testing.assert_close(found.gathered_logprobs_NK, logp.gather(1, ids), rtol=0, atol=1e-5)
+    number = 1 if alone else 3
+    expected = torch.autograd.grad(
+        [logp.gather(1, ids), logprobs, entropy][:number], [hidden, weight, bias], [slopes, *upstream][:number]
+    )
+    gradients = torch.autograd.grad(
+        [found.gathered_logprobs_NK, found.logprobs_N, found.entropy_N][:number],
+        [hidden, weight, bias],
+        [slopes, *upstream][:number],
+    )
+    for each, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
+
+
 def test_a_head_known_only_as_a_function_gives_the_same():
     hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
     request = HeadRequest(temperature=0.8, entropy=True, chunk_tokens=4, topk=2)
-    linear = head_outputs(LinearHead(weight=weight, bias=bias), hidden, targets, request)
-    free = any_head_outputs(lambda rows: rows @ weight.T + bias, V, hidden, targets, request)
+    ids = torch.stack([targets, (targets + 3) % V], dim=1)
+    upstream = [*upstream, upstream.T.contiguous()]
+    linear = head_outputs(LinearHead(weight=weight, bias=bias), hidden, targets, request, ids)
+    free = any_head_outputs(lambda rows: rows @ weight.T + bias, V, hidden, targets, request, ids)
     torch.testing.assert_close(free.logprobs_N, linear.logprobs_N)
     torch.testing.assert_close(free.topk_logprobs_NK, linear.topk_logprobs_NK)
+    torch.testing.assert_close(free.gathered_logprobs_NK, linear.gathered_logprobs_NK)
     wanted = [hidden, weight, bias]
-    one = torch.autograd.grad([linear.logprobs_N, linear.entropy_N], wanted, list(upstream))
-    two = torch.autograd.grad([free.logprobs_N, free.entropy_N], wanted, list(upstream))
+    one, two = (
+        torch.autograd.grad([each.logprobs_N, each.entropy_N, each.gathered_logprobs_NK], wanted, upstream)
+        for each in (linear, free)
+    )
     for each, other in zip(one, two, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
 
@@ -246,3 +278,6 @@ def test_of_no_token_outputs_have_their_shapes():
     found = head_outputs(head, torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), HeadRequest(entropy=True, topk=2))
     assert (found.logprobs_N.shape, found.entropy_N.shape) == ((0,), (0,))
     assert (found.topk_logprobs_NK.shape, found.topk_ids_NK.shape) == ((0, 2), (0, 2))
+    none = torch.zeros(0, dtype=torch.int64)
+    found = head_outputs(head, torch.zeros(0, 3), none, HeadRequest(), none.view(0, 4))
+    assert found.gathered_logprobs_NK.shape == (0, 4)

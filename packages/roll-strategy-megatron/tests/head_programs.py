@@ -24,6 +24,13 @@ class Problem:
     slopes_2N: np.ndarray
     """Upstream gradients of logprobs and entropies."""
     request: HeadRequest
+    ids_NK: np.ndarray | None = None
+    """Given ids; the upstream gradient of the k-th is that of the logprobs, times k + 1."""
+
+
+def slopes_of_ids(problem):
+    factors_K = np.arange(1, problem.ids_NK.shape[1] + 1)
+    return torch.from_numpy(problem.slopes_2N[0][:, None] * factors_K).float()
 
 
 @contextmanager
@@ -52,17 +59,21 @@ def head_and_gradients(rank, size, port, problem):
         weight_VH, share = share_of(rank, size, problem.weight_VH, group)
         hidden_NH = torch.tensor(problem.hidden_NH, dtype=torch.float32, requires_grad=True)
         targets_N = torch.from_numpy(problem.targets_N)
-        found = sharded_head_outputs(hidden_NH, weight_VH, targets_N, problem.request, share)
+        ids_NK = None if problem.ids_NK is None else torch.from_numpy(problem.ids_NK)
+        found = sharded_head_outputs(hidden_NH, weight_VH, targets_N, problem.request, share, ids_NK)
         slopes_2N = torch.from_numpy(problem.slopes_2N).float()
         loss = (found.logprobs_N * slopes_2N[0]).sum()
         if problem.request.entropy and problem.request.entropy_grad:
             loss = loss + (found.entropy_N * slopes_2N[1]).sum()
+        if ids_NK is not None:
+            loss = loss + (found.gathered_logprobs_NK * slopes_of_ids(problem)).sum()
         loss.backward()
         outputs = {
             "logprobs": found.logprobs_N,
             "entropy": found.entropy_N,
             "topk_logprobs": found.topk_logprobs_NK,
             "topk_ids": found.topk_ids_NK,
+            "gathered_logprobs": found.gathered_logprobs_NK,
         }
         return (
             {name: each.detach().numpy() for name, each in outputs.items() if each is not None},

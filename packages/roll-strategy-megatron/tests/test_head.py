@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from head_programs import Problem, head_and_gradients, most_bytes
+from head_programs import Problem, head_and_gradients, most_bytes, slopes_of_ids
 
 from roll_modeling.logprobs import HeadRequest
 from roll_testing.ranks import RankHost, free_port
@@ -20,7 +20,7 @@ def host():
     found.close()
 
 
-def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0):
+def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0, ids=0):
     rng = np.random.default_rng(seed)
     return Problem(
         hidden_NH=rng.normal(size=(tokens, hidden)),
@@ -28,6 +28,7 @@ def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0)
         targets_N=rng.integers(0, vocabulary, size=tokens),
         slopes_2N=rng.normal(size=(2, tokens)),
         request=request,
+        ids_NK=rng.integers(0, vocabulary, size=(tokens, ids)) if ids else None,
     )
 
 
@@ -46,6 +47,9 @@ def in_float64(problem):
     if request.entropy and request.entropy_grad:
         # Differentiated as -sum p log p: xlogy has no gradient at 0.
         loss = loss - (logp_NV.exp() * logp_NV * slopes_2N[1][:, None]).sum()
+    if problem.ids_NK is not None:
+        given_NK = logp_NV.gather(1, torch.from_numpy(problem.ids_NK))
+        loss = loss + (given_NK * slopes_of_ids(problem)).sum()
     loss.backward()
     outputs = {"logprobs": chosen_N.detach().numpy()}
     if request.entropy:
@@ -53,6 +57,8 @@ def in_float64(problem):
     if request.topk:
         best = logp_NV.detach().topk(request.topk, dim=1)
         outputs |= {"topk_logprobs": best.values.numpy(), "topk_ids": best.indices.numpy()}
+    if problem.ids_NK is not None:
+        outputs["gathered_logprobs"] = given_NK.detach().numpy()
     return outputs, hidden_NH.grad.numpy(), weight_VH.grad.numpy()
 
 
@@ -68,6 +74,8 @@ def in_float64(problem):
         pytest.param(2, HeadRequest(topk=1, chunk_tokens=4), {}, id="the first choice alone"),
         pytest.param(4, HeadRequest(topk=1), {"vocabulary": 5}, id="the first choice, and a rank with padding alone"),
         pytest.param(2, HeadRequest(topk=1), {"tokens": 0}, id="the first choice of no tokens"),
+        pytest.param(3, HeadRequest(entropy=True, temperature=0.7, chunk_tokens=4), {"ids": 5}, id="given ids"),
+        pytest.param(4, HeadRequest(), {"vocabulary": 5, "ids": 5}, id="given ids, and a rank with padding alone"),
     ],
 )
 def test_outputs_and_gradients_are_those_of_one_rank_in_float64(host, ranks, request_, shape):

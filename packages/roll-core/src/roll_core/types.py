@@ -213,6 +213,10 @@ class TrainSequence:
     """`[L]`, the critic's regression target."""
     values: Floats | None = None
     """`[L]`, the critic's values at the start of the update."""
+    gather_ids: TokenIds | None = None
+    """`[L, K]`, token ids whose logprobs are requested at each position, with K equal for all sequences of a batch."""
+    teacher_logprobs: Floats | None = None
+    """`[L, K]`, logprobs of `gather_ids` under the teacher of distillation."""
     routed_experts: RoutedExperts | None = None
     """`[L - 1, M, K]` or fewer rows: experts to use for the first tokens instead of the router's choice. The router
     chooses for the remaining tokens."""

@@ -21,7 +21,7 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
-"""Pipelines in the order of detection: ROLL's name, the feature that roll-core lacks, and keys that only it has."""
+"""Pipelines in the order of detection: ROLL's name, what distinguishes it, and keys that only it has."""
 IMPORTABLE = ("rlvr", "sft")
 OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")

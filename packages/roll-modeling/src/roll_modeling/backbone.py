@@ -269,12 +269,15 @@ class LanguageHead:
         if not self.is_linear:
             log.info("%s: logits are computed by its own code, chunk by chunk", type(model).__name__)
 
-    def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
-        """Logprobs of the targets, and the other outputs of `request`."""
+    def outputs(
+        self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None = None
+    ) -> HeadOutputs:
+        """Logprobs of the targets and of the given ids, and the other outputs of `request`."""
         if self.is_linear:
-            return head_outputs(self._linear(self.model.get_output_embeddings()), hidden_NH, targets_N, request)
+            head = self._linear(self.model.get_output_embeddings())
+            return head_outputs(head, hidden_NH, targets_N, request, gather_ids_NK)
         vocab_size = self.model.config.get_text_config().vocab_size
-        return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request)
+        return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request, gather_ids_NK)
 
     def _linear(self, layer: nn.Linear) -> LinearHead:
         """Created for each use, because a layer with sharded parameters holds a different tensor each time."""

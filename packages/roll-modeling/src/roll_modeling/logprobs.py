@@ -1,15 +1,17 @@
 """Logprobs and entropies of tokens, computed in chunks, so that the logits of all tokens never exist at once.
 
-Shapes: N tokens whose logprobs are wanted, V vocabulary, H hidden size, C tokens of a chunk, K top-k.
+Shapes: N tokens whose logprobs are wanted, V vocabulary, H hidden size, C tokens of a chunk, K top-k or given ids.
 
 With `p = softmax(z / temperature)`, upstream gradients `g` of the logprob of token `y` and `e` of the entropy `S`:
 
     d z = (g * (onehot(y) - p) - e * p * (log p + S)) / temperature
+
+The logprob of each given id adds a term like that of `y`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,46 +82,61 @@ class HeadOutputs:
     entropy_N: Tensor | None = None
     topk_logprobs_NK: Tensor | None = None
     topk_ids_NK: Tensor | None = None
+    gathered_logprobs_NK: Tensor | None = None
 
 
-def head_outputs(head: LinearHead, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
-    """Logprobs of `targets_N` under the head's distributions, with gradients to the hidden states and the head."""
+HEAD_OUTPUTS = tuple(each.name for each in fields(HeadOutputs))
+
+
+def head_outputs(
+    head: LinearHead, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None = None
+) -> HeadOutputs:
+    """Logprobs of `targets_N` and `gather_ids_NK`, with gradients to the hidden states and the head."""
     num_tokens = len(targets_N)
     if prefers_onednn(head.weight) and (more := padded_rows(num_tokens) - num_tokens):
         hidden_NH, targets_N = F.pad(hidden_NH, (0, 0, 0, more)), F.pad(targets_N, (0, more))
+        gather_ids_NK = None if gather_ids_NK is None else F.pad(gather_ids_NK, (0, 0, 0, more))
     outputs = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight, head.bias, targets_N, head, request
+        hidden_NH, head.weight, head.bias, targets_N, gather_ids_NK, head, request
     )
-    logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK = (each[:num_tokens] for each in outputs)
+    logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK, gathered_NK = (each[:num_tokens] for each in outputs)
     return HeadOutputs(
         logprobs_N=logprobs_N,
         entropy_N=entropy_N if request.entropy else None,
         topk_logprobs_NK=topk_logprobs_NK if request.topk else None,
         topk_ids_NK=topk_ids_NK if request.topk else None,
+        gathered_logprobs_NK=gathered_NK if gather_ids_NK is not None else None,
     )
 
 
 def any_head_outputs(
-    logits: Callable[[Tensor], Tensor], vocab_size: int, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest
+    logits: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    request: HeadRequest,
+    gather_ids_NK: Tensor | None = None,
 ) -> HeadOutputs:
     """Same as `head_outputs`, for a head given as a function of the hidden states; autograd recomputes each chunk."""
     parts: list[HeadOutputs] = []
     size = request.chunk(vocab_size, hidden_NH.device)
 
-    def part(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids_NK = targets_N.new_zeros(len(targets_N), 0) if gather_ids_NK is None else gather_ids_NK
+
+    def part(hidden_CH: Tensor, targets_C: Tensor, ids_CK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         logp_CV = torch.log_softmax(logits(hidden_CH).float() / request.temperature, dim=-1)
         chosen_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
         entropy_C = _entropy(logp_CV) if request.entropy else logp_CV.new_zeros(0)
         if not request.entropy_grad:
             entropy_C = entropy_C.detach()
-        return chosen_C, entropy_C, *_topk(logp_CV.detach(), request.topk)
+        return chosen_C, entropy_C, *_topk(logp_CV.detach(), request.topk), logp_CV.gather(1, ids_CK)
 
     for start in range(0, max(len(targets_N), 1), size):
         span = slice(start, start + size)
-        chosen_C, entropy_C, top_CK, ids_CK = checkpoint(
-            part, hidden_NH[span], targets_N[span], use_reentrant=False, preserve_rng_state=False
+        found = checkpoint(
+            part, hidden_NH[span], targets_N[span], ids_NK[span], use_reentrant=False, preserve_rng_state=False
         )
-        parts.append(HeadOutputs(logprobs_N=chosen_C, entropy_N=entropy_C, topk_logprobs_NK=top_CK, topk_ids_NK=ids_CK))
+        parts.append(HeadOutputs(**dict(zip(HEAD_OUTPUTS, found, strict=True))))
 
     def joined(name: str, wanted: bool) -> Tensor | None:
         return torch.cat([getattr(each, name) for each in parts]) if wanted else None
@@ -129,6 +146,7 @@ def any_head_outputs(
         entropy_N=joined("entropy_N", request.entropy),
         topk_logprobs_NK=joined("topk_logprobs_NK", request.topk > 0),
         topk_ids_NK=joined("topk_ids_NK", request.topk > 0),
+        gathered_logprobs_NK=joined("gathered_logprobs_NK", gather_ids_NK is not None),
     )
 
 
@@ -178,9 +196,10 @@ class _ChunkedHead(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
+        gather_ids_NK: Tensor | None,
         head: LinearHead,
         request: HeadRequest,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         num_tokens, vocab_size = len(targets_N), weight_VH.shape[0]
         size = request.chunk(vocab_size, hidden_NH.device)
         needs_grad = any(ctx.needs_input_grad[:3])
@@ -189,6 +208,7 @@ class _ChunkedHead(torch.autograd.Function):
         chosen: list[Tensor] = []
         entropies: list[Tensor] = []
         tops: list[tuple[Tensor, Tensor]] = []
+        gathered: list[Tensor] = []
         for start in range(0, num_tokens, size):
             span = slice(start, start + size)
             logp_CV, entropy_C = _log_softmax(head.logits(hidden_NH[span]), request.temperature, request.entropy)
@@ -197,6 +217,8 @@ class _ChunkedHead(torch.autograd.Function):
                 entropies.append(entropy_C)
             if request.topk:
                 tops.append(_topk(logp_CV, request.topk))
+            if gather_ids_NK is not None:
+                gathered.append(logp_CV.gather(1, gather_ids_NK[span]))
             if start + len(logp_CV) <= most_kept:
                 kept.append(logp_CV)
         # Separate tensors, because some are marked as not differentiable below. Without any token the logprobs remain
@@ -208,16 +230,18 @@ class _ChunkedHead(torch.autograd.Function):
             torch.cat([top for top, _ in tops]) if tops else hidden_NH.new_zeros(0, k, dtype=torch.float32)
         )
         topk_ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, k)
+        num_ids = 0 if gather_ids_NK is None else gather_ids_NK.shape[1]
+        gathered_NK = torch.cat(gathered) if gathered else hidden_NH.new_zeros(0, num_ids, dtype=torch.float32)
         ctx.mark_non_differentiable(topk_logprobs_NK, topk_ids_NK)
         if not (request.entropy and request.entropy_grad):
             ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, gather_ids_NK)
         ctx.head, ctx.request, ctx.kept = head, request, kept
-        return logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK
+        return logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK, gathered_NK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_N, entropy_N, gather_ids_NK = ctx.saved_tensors
         head: LinearHead = ctx.head
         request: HeadRequest = ctx.request
         grad_N, grad_entropy_N = grads[0], grads[1]
@@ -225,6 +249,11 @@ class _ChunkedHead(torch.autograd.Function):
             grad_N = hidden_NH.new_zeros(len(targets_N), dtype=torch.float32)
         if not (request.entropy and request.entropy_grad):
             grad_entropy_N = None
+        grad_gathered_NK = grads[4] if gather_ids_NK is not None else None
+        if grad_gathered_NK is not None:
+            # Every logprob subtracts p. The gradients of given ids are added to the target's, then moved to their ids.
+            extra_N = grad_gathered_NK.sum(dim=1)
+            grad_N = grad_N + extra_N
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH: Tensor | None = None
@@ -249,6 +278,10 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_entropy_N[span] if grad_entropy_N is not None else None,
                 head.scale / request.temperature,
             )
+            if grad_gathered_NK is not None:
+                places_CJ = torch.cat([targets_N[span, None], gather_ids_NK[span]], dim=1)
+                moved_CJ = torch.cat([-extra_N[span, None], grad_gathered_NK[span]], dim=1)
+                d_CV.scatter_add_(1, places_CJ, moved_CJ.mul_(head.scale / request.temperature))
             if slope_CV is not None:
                 d_CV.mul_(slope_CV)
             if grad_bias_V is not None:
@@ -267,7 +300,7 @@ class _ChunkedHead(torch.autograd.Function):
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         if grad_bias_V is not None and bias_V is not None:
             grad_bias_V = grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
 
 
 def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -2,7 +2,7 @@
 
     MicroBatch -> backbone (flat, or padded inside) -> hidden states -> head, chunk by chunk -> TokenOutputs
 
-Shapes: T flat tokens, N tokens with a predecessor in their sequence, H hidden size, K top-k.
+Shapes: T flat tokens, N tokens with a predecessor in their sequence, H hidden size, K top-k or given ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roll_core.data.pack import pack
-from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.backbone import Backbone, LanguageHead
@@ -67,7 +67,7 @@ class TaskModel:
         routed_TMK = micro.routed_experts_TMK
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
         values_T = self._values(hidden_TH, micro) if want.values else None
-        if not (want.logprobs or want.entropy or want.topk):
+        if not want.head:
             return TokenOutputs(values_T=values_T)
         if self.head is None:
             raise UnsupportedError(f"a model of task {self.task} has no logprobs")
@@ -76,6 +76,8 @@ class TaskModel:
         if want.masked_only:
             wanted_T = wanted_T & micro.read_T
         places_N, rows_N = self._here(wanted_T, before=1)
+        check_ids(micro, want, self.model.config.get_text_config().vocab_size)
+        ids_TK = gather_ids(micro, want)
         request = HeadRequest(
             temperature=want.temperature,
             entropy=want.entropy,
@@ -83,7 +85,12 @@ class TaskModel:
             topk=want.topk,
             chunk_tokens=self.chunk_tokens,
         )
-        found = self.head.outputs(hidden_TH.index_select(0, rows_N), micro.tokens_T[places_N], request)
+        found = self.head.outputs(
+            hidden_TH.index_select(0, rows_N),
+            micro.tokens_T[places_N],
+            request,
+            None if ids_TK is None else ids_TK[places_N],
+        )
 
         def spread(outputs_N: Tensor | None) -> Tensor | None:
             return None if outputs_N is None else self._spread(outputs_N, places_N, micro.num_tokens)
@@ -94,6 +101,7 @@ class TaskModel:
             values_T=values_T,
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
+            gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
             routing_disagreement_T=self._disagreement(micro),
         )
 
@@ -134,6 +142,33 @@ class TaskModel:
         return self._spread(values_T.index_select(0, rows_N), places_N, micro.num_tokens)
 
 
+def gather_ids(micro: MicroBatch, want: WantedOutputs) -> Tensor | None:
+    """Ids whose logprobs are wanted, `[T, K]`; None if none are wanted. K is 0 for an idle microbatch, without ids."""
+    if want.gathered and micro.gather_ids_TK is None:
+        return micro.tokens_T.new_zeros(len(micro.tokens_T), 0)
+    return micro.gather_ids_TK if want.gathered else None
+
+
+def check_ids(micro: MicroBatch, want: WantedOutputs, vocab_size: int) -> None:
+    """Raise `UnsupportedError` for more ids per token than the vocabulary has, and `DataError` for ids outside of it.
+
+    Covers top-k and given ids.
+    """
+    ids_TK = micro.gather_ids_TK if want.gathered else None
+    number = max(want.topk, 0 if ids_TK is None else ids_TK.shape[1])
+    if number > vocab_size:
+        raise UnsupportedError(f"logprobs of {number} ids per token are wanted, but the vocabulary has {vocab_size}")
+    if ids_TK is None:
+        return
+    outside_TK = (ids_TK < 0) | (ids_TK >= vocab_size)
+    if bool(outside_TK.any()):
+        token, place = outside_TK.nonzero()[0].tolist()
+        raise DataError(
+            f"sequence {micro.ids[int(micro.segments_T[token])]}: gather_ids has {int(ids_TK[token, place])} at token"
+            f" {int(micro.positions_T[token])}; the vocabulary has ids 0 to {vocab_size - 1}"
+        )
+
+
 def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     """Compute the loss of a microbatch. Raises `NonFiniteError`, naming the sequences, for a non-finite loss.
 
@@ -162,7 +197,7 @@ def idle_microbatch() -> MicroBatch:
 
 def zero_loss(outputs: TokenOutputs) -> Tensor:
     """A loss of 0 that depends on every output with a gradient, so that its backward pass has the same collectives."""
-    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
+    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T, outputs.gathered_logprobs_TK)
     parts = [each[:0].sum() for each in every if each is not None and each.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
@@ -170,9 +205,9 @@ def zero_loss(outputs: TokenOutputs) -> Tensor:
 def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
     """Message that names the sequences with a non-finite output, or all of the microbatch if every output is finite."""
     bad_T = torch.zeros_like(micro.loss_mask_T)
-    for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T):
+    for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T, outputs.gathered_logprobs_TK):
         if tensor is not None:
-            bad_T |= ~torch.isfinite(tensor.detach())
+            bad_T |= ~torch.isfinite(tensor.detach()).view(len(bad_T), -1).all(dim=1)
     rows = sorted(set(micro.segments_T[bad_T].tolist()))
     if rows:
         return f"the loss is {float(loss)}: outputs are not finite in sequences {', '.join(micro.ids[i] for i in rows)}"

@@ -46,13 +46,17 @@ class GatheredHead(nn.Module):
         super().__init__()
         self._head = head
 
-    def outputs(self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest) -> HeadOutputs:
+    def outputs(
+        self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None = None
+    ) -> HeadOutputs:
         """Outputs of the head, see `LanguageHead.outputs`."""
-        return HeadOutputs(**self(hidden_NH, targets_N=targets_N, request=request))
+        return HeadOutputs(**self(hidden_NH, targets_N=targets_N, request=request, gather_ids_NK=gather_ids_NK))
 
-    def forward(self, hidden_NH: Tensor, *, targets_N: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+    def forward(
+        self, hidden_NH: Tensor, *, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None
+    ) -> dict[str, Tensor]:
         """The outputs that are not None, by their names in `HeadOutputs`."""
-        return _present(self._head.outputs(hidden_NH, targets_N, request))
+        return _present(self._head.outputs(hidden_NH, targets_N, request, gather_ids_NK))
 
 
 def _present(outputs: TokenOutputs | HeadOutputs) -> dict[str, Tensor]:

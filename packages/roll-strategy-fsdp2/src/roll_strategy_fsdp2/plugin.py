@@ -28,6 +28,7 @@ CAPABILITIES = TrainCapabilities(
     adapter_export=True,
     offload=True,
     topk=True,
+    gathered=True,
     router_replay=True,
     portable_state=True,
     any_world_size=True,

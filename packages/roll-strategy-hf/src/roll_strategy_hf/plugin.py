@@ -27,6 +27,7 @@ HF_TRAIN = TrainProvider(
         lora=True,
         adapter_export=True,
         topk=True,
+        gathered=True,
         portable_state=True,
         any_world_size=True,
         router_replay=True,

@@ -2,7 +2,8 @@
 
     stage 0: tokens -> layers ->  stage 1: layers -> hidden states -> head -> outputs -> loss
 
-Shapes: T flat tokens, L tokens of this rank, N of them with a successor, H hidden size, K top-k.
+Shapes: T flat tokens, L tokens of this rank, N of them with a successor, H hidden size, K top-k or given
+ids.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TokenOutputs
 from roll_modeling.logprobs import HeadRequest
-from roll_modeling.task_model import idle_microbatch
+from roll_modeling.task_model import check_ids, gather_ids, idle_microbatch
 from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
 from roll_strategy_megatron.packing import Passage, num_padded, on_device, pack_for
 from roll_strategy_megatron.pipeline import Pipeline
@@ -121,6 +122,7 @@ class Computation:
         """
         for each in micros:
             self._check_experts(each)
+            check_ids(each, want, self.vocab)
         number = max(len(micros), fewest)
         if self.parallel.replicas_share_experts:
             (number,) = self.parallel.most([number], self.parallel.dp)
@@ -185,15 +187,17 @@ class Computation:
             temperature=want.temperature,
             entropy=want.entropy,
             entropy_grad=want.entropy_grad,
-            topk=min(want.topk, self.vocab),
+            topk=want.topk,
             chunk_tokens=self.config.logprob_chunk_tokens,
         )
+        ids_TK = gather_ids(passage.micro, want)
         found = sharded_head_outputs(
             hidden[:, 0].index_select(0, packing.rows_N),
             self.runs[-1].head_weight(),
             packing.targets_N,
             request,
             self.share,
+            None if ids_TK is None else ids_TK[packing.places_N],
         )
 
         def spread(rows_N: Tensor | None) -> Tensor | None:
@@ -204,6 +208,7 @@ class Computation:
             entropy_T=spread(found.entropy_N),
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
+            gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
         )
 
     def _spread(self, rows_N: Tensor, passage: Passage) -> Tensor:
@@ -240,12 +245,14 @@ class Computation:
                 found = torch.zeros(micro.num_tokens, *sizes, dtype=dtype, device=self.parallel.device)
             return self.parallel.from_stage(found.contiguous(), last)
 
-        here, k = outputs or TokenOutputs(), min(want.topk, self.vocab)
+        here, k = outputs or TokenOutputs(), want.topk
+        num_ids = 0 if micro.gather_ids_TK is None else micro.gather_ids_TK.shape[1]
         return TokenOutputs(
             logprobs_T=of(here.logprobs_T, want.logprobs),
             entropy_T=of(here.entropy_T, want.entropy),
             values_T=of(here.values_T, want.values),
             topk_logprobs_TK=of(here.topk_logprobs_TK, k > 0, k),
             topk_ids_TK=of(here.topk_ids_TK, k > 0, k, dtype=torch.int64),
+            gathered_logprobs_TK=of(here.gathered_logprobs_TK, want.gathered, num_ids),
             routing_disagreement_T=disagreement_T,
         )

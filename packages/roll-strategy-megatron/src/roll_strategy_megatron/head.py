@@ -3,12 +3,15 @@
 Each tensor-parallel rank has the output layer's rows of a shard of the vocabulary. The full logits, over all tokens or
 over the whole vocabulary, are never in memory.
 
-Shapes: N tokens, C tokens of a chunk, H hidden size, V this rank's shard of the vocabulary, K top-k.
+Shapes: N tokens, C tokens of a chunk, H hidden size, V this rank's shard of the vocabulary, K top-k or given ids,
+J the target and the given ids.
 
 With `z = logits / temperature`, `log Z` and the entropy `S` are computed from maxima and sums over all ranks' shards.
 With upstream gradients `g` of the logprob of token `y`, and `e` of the entropy, and `p = exp(z - log Z)`:
 
     d z = g * (onehot(y) - p) - e * p * (log p + S)
+
+The logprob of each given id adds a term like that of `y`.
 """
 
 from __future__ import annotations
@@ -40,20 +43,27 @@ class VocabularyShare:
 
 
 def sharded_head_outputs(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, request: HeadRequest, share: VocabularyShare
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    request: HeadRequest,
+    share: VocabularyShare,
+    gather_ids_NK: Tensor | None = None,
 ) -> HeadOutputs:
-    """Logprobs, entropies and top-k with gradients. Collective over the ranks that shard the vocabulary.
+    """Logprobs of targets and given ids, entropies and top-k. Collective over the ranks that shard the vocabulary.
 
     The gradient of `hidden_NH` is this rank's part of a sum over these ranks.
     """
-    logprobs_N, entropy_N, topk_NK, ids_NK = _ShardedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, request, share
+    wanted_NJ = targets_N[:, None] if gather_ids_NK is None else torch.cat([targets_N[:, None], gather_ids_NK], dim=1)
+    logprobs_NJ, entropy_N, topk_NK, ids_NK = _ShardedHead.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, wanted_NJ, request, share
     )
     return HeadOutputs(
-        logprobs_N=logprobs_N,
+        logprobs_N=logprobs_NJ[:, 0],
         entropy_N=entropy_N if request.entropy else None,
         topk_logprobs_NK=topk_NK if request.topk else None,
         topk_ids_NK=ids_NK if request.topk else None,
+        gathered_logprobs_NK=None if gather_ids_NK is None else logprobs_NJ[:, 1:],
     )
 
 
@@ -63,29 +73,29 @@ class _ShardedHead(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        targets_N: Tensor,
+        wanted_NJ: Tensor,
         request: HeadRequest,
         share: VocabularyShare,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         found: list[tuple[Tensor, ...]] = []
         size = request.chunk(len(weight_VH), hidden_NH.device)
-        for hidden_CH, targets_C in zip(*_chunks(size, hidden_NH, targets_N), strict=True):
-            found.append(_of_chunk(hidden_CH, weight_VH, targets_C, request, share))
-        logprobs_N, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
+        for hidden_CH, wanted_CJ in zip(*_chunks(size, hidden_NH, wanted_NJ), strict=True):
+            found.append(_of_chunk(hidden_CH, weight_VH, wanted_CJ, request, share))
+        logprobs_NJ, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
         entropy_N = log_norm_N - expected_N
         ctx.mark_non_differentiable(topk_NK, ids_NK)
         if not (request.entropy and request.entropy_grad):
             ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_norm_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, wanted_NJ, log_norm_N, entropy_N)
         ctx.request, ctx.share = request, share
-        return logprobs_N, entropy_N, topk_NK, ids_NK
+        return logprobs_NJ, entropy_N, topk_NK, ids_NK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, targets_N, log_norm_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, wanted_NJ, log_norm_N, entropy_N = ctx.saved_tensors
         request, share = ctx.request, ctx.share
-        nothing_N = log_norm_N.new_zeros(len(targets_N))
-        grad_N = nothing_N if grads[0] is None else grads[0]
+        nothing_N = log_norm_N.new_zeros(len(wanted_NJ))
+        grad_NJ = log_norm_N.new_zeros(wanted_NJ.shape) if grads[0] is None else grads[0]
         slope_N = grads[1] if request.entropy and request.entropy_grad else None
         trained = ctx.needs_input_grad[1]
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if trained else None
@@ -94,17 +104,17 @@ class _ShardedHead(torch.autograd.Function):
         parts = _chunks(
             request.chunk(len(weight_VH), hidden_NH.device),
             hidden_NH,
-            targets_N,
+            wanted_NJ,
             log_norm_N,
             entropy_N,
-            grad_N,
+            grad_NJ,
             slopes_N,
         )
-        for hidden_CH, targets_C, log_norm_C, entropy_C, grad_C, slope_C in zip(*parts, strict=True):
+        for hidden_CH, wanted_CJ, log_norm_C, entropy_C, grad_CJ, slope_C in zip(*parts, strict=True):
             d_CV = _logits(hidden_CH, weight_VH, request, share).sub_(log_norm_C[:, None])
-            d_CV = _d_logits(d_CV, grad_C, None if slope_N is None else slope_C, entropy_C)
-            here_C, columns_C = _mine(targets_C, share)
-            d_CV.scatter_add_(1, columns_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
+            d_CV = _d_logits(d_CV, grad_CJ.sum(dim=1), None if slope_N is None else slope_C, entropy_C)
+            here_CJ, columns_CJ = _mine(wanted_CJ, share)
+            d_CV.scatter_add_(1, columns_CJ, torch.where(here_CJ, grad_CJ, 0.0))
             d_CV = d_CV.div_(request.temperature).to(weight_VH.dtype)
             grad_hidden.append(d_CV @ weight_VH)
             if grad_weight_VH is not None:
@@ -115,7 +125,7 @@ class _ShardedHead(torch.autograd.Function):
 
 
 def _of_chunk(
-    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, request: HeadRequest, share: VocabularyShare
+    hidden_CH: Tensor, weight_VH: Tensor, wanted_CJ: Tensor, request: HeadRequest, share: VocabularyShare
 ) -> tuple[Tensor, ...]:
     """Logprobs, log Z, expected logits, top-k logprobs and top-k token ids of a chunk."""
     z_CV = _logits(hidden_CH, weight_VH, request, share)
@@ -123,12 +133,12 @@ def _of_chunk(
     greatest_C = mine_C.clone()
     dist.all_reduce(greatest_C, dist.ReduceOp.MAX, group=share.group)
     log_norm_C, expected_C = _norm(z_CV, greatest_C, share, request.entropy)
-    chosen_C = _at_targets(z_CV, targets_C, share)
+    chosen_CJ = _at(z_CV, wanted_CJ, share)
     if request.topk == 1:
         top_CK, ids_CK = greatest_C[:, None], _first_choice(mine_C, columns_C, greatest_C, share)[:, None]
     else:
         top_CK, ids_CK = _topk(z_CV, request.topk, share)
-    return chosen_C - log_norm_C, log_norm_C, expected_C, top_CK - log_norm_C[:, None], ids_CK
+    return chosen_CJ - log_norm_C[:, None], log_norm_C, expected_C, top_CK - log_norm_C[:, None], ids_CK
 
 
 def _d_logits(logp_CV: Tensor, grad_C: Tensor, slope_C: Tensor | None, entropy_C: Tensor) -> Tensor:
@@ -162,18 +172,18 @@ def _norm(z_CV: Tensor, greatest_C: Tensor, share: VocabularyShare, entropy: boo
     return greatest_C + sums_2C[0].log(), sums_2C[1] / sums_2C[0]
 
 
-def _mine(targets_C: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor]:
-    """Mask of the targets in this rank's shard, and their columns; column 0 for the others."""
-    columns_C = targets_C - share.first
-    here_C = (columns_C >= 0) & (columns_C < share.num_real)
-    return here_C, torch.where(here_C, columns_C, 0)
+def _mine(wanted_CJ: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor]:
+    """Mask of the ids in this rank's shard, and their columns; column 0 for the others."""
+    columns_CJ = wanted_CJ - share.first
+    here_CJ = (columns_CJ >= 0) & (columns_CJ < share.num_real)
+    return here_CJ, torch.where(here_CJ, columns_CJ, 0)
 
 
-def _at_targets(z_CV: Tensor, targets_C: Tensor, share: VocabularyShare) -> Tensor:
-    here_C, columns_C = _mine(targets_C, share)
-    chosen_C = torch.where(here_C, z_CV.gather(1, columns_C[:, None])[:, 0], 0.0)
-    dist.all_reduce(chosen_C, group=share.group)
-    return chosen_C
+def _at(z_CV: Tensor, wanted_CJ: Tensor, share: VocabularyShare) -> Tensor:
+    here_CJ, columns_CJ = _mine(wanted_CJ, share)
+    chosen_CJ = torch.where(here_CJ, z_CV.gather(1, columns_CJ), 0.0)
+    dist.all_reduce(chosen_CJ, group=share.group)
+    return chosen_CJ
 
 
 def _first_choice(mine_C: Tensor, columns_C: Tensor, greatest_C: Tensor, share: VocabularyShare) -> Tensor:

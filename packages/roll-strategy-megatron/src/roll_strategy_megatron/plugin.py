@@ -23,6 +23,7 @@ CAPABILITIES = TrainCapabilities(
     context_parallel=True,
     expert_parallel=True,
     topk=True,
+    gathered=True,
     offload=True,
     portable_state=True,
     lora=True,

@@ -228,7 +228,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
     def _check_wanted(self, want: WantedOutputs) -> None:
         if self.spec.task == "causal_lm" and want.values:
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
-        if self.spec.task != "causal_lm" and (want.logprobs or want.entropy or want.topk):
+        if self.spec.task != "causal_lm" and want.head:
             raise UnsupportedError(f"a model of task {self.spec.task} has no logprobs")
 
     def _replay_experts(self) -> None:

@@ -206,6 +206,7 @@ def present(found: TokenOutputs) -> dict[str, Tensor]:
         "values": found.values_T,
         "topk_logprobs": found.topk_logprobs_TK,
         "topk_ids": found.topk_ids_TK,
+        "gathered_logprobs": found.gathered_logprobs_TK,
         "routing_disagreement": found.routing_disagreement_T,
     }
     return {name: tensor for name, tensor in named.items() if tensor is not None}

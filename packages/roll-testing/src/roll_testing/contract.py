@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from roll_core.errors import RollError, UnsupportedError
+import numpy as np
+
+from roll_core.errors import DataError, RollError, UnsupportedError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import ModelParallelism
@@ -119,8 +121,8 @@ class TrainContractTests(TrainKit):
     def test_undeclared_features_are_refused(self, case: Case) -> None:
         """Undeclared features must be refused.
 
-        Top-k, if undeclared, and `values` of a language model must raise `UnsupportedError`. Building a model for an
-        undeclared task must raise a `RollError`.
+        Top-k and logprobs of given ids, if undeclared, and `values` of a language model must raise `UnsupportedError`.
+        Building a model for an undeclared task must raise a `RollError`.
         """
         case, batch = self._on_one(case), self.batch()
         if not self.can.topk:
@@ -134,9 +136,29 @@ class TrainContractTests(TrainKit):
             UnsupportedError,
             "values of a language model",
         )
+        if not self.can.gathered:
+            expect(
+                self.run(want_undeclared, case, batch, WantedOutputs(gathered=True))[0],
+                UnsupportedError,
+                "logprobs of given ids",
+            )
         for task in TASKS:
             if task not in self.can.tasks:
                 expect(self.run(build_undeclared, case, task)[0], RollError, f"building a model of task {task}")
+
+    def test_more_ids_than_the_vocabulary_has_are_refused(self, case: Case) -> None:
+        """A number K of top-k or given ids above the vocabulary size must raise `UnsupportedError`.
+
+        A given id outside of the vocabulary must raise `DataError`.
+        """
+        case, batch, many = self._on_one(case), self.batch(), self.vocab_size + 1
+        if self.can.topk:
+            expect(self.run(want_undeclared, case, batch, WantedOutputs(topk=many))[0], UnsupportedError, "top-k")
+        if self.can.gathered:
+            want = WantedOutputs(gathered=True)
+            for error, ids in ((UnsupportedError, (0,) * many), (DataError, (self.vocab_size,))):
+                given = [replace(each, gather_ids=np.tile(np.array(ids), (len(each), 1))) for each in batch]
+                expect(self.run(want_undeclared, case, given, want)[0], error, f"{len(ids)} given ids up to {max(ids)}")
 
     def test_logprobs_of_a_scalar_head_are_refused(self, case: Case, scalar_task: Task) -> None:
         """A model with a scalar head has no logprobs, so requesting them must raise `UnsupportedError`."""

@@ -78,6 +78,25 @@ GRADIENT = TrainingSpec(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenIds:
+    """Weighted sum of the logprobs of the sequences' `gather_ids`, minus the tokens' own logprobs."""
+
+    @property
+    def want(self) -> WantedOutputs:
+        """Logprobs of the given ids and of the tokens."""
+        return WantedOutputs(logprobs=True, gathered=True, temperature=0.7, masked_only=True)
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Weigh each id differently, with both signs."""
+        found_TK, logprobs_T = outputs.gathered_logprobs_TK, outputs.logprobs_T
+        if found_TK is None or logprobs_T is None or micro.gather_ids_TK is None:
+            raise AssertionError("the strategy returned no logprobs of given ids, although it declares them")
+        weights_TK = (micro.gather_ids_TK % 7 - 3).float()
+        per_token_T = (weights_TK * found_TK).sum(dim=1) - logprobs_T
+        return LossOutput(loss=per_token_T[micro.loss_mask_T].sum() / max(micro.totals.tokens, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpoiltGradient:
     """Negative log-likelihood that is finite, but whose gradient is NaN for one sequence, on whichever rank it is."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.data.pack import FLOATS
+from roll_core.data.pack import FLOATS, GATHERED
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
@@ -70,6 +70,8 @@ LENGTHS = (5, 1, 9, 3, 12, 2, 7, 4)
 FIRST_CHARACTER = ord("0")
 SPECIAL_TOKENS = 2
 """Number of special tokens in each of our tokenizers: padding and end."""
+NUM_IDS = 3
+"""Token ids of each token whose logprobs a loss may request."""
 NO_LOSS = 3
 """Index of a sequence without any token in the loss."""
 
@@ -112,6 +114,7 @@ def make_batch(vocab_size: int, *, seed: int = 0, lengths: tuple[int, ...] = LEN
                 advantages=np.where(mask, noise[1], 0).astype(np.float32),
                 returns=np.where(mask, noise[2], 0).astype(np.float32),
                 values=np.where(mask, noise[3], 0).astype(np.float32),
+                gather_ids=np.random.default_rng([seed, index]).integers(0, vocab_size, (length, NUM_IDS)),
             )
         )
     return batch
@@ -128,7 +131,9 @@ def cut_rollouts(batch: Sequence[TrainSequence], *, seed: int = 0) -> list[Train
         ends = sorted({*rng.integers(1, len(whole) + 1, rng.integers(0, 4)).tolist(), len(whole)})
         for start, end in zip([0, *ends], ends, strict=False):
             new = np.arange(end) >= start
-            given = {name: values[:end] for name in FLOATS if (values := getattr(whole, name)) is not None}
+            given = {
+                name: values[:end] for name in (*FLOATS, *GATHERED) if (values := getattr(whole, name)) is not None
+            }
             rows.append(
                 replace(
                     whole,

@@ -12,7 +12,7 @@ from roll_core.algorithms.losses import SFTObjective
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
-from roll_testing.losses import EVERY_TERM, LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING
+from roll_testing.losses import EVERY_TERM, LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING, GivenIds
 from roll_testing.models import cut_rollouts
 from roll_testing.train_kit import TrainKit
 
@@ -56,6 +56,11 @@ class TrainNumberTests(TrainKit):
         self.need(self.can.topk, "topk")
         self._compare(case, WantedOutputs(topk=5), "topk_logprobs", "topk_ids")
 
+    def test_logprobs_of_given_ids_equal_the_reference(self, case: Case) -> None:
+        """Logprobs of each token's `gather_ids` must equal the reference's, at the temperature."""
+        self.need(self.can.gathered, "gathered")
+        self._compare(case, WantedOutputs(gathered=True, temperature=0.7), "gathered_logprobs")
+
     def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
         """Values must equal the reference's.
 
@@ -90,6 +95,11 @@ class TrainNumberTests(TrainKit):
     def test_the_gradient_equals_the_reference(self, case: Case, loss: str) -> None:
         """The gradient of the whole batch, in one microbatch on one rank, must equal the reference's."""
         self._compare_gradient(f"gradient of {loss}", case, LOSSES[loss])
+
+    def test_the_gradient_of_given_ids_equals_the_reference(self, case: Case) -> None:
+        """Logprobs of given ids must have gradients, added to those of the tokens' own logprobs."""
+        self.need(self.can.gathered, "gathered")
+        self._compare_gradient("gradient of given ids", case, GivenIds())
 
     def test_the_gradient_of_every_task_equals_the_reference(self, case: Case, task: Task) -> None:
         """The gradient must equal the reference's for every declared task.

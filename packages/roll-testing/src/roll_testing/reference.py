@@ -1,6 +1,7 @@
 """Reference results of transformers' models and plain torch: one sequence at a time, without padding or packing.
 
-Shapes: L tokens of a sequence, T flat tokens of a batch, V vocabulary size, K top-k.
+Shapes: L tokens of a sequence, T flat tokens of a batch, V vocabulary size, K top-k or given
+ids.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Reference:
 
     def outputs(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> TokenOutputs:
         """Return outputs of the flat batch, with gradients."""
-        rows = [self._row(torch.from_numpy(each.tokens).long(), want) for each in sequences]
+        rows = [self._row(each, want) for each in sequences]
         return TokenOutputs(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
     def by_sequence(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> dict[str, dict[str, Floats]]:
@@ -109,18 +110,19 @@ class Reference:
         found: dict[str, dict[str, Floats]] = {}
         with torch.no_grad():
             for each in sequences:
-                for name, tensor in self._row(torch.from_numpy(each.tokens).long(), want).items():
+                for name, tensor in self._row(each, want).items():
                     found.setdefault(name.rpartition("_")[0], {})[each.id] = as_array(tensor)
         return found
 
-    def _row(self, tokens_L: Tensor, want: WantedOutputs) -> dict[str, Tensor]:
+    def _row(self, sequence: TrainSequence, want: WantedOutputs) -> dict[str, Tensor]:
+        tokens_L = torch.from_numpy(sequence.tokens).long()
         found: dict[str, Tensor] = {}
         if want.values:
             scores_L = self.model.scores(tokens_L).float()
             if self.task == "value":  # the state before token t is the state after token t - 1
                 scores_L = torch.cat([scores_L.new_zeros(1), scores_L[:-1]])
             found["values_T"] = scores_L
-        if not (want.logprobs or want.entropy or want.topk):
+        if not want.head:
             return found
         all_LV = torch.log_softmax(self.model.logits(tokens_L).float() / want.temperature, dim=-1)[:-1]
         if want.logprobs:
@@ -131,6 +133,9 @@ class Reference:
             best = all_LV.topk(want.topk, dim=-1)
             found["topk_logprobs_TK"] = _after_nothing(best.values)
             found["topk_ids_TK"] = _after_nothing(best.indices)
+        if want.gathered and sequence.gather_ids is not None:
+            ids_LK = torch.from_numpy(sequence.gather_ids)
+            found["gathered_logprobs_TK"] = _after_nothing(all_LV.gather(1, ids_LK[1:]))
         return found
 
     def gradient(self, sequences: Sequence[TrainSequence], loss: LossFn) -> Arrays:

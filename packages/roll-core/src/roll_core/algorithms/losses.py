@@ -61,6 +61,7 @@ class Objective:
             entropy_grad=any(want.entropy and want.entropy_grad and self._coef(name) for name, want in wants.items()),
             values=any(want.values for want in wants.values()),
             topk=max(want.topk for want in wants.values()),
+            gathered=any(want.gathered for want in wants.values()),
             masked_only=all(want.masked_only for want in wants.values()),
             temperature=self.temperature,
         )

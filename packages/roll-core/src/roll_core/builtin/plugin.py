@@ -63,6 +63,13 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         plan="roll_core.pipelines.plans:reward_model",
         summary="Reward model on pairs of responses (Bradley-Terry)",
     )
+    yield PipelineProvider(
+        name="distill",
+        target="roll_core.pipelines.distill:DistillPipeline",
+        config="roll_core.pipelines.distill_config:DistillConfig",
+        plan="roll_core.pipelines.plans:distill",
+        summary="Distillation of a teacher, on the student's rollouts or on a data set",
+    )
 
 
 @hookimpl

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Per-token fields that a microbatch has as float32 tensors `<name>_T`, if all its sequences have them."""
+GATHERED: dict[str, type[np.generic]] = {"gather_ids": np.int64, "teacher_logprobs": np.float32}
+"""Fields `[L, K]` that a microbatch has as tensors `<name>_TK`, with their dtypes."""
 
 
 def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
@@ -176,6 +178,10 @@ def _check(sequence: TrainSequence) -> None:
     for name, weights in sequence.streams.items():
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise DataError(f"sequence {sequence.id}: stream {name} has a negative or non-finite weight")
+    for name in GATHERED:
+        rows = getattr(sequence, name)
+        if rows is not None and (rows.ndim != 2 or len(rows) != length):
+            raise DataError(f"sequence {sequence.id}: {name} has shape {rows.shape}; expected ({length}, K)")
     routed = sequence.routed_experts
     if routed is not None and (routed.ndim != 3 or len(routed) > length):
         raise DataError(
@@ -207,6 +213,16 @@ def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[
     return flat
 
 
+def _flat_rows(batch: Sequence[TrainSequence], name: str, dtype: type[np.generic]) -> Tensor:
+    """A field `[L, K]` of all sequences, `[T, K]`. Raises `DataError` if K differs."""
+    import torch
+
+    shapes = {each.id: getattr(each, name).shape for each in batch}
+    if len({num_ids for _, num_ids in shapes.values()}) > 1:
+        raise DataError(f"sequences of one batch have {name} with different numbers of ids per token: {shapes}")
+    return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
+
+
 def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
     import torch
 
@@ -220,13 +236,15 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
 
     optional: dict[str, Tensor] = {}
-    for name in FLOATS:
+    for name in (*FLOATS, *GATHERED):
         with_it = [each for each in batch if getattr(each, name) is not None]
         if with_it and len(with_it) < len(batch):
             lacking = next(each.id for each in batch if getattr(each, name) is None)
             raise DataError(f"sequence {lacking} has no {name}, but sequence {with_it[0].id} of the same batch has")
-        if with_it:
+        if with_it and name in FLOATS:
             optional[f"{name}_T"] = flat(name, np.float32)
+        elif with_it:
+            optional[f"{name}_TK"] = _flat_rows(batch, name, GATHERED[name])
     if (routed_TMK := _routed_experts(batch)) is not None:
         optional["routed_experts_TMK"] = torch.from_numpy(routed_TMK)
     return MicroBatch(

@@ -258,7 +258,7 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "prompt_length/mean": statistics.fmean(len(sample.prompt_ids) for sample in samples),
         "response_length/cut_share": statistics.fmean(sample.finish_reason == "length" for sample in samples),
         "tokens/generated": float(sum(lengths)),
-        "reward/failures": float(sum(sample.reward is None or sample.reward.failed for sample in samples)),
+        "reward/failures": float(sum(sample.reward is not None and sample.reward.failed for sample in samples)),
     }
     by_tag: defaultdict[str, list[float]] = defaultdict(list)
     spread = []

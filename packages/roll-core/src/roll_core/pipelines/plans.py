@@ -12,6 +12,7 @@ from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
+    from roll_core.pipelines.distill_config import DistillConfig
     from roll_core.pipelines.preference_config import PreferenceConfig, RewardModelConfig
     from roll_core.spec.config import RewardRunConfig
     from roll_core.spec.plan import Activity
@@ -95,6 +96,21 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         roles += _rewards(config)
     outputs = config.rollout_batch_size * config.num_return_sequences_in_group
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+
+
+def distill(config: DistillConfig) -> PipelinePlan:
+    """Plan of the distillation pipeline: that of `rlvr` with teachers."""
+    base = rlvr(config)
+    teachers = [RoleSpec(name=f"teachers.{domain}", kind="score") for domain in config.teachers]
+    roles = [*base.roles[:1], *teachers, *base.roles[1:]]
+    training = next(at for at, phase in enumerate(base.phases) if phase.acts.get("actor_train") == "backward")
+    support = [Phase(name="the student's support", acts={"actor_train": "score"})]
+    teaching = [
+        *(support if config.kd_support == "student_topk" else []),
+        *(Phase(name=f"logprobs of {teacher.name}", acts={teacher.name: "score"}) for teacher in teachers),
+    ]
+    phases = [*base.phases[:training], *teaching, *base.phases[training:]]
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=base.outputs)
 
 
 def _add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:

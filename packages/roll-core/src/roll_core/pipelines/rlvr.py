@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.spec.pipeline import RoleSpec
+    from roll_core.types import Group
 
 
 class RLVRPipeline(Pipeline[RLVRConfig]):
@@ -160,9 +161,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         run.log_samples(samples)
         run.log(sample_metrics(groups))
         run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
-        experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
-        if not config.same_temperature:
-            experience = experience.without_behaviour()
+        experience = self._experience(groups)
         if not experience.samples:
             reason = "no response has a reward"
             if config.min_group_size > 1:
@@ -171,6 +170,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             return
         with run.stage("logprobs"):
             experience, entropy_T = await self._score(run, experience)
+            experience = await self._taught(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
             chosen = self._chosen(run, self._on_top_entropy(experience, entropy_T))
@@ -202,6 +202,16 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return "actor_train"
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
+
+    def _experience(self, groups: Sequence[Group]) -> Experience:
+        """Samples of a batch to train on."""
+        config = self.config
+        experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
+        return experience if config.same_temperature else experience.without_behaviour()
+
+    async def _taught(self, run: Run, experience: Experience) -> Experience:
+        """Add the logprobs of teachers, in the pipeline `distill`."""
+        return experience
 
     async def _score(self, run: Run, experience: Experience) -> tuple[Experience, torch.Tensor | None]:
         """Add logprobs of the current policy, logprobs of the reference, and values of the critic.

@@ -92,13 +92,13 @@ class SFTPipeline(Pipeline[SFTConfig]):
         returns argmax tokens.
         """
         model = run.train_role("sft_train")
-        scored = await model.score(self.held_out, logprobs=True, argmax_tokens=model.capabilities.topk)
+        scored = await model.score(self.held_out, logprobs=True, topk=int(model.capabilities.topk))
         num_learnt = max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
         pairs = zip(scored.logprobs or (), self.held_out, strict=True)
         total = math.fsum(float(logprobs[row.loss_mask].sum(dtype="float64")) for logprobs, row in pairs)
         metrics = {"val/loss": -total / num_learnt}
-        if scored.argmax_tokens is not None:
-            choices = zip(scored.argmax_tokens, self.held_out, strict=True)
-            hits = sum(int((chosen == row.tokens)[row.loss_mask].sum()) for chosen, row in choices)
+        if scored.topk_ids is not None:
+            choices = zip(scored.topk_ids, self.held_out, strict=True)
+            hits = sum(int((chosen[:, 0] == row.tokens)[row.loss_mask].sum()) for chosen, row in choices)
             metrics["val/token_accuracy"] = hits / num_learnt
         return metrics

@@ -78,8 +78,12 @@ class ScoredSequences:
     logprobs: list[Floats] | None = None
     entropy: list[Floats] | None = None
     values: list[Floats] | None = None
-    argmax_tokens: list[TokenIds] | None = None
-    """Argmax token at each position, given the tokens before it; 0 for a sequence's first token."""
+    topk_logprobs: list[Floats] | None = None
+    """`[L, K]`, best first; 0 for a sequence's first token."""
+    topk_ids: list[TokenIds] | None = None
+    """`[L, K]`: K most likely tokens at each position, given the tokens before it; 0 for a sequence's first token."""
+    gathered_logprobs: list[Floats] | None = None
+    """`[L, K]`: logprobs of `TrainSequence.gather_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +195,15 @@ class TrainRole(ABC):
         values: bool = False,
         temperature: float = 1.0,
         base: bool = False,
-        argmax_tokens: bool = False,
+        topk: int = 0,
+        gathered: bool = False,
+        masked_only: bool = False,
     ) -> ScoredSequences:
         """Run forward passes on all data-parallel ranks; returns the selected outputs.
 
         `base`: use the model without the adapters that the role trains. Raises `UnsupportedError` if it trains none.
-        `argmax_tokens` needs `capabilities.topk`.
+        `topk` is K and needs `capabilities.topk`. `gathered` selects logprobs of the sequences' `gather_ids` and needs
+        `capabilities.gathered`. `masked_only`: outputs outside the loss mask may be 0.
         """
         from roll_core.spec.train import WantedOutputs
 
@@ -204,7 +211,9 @@ class TrainRole(ABC):
             logprobs=logprobs,
             entropy=entropy,
             values=values,
-            topk=int(argmax_tokens),
+            topk=topk,
+            gathered=gathered,
+            masked_only=masked_only,
             temperature=temperature,
             base=base,
         )

@@ -43,6 +43,8 @@ class TrainCapabilities:
     offload: bool = False
     topk: bool = False
     """Returns top-k logprobs, which SFT's token accuracy and distillation need."""
+    gathered: bool = False
+    """Returns logprobs of given token ids: honours `WantedOutputs.gathered`, which distillation needs."""
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
     `import_state`."""

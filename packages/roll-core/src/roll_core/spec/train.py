@@ -1,8 +1,8 @@
 """The interface of train strategies: how a model is sharded, trained and saved. Strategies are independent of
 algorithms.
 
-Shapes: T tokens of a microbatch (sequences concatenated), S sequences, K top-k, V vocabulary size, M layers with
-experts.
+Shapes: T tokens of a microbatch (sequences concatenated), S sequences, K top-k or given ids, V vocabulary size,
+M layers with experts.
 
 Order of calls, all from one thread:
 
@@ -77,6 +77,9 @@ class MicroBatch:
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     values_T: Tensor | None = None
+    gather_ids_TK: Tensor | None = None
+    """int64 `[T, K]`: token ids whose logprobs `WantedOutputs.gathered` requests."""
+    teacher_logprobs_TK: Tensor | None = None
     routed_experts_TMK: Tensor | None = None
     """int16 `[T, M, K]`: experts to which each token is routed in each layer with experts; -1 lets the router choose.
 
@@ -126,7 +129,10 @@ class WantedOutputs:
     values: bool = False
     topk: int = 0
     """Number K of most likely tokens to return with their logprobs, best first. With K = 1, ties go to the lowest id.
-    Used only with `capabilities.topk`."""
+    Used only with `capabilities.topk`. `UnsupportedError` if K is greater than V."""
+    gathered: bool = False
+    """Logprobs of the K ids of `MicroBatch.gather_ids_TK`, with gradients. Used only with `capabilities.gathered`.
+    `UnsupportedError` if K is greater than V. K counts as 0 for microbatches without ids."""
     masked_only: bool = False
     """Only positions where `MicroBatch.read_T` is True are read. A strategy may leave the others 0 to save work."""
     temperature: float = 1.0
@@ -134,6 +140,11 @@ class WantedOutputs:
     base: bool = False
     """Compute with the base model, without adapters (`ModelSpec.lora`): a reference policy without a second copy. Used
     only with `capabilities.lora`, and never by a loss."""
+
+    @property
+    def head(self) -> bool:
+        """True if an output of the language model's head is selected."""
+        return self.logprobs or self.entropy or self.topk > 0 or self.gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +162,8 @@ class TokenOutputs:
     values_T: Tensor | None = None
     topk_logprobs_TK: Tensor | None = None
     topk_ids_TK: Tensor | None = None
+    gathered_logprobs_TK: Tensor | None = None
+    """Logprob of each id of `MicroBatch.gather_ids_TK`, given the tokens before token `t`."""
     routing_disagreement_T: Tensor | None = None
     """With router replay, if the strategy provides it: fraction of replayed experts that the router would not have
     chosen.

@@ -41,7 +41,7 @@ from roll_modeling.task_model import finite_loss, plain_metrics
 
 def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
     """Logprobs and entropy of each token given the one before it."""
-    if want.topk or want.values:
+    if want.topk or want.gathered or want.values:
         raise UnsupportedError("a bigram table has neither top-k logprobs nor values")
     before_T = micro.tokens_T.roll(1)
     all_TV = torch.log_softmax(table_VV[before_T] / want.temperature, dim=-1)

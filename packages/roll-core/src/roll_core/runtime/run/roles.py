@@ -134,6 +134,7 @@ class GroupTrainRole(TrainRole):
             raise UnsupportedError(
                 f"{self.name} trains its whole model, not adapters (lora_target): it has no base model to score with"
             )
+        self._check_wanted(want)
         shares = balance(sequences, self.data_parallel)
         async with self._lease(WEIGHTS):
             score = self._workers(TrainWorker.score)
@@ -154,7 +155,9 @@ class GroupTrainRole(TrainRole):
             logprobs=in_order("logprobs"),
             entropy=in_order("entropy"),
             values=in_order("values"),
-            argmax_tokens=in_order("argmax_tokens"),
+            topk_logprobs=in_order("topk_logprobs"),
+            topk_ids=in_order("topk_ids"),
+            gathered_logprobs=in_order("gathered_logprobs"),
         )
 
     @override
@@ -167,6 +170,7 @@ class GroupTrainRole(TrainRole):
         max_length: int = 1,
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
+        self._check_wanted(loss.want)
         per_step: list[LossMetrics] = []
         num_skipped = num_overflows = 0
         async with self._lease(TRAINED):
@@ -186,6 +190,13 @@ class GroupTrainRole(TrainRole):
             num_overflows=num_overflows,
             num_tokens=epochs * sum(len(sequence) for sequence in sequences),
         )
+
+    def _check_wanted(self, want: WantedOutputs) -> None:
+        """Raise `UnsupportedError` for outputs that the strategy does not declare."""
+        declared = {"topk": self.capabilities.topk, "gathered": self.capabilities.gathered}
+        for name, wanted in (("topk", want.topk > 0), ("gathered", want.gathered)):
+            if wanted and not declared[name]:
+                raise UnsupportedError(f"{self.name}: its strategy does not declare the capability {name}")
 
     async def _step(
         self, batch: Sequence[TrainSequence], loss: LossFn, max_length: int

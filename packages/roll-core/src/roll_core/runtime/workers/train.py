@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,14 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredShare:
-    """Outputs of one rank's share of the sequences, one array of length L per sequence."""
+    """Outputs of one rank's share of the sequences, one array per sequence; see `ScoredSequences`."""
 
     logprobs: list[Floats] | None
     entropy: list[Floats] | None
     values: list[Floats] | None
-    argmax_tokens: list[TokenIds] | None = None
+    topk_logprobs: list[Floats] | None = None
+    topk_ids: list[TokenIds] | None = None
+    gathered_logprobs: list[Floats] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ class TrainWorker(SendingWorker):
     def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredShare:
         """Run forward passes over this rank's share."""
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
-        found: dict[str, dict[str, Any]] = {"logprobs": {}, "entropy": {}, "values": {}, "argmax_tokens": {}}
+        found: dict[str, dict[str, Any]] = {each.name: {} for each in fields(ScoredShare)}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
             for name, tensor_T in _outputs(outputs).items():
                 rows = tensor_T.detach().cpu().numpy()
@@ -133,7 +135,9 @@ class TrainWorker(SendingWorker):
             logprobs=in_order("logprobs", want.logprobs),
             entropy=in_order("entropy", want.entropy),
             values=in_order("values", want.values),
-            argmax_tokens=in_order("argmax_tokens", want.topk > 0),
+            topk_logprobs=in_order("topk_logprobs", want.topk > 0),
+            topk_ids=in_order("topk_ids", want.topk > 0),
+            gathered_logprobs=in_order("gathered_logprobs", want.gathered),
         )
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
@@ -236,8 +240,12 @@ def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
 
 
 def _outputs(outputs: TokenOutputs) -> dict[str, Tensor]:
-    named = {"logprobs": outputs.logprobs_T, "entropy": outputs.entropy_T, "values": outputs.values_T}
-    found = {name: tensor_T.float() for name, tensor_T in named.items() if tensor_T is not None}
-    if outputs.topk_ids_TK is not None:
-        found["argmax_tokens"] = outputs.topk_ids_TK[:, 0]
-    return found
+    named = {
+        "logprobs": outputs.logprobs_T,
+        "entropy": outputs.entropy_T,
+        "values": outputs.values_T,
+        "topk_logprobs": outputs.topk_logprobs_TK,
+        "topk_ids": outputs.topk_ids_TK,
+        "gathered_logprobs": outputs.gathered_logprobs_TK,
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}

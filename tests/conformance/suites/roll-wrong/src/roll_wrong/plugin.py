@@ -18,6 +18,7 @@ ALONE = TrainCapabilities(
     offload=True,
     portable_state=True,
     topk=True,
+    gathered=True,
     weight_transports=("shared", "shm"),
 )
 TOGETHER = TrainCapabilities(
@@ -27,6 +28,7 @@ TOGETHER = TrainCapabilities(
     offload=True,
     portable_state=True,
     topk=True,
+    gathered=True,
     weight_transports=("shared", "shm"),
 )
 IN_LAYERS = TrainCapabilities(
@@ -36,6 +38,7 @@ IN_LAYERS = TrainCapabilities(
     offload=True,
     portable_state=True,
     topk=True,
+    gathered=True,
     weight_transports=("shared", "shm"),
 )
 WITHOUT_TOPK = TrainCapabilities(
@@ -49,6 +52,7 @@ OWN_OPTIMIZER = TrainCapabilities(
     tasks=("causal_lm", "value"),
     dtypes=("fp32",),
     topk=True,
+    gathered=True,
     weight_transports=("shared", "shm"),
 )
 OPTIMIZERS = {
@@ -85,6 +89,8 @@ WRONG = {
         "entropy_in_bits",
         "values_shifted",
         "topk_backwards",
+        "given_ids_detached",
+        "any_number_of_ids",
         "clips_microbatches",
         "schedule_ahead",
         "gradients_kept",

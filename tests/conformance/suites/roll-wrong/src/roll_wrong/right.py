@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from roll_core.errors import CheckpointError, ModelError, UnsupportedError
+from roll_core.errors import CheckpointError, DataError, ModelError, UnsupportedError
 from roll_core.spec.train import ParameterState, PortableState, StepStats, TokenOutputs, TrainStrategy
 from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
 from roll_modeling.portable_state import check_same
@@ -78,7 +78,7 @@ class Right(TrainStrategy):
             if self.task != "value":
                 raise UnsupportedError("a language model has no values; ask for task value")
             found["values_T"] = self.values(micro) * inside_T
-        if not (want.logprobs or want.entropy or want.topk):
+        if not want.head:
             return TokenOutputs(**found)
         if self.task != "causal_lm":
             raise UnsupportedError("a value model has no logprobs; ask for task causal_lm")
@@ -89,6 +89,8 @@ class Right(TrainStrategy):
             found["entropy_T"] = self.entropy(all_TV) * inside_T
         if want.topk:
             found["topk_logprobs_TK"], found["topk_ids_TK"] = self.best(all_TV, want.topk, inside_T[:, None])
+        if want.gathered:
+            found["gathered_logprobs_TK"] = self.at(all_TV, micro) * inside_T[:, None]
         return TokenOutputs(**found)
 
     def values(self, micro):
@@ -100,8 +102,18 @@ class Right(TrainStrategy):
     def best(self, all_TV, number, inside_T1):
         if not self.capabilities.topk:
             raise UnsupportedError("this strategy has no top-k logprobs")
+        if number > all_TV.shape[1]:
+            raise UnsupportedError(f"top-k of {number} tokens out of {all_TV.shape[1]}")
         found = all_TV.topk(number, dim=-1)
         return found.values * inside_T1, found.indices * inside_T1
+
+    def at(self, all_TV, micro):
+        ids_TK = micro.gather_ids_TK
+        if not self.capabilities.gathered or ids_TK.shape[1] > all_TV.shape[1]:
+            raise UnsupportedError("this strategy has no logprobs of so many ids")
+        if bool((ids_TK >= all_TV.shape[1]).any()):
+            raise DataError("an id is not in the vocabulary")
+        return all_TV.gather(1, ids_TK)
 
     def forward(self, micro, want):
         with torch.no_grad():

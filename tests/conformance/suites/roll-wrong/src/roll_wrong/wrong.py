@@ -94,6 +94,23 @@ class TopkBackwards(Right):
         return tuple(each.flip(-1) for each in super().best(all_TV, number, inside_T1))
 
 
+class GivenIdsDetached(Right):
+    """Logprobs of given ids train nothing."""
+
+    def at(self, all_TV, micro):
+        return super().at(all_TV.detach(), micro)
+
+
+class AnyNumberOfIds(Right):
+    """Gives fewer of the most likely tokens than requested, and of ids outside the vocabulary the last one's."""
+
+    def best(self, all_TV, number, inside_T1):
+        return super().best(all_TV, min(number, all_TV.shape[1]), inside_T1)
+
+    def at(self, all_TV, micro):
+        return all_TV.gather(1, micro.gather_ids_TK.clamp(max=all_TV.shape[1] - 1))
+
+
 class ClipsMicrobatches(Right):
     """Clips what each microbatch adds instead of their sum."""
 
