@@ -47,6 +47,8 @@ class DistillConfig(RLVRConfig):
     """Teachers by domain. A row's tag selects its teacher; a single teacher scores all rows."""
     actor_infer: InferWorkerConfig = InferWorkerConfig()
     """Engine that generates rollouts with the student's weights. Not needed for `distill_data: dataset`."""
+    adv_estimator: str = "reinforce"
+    """Advantage estimator of task rewards, with `task_coef`."""
     distill_data: Literal["student", "dataset", "mix"] = "student"
     """Sequences to learn on: rollouts of the student (on-policy), rows with responses, or both.
 
