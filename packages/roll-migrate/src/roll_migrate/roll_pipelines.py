@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sft", "", ("sft_train",)),
     ("agentic", "environments and agents", ("train_env_manager", "val_env_manager", "custom_envs")),
-    ("on-policy distillation", "a teacher", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
-    ("distill", "a teacher", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
+    ("on-policy distillation", "", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
+    ("distill", "", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
     ("dpo", "", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
@@ -37,7 +37,8 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
             f"{written.name} is not a ROLL config for {' or '.join(IMPORTABLE)}: it has neither sft_train"
             " nor rewards, actor_train and actor_infer"
         )
-    reason = "write a config for pipeline preference" if name == "dpo" else f"roll-core has no pipeline with {lacks}"
+    ours = {"dpo": "preference", "distill": "distill", "on-policy distillation": "distill"}.get(name)
+    reason = f"write a config for pipeline {ours}" if ours else f"roll-core has no pipeline with {lacks}"
     raise UnsupportedError(
         f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: {reason}."
         f" Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"

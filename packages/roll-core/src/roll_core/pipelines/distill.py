@@ -235,7 +235,7 @@ class DistillPipeline(RLVRPipeline):
             self.distillation,
             epochs=config.ppo_epochs,
             max_length=config.response_length,
-            shuffle_seed=stable_seed(config.seed, "optimizer steps", run.step),
+            shuffle_seed=stable_seed(config.seed, "optimizer steps", run.step) if config.shuffle else None,
         )
         log_update(run, update, "actor")
         run.log({"tokens/trained": update.num_tokens})
