@@ -45,7 +45,6 @@ WRONG = {
         *BESIDE_TORCH,
     },
     "mean_of_ranks": {
-        ROWS,
         "test_the_gradient_does_not_depend_on_ranks",
         "test_ranks_without_work_take_part",
         "test_steps_of_adamw_equal_the_reference",

@@ -158,11 +158,10 @@ class TrainNumberTests(TrainKit):
         ]
         rows, split = cut_rollouts(batch), SPLITS["three at a time"]
         assert len(rows) > len(batch)
-        alone = self._on_one(case)
-        whole, cut = self._gradient(alone, batch, EVERY_TERM), self._gradient(case, rows, EVERY_TERM, split)
+        whole, cut = self._gradient(case, batch, EVERY_TERM), self._gradient(case, rows, EVERY_TERM, split)
         self._check_split("gradient of rollouts cut into rows", cut, whole)
         training = self.gradient_training or ONE_STEP
-        (expected,) = self.trained(alone, training, [Step(sequences=batch, loss=EVERY_TERM)]).metrics
+        (expected,) = self.trained(case, training, [Step(sequences=batch, loss=EVERY_TERM)]).metrics
         (found,) = self.trained(case, training, [Step(sequences=rows, loss=EVERY_TERM, split=split)]).metrics
         for name, value in expected.items():
             if not name.endswith(("/max", "/min")):
