@@ -129,7 +129,8 @@ def test_the_page_for_users_of_other_libraries_names_keys_and_defaults_of_the_sc
     """docs/coming-from.md: the columns `here` have keys and defaults, the column `keys here` settings."""
     docs = Path(__file__).parents[2] / "docs"
     pages = (docs / "configuration.md").read_text(encoding="utf-8")
-    schema = dict(re.findall(r"^- `(\w+)` \(.*?(?:default\s+`([^`]*)`)?\):", pages, re.MULTILINE | re.DOTALL))
+    listed = re.findall(r"^- `(\w+)` \(.*?(?:default\s+`([^`]*)`)?\):", pages, re.MULTILINE | re.DOTALL)
+    schema = dict(reversed(listed))  # rlvr's default, not that of a later schema that overrides it
     column, seen, wrong = None, set(), []
     for line in (docs / "coming-from.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]

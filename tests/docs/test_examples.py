@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -15,19 +16,27 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from roll_core.algorithms import losses
 from roll_core.algorithms.advantages import grpo
+from roll_core.algorithms.aggregate import stream_weights, weighted_sum
 from roll_core.config import load
+from roll_core.data.pack import pack
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part, load_target
 from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
+from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
+from roll_core.types import TrainSequence
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -504,6 +513,26 @@ def kit(folder, name, suite, chosen=""):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return re.findall(r"^PASSED .*::(\w+)", done.stdout, flags=re.MULTILINE)
+
+
+def test_the_pages_objective_and_term_have_the_losses_of_their_formulas():
+    page, probability = "docs/algorithms.md", torch.tensor([0.0, 0.5, 0.25])
+    names = vars(losses) | {"dataclass": dataclass, "weighted_sum": weighted_sum, "stream_weights": stream_weights}
+    names |= {"torch": torch, "WantedOutputs": WantedOutputs, "LossOutput": LossOutput}
+    objective = run(example(page, 'CrossEntropy(stream="positive")'), **names)["objective"]
+    term = run(example(page, "class Unlikelihood"), **names)["Unlikelihood"](stream="positive")
+    sequence = TrainSequence(
+        id="s",
+        tokens=np.arange(3),
+        loss_mask=np.array([False, True, True]),
+        advantages=np.zeros(3, dtype=np.float32),
+        streams={"positive": np.array([0, 3, 1], dtype=np.float32)},
+    )
+    (micro,) = pack([sequence])
+    outputs = TokenOutputs(logprobs_T=probability.log(), entropy_T=torch.zeros(3))
+    nll = 0.75 * math.log(2) + 0.25 * math.log(4)
+    assert float(objective(outputs, micro).loss) == pytest.approx(0.1 * nll, rel=1e-6)
+    assert float(term(outputs, micro).loss) == pytest.approx(0.75 * math.log(2) + 0.25 * math.log(4 / 3), rel=1e-6)
 
 
 @pytest.mark.slow
