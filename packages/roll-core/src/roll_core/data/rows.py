@@ -328,7 +328,7 @@ def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
                     yield row
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {number + 1} is not UTF-8: {error.reason}") from error
-    except pyarrow.ArrowInvalid as error:
+    except ValueError as error:  # ArrowInvalid; a timestamp in nanoseconds, which Python's datetime cannot hold
         raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
 
 
