@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[1]
-CHECKED = ("README.md", "CONTRIBUTING.md", "docs/*.md", "packages/*/README.md", "packages/*/src")
+CHECKED = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "packages/*/README.md",
+    "packages/*/CHANGELOG.md",
+    "packages/*/src",
+)
 
 MAX_COLUMNS = 100
 MAX_CELL_WORDS = 15
