@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll_core.algorithms.turn_advantages import agentic_reinforce, gigpo, step_reinforce, turn_gae
 from roll_core.errors import NonFiniteError, UnsupportedError
-from roll_core.spec.algorithms import AdvantageInput, Turns
+from roll_core.spec.algorithms import AdvantageInput, RolloutTurns
 from roll_testing.errors import raises_error
 
 ESTIMATORS = [step_reinforce, agentic_reinforce, gigpo, turn_gae]
@@ -37,7 +37,7 @@ def batch_of(rollouts, *, groups=None, values=None, kl=None, **given):
         mask_T=torch.tensor([t >= 0 for _, _, t in layout], dtype=torch.bool),
         segments_T=torch.tensor([s for s, _, _ in layout], dtype=torch.int64),
         values_T=None if values is None else flat(values),
-        turns=Turns(
+        turns=RolloutTurns(
             index_T=torch.tensor([u for _, u, _ in layout], dtype=torch.int64),
             rollouts_U=torch.tensor([s for s, _ in turns], dtype=torch.int64),
             rewards_U=torch.tensor([turn[0] for _, turn in turns], dtype=torch.float32),

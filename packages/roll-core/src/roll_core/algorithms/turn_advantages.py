@@ -30,7 +30,7 @@ from roll_core.spec.algorithms import AdvantageOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_core.spec.algorithms import AdvantageInput, Turns
+    from roll_core.spec.algorithms import AdvantageInput, RolloutTurns
 
 
 def step_reinforce(batch: AdvantageInput) -> AdvantageOutput:
@@ -129,7 +129,7 @@ def turn_gae(batch: AdvantageInput) -> AdvantageOutput:
     )
 
 
-def _turns(batch: AdvantageInput, name: str) -> Turns:
+def _turns(batch: AdvantageInput, name: str) -> RolloutTurns:
     if batch.turns is None:
         raise UnsupportedError(f"{name} credits turns, but the rollouts have none: set another adv_estimator")
     if batch.whiten_rewards:
@@ -138,7 +138,7 @@ def _turns(batch: AdvantageInput, name: str) -> Turns:
     return batch.turns
 
 
-def _turn_rewards(turns: Turns, batch: AdvantageInput) -> Tensor:
+def _turn_rewards(turns: RolloutTurns, batch: AdvantageInput) -> Tensor:
     """Reward of each turn, less the KL of its masked tokens; clamped to ± `reward_clip`. float64."""
     rewards_U = turns.rewards_U.double()
     if batch.kl_T is not None:
@@ -148,7 +148,7 @@ def _turn_rewards(turns: Turns, batch: AdvantageInput) -> Tensor:
     return clip(rewards_U, batch.reward_clip)
 
 
-def _same_state(turns: Turns, batch: AdvantageInput) -> Tensor:
+def _same_state(turns: RolloutTurns, batch: AdvantageInput) -> Tensor:
     """Index of each turn's group and anchor state, `[U]`."""
     if turns.states_U is None:
         raise UnsupportedError("the environment names no states of turns, which gigpo and grouping: state compare")
@@ -162,7 +162,7 @@ def _normalised(values: Tensor, index: Tensor, batch: AdvantageInput, *, by_std:
     return divide_by_std(values - means, stds, batch.norm_epsilon) if by_std else values - means
 
 
-def _credit(values_U: Tensor, turns: Turns, batch: AdvantageInput) -> AdvantageOutput:
+def _credit(values_U: Tensor, turns: RolloutTurns, batch: AdvantageInput) -> AdvantageOutput:
     """A value for each token of a turn, less the discounted KL from the token on."""
     flat_T = _scatter(clip(values_U, batch.reward_clip), turns, batch)
     if batch.kl_T is not None:
@@ -170,7 +170,7 @@ def _credit(values_U: Tensor, turns: Turns, batch: AdvantageInput) -> AdvantageO
     return AdvantageOutput(advantages_T=flat_T)
 
 
-def _scatter(values_U: Tensor, turns: Turns, batch: AdvantageInput) -> Tensor:
+def _scatter(values_U: Tensor, turns: RolloutTurns, batch: AdvantageInput) -> Tensor:
     flat_T = torch.zeros(batch.mask_T.shape, dtype=torch.float32, device=values_U.device)
     flat_T[batch.mask_T] = values_U[turns.index_T[batch.mask_T]].float()
     return flat_T

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class RolloutTurns:
     """Turns of multi-turn rollouts: turns of one rollout are adjacent and in order."""
 
     index_T: Tensor
@@ -54,7 +54,7 @@ class AdvantageInput:
     """int64, index of each rollout's group."""
     components_S: Mapping[str, Tensor] = field(default_factory=dict)
     """float32, numeric components of the rewards (`Reward.detail`) by name, as scored. NaN where a rollout has none."""
-    turns: Turns | None = None
+    turns: RolloutTurns | None = None
     """None in single-turn pipelines."""
     values_T: Tensor | None = None
     """float32, the critic's value before each token; None without a critic."""
