@@ -12,7 +12,7 @@ import pytest
 
 from roll_core.errors import RollError
 from roll_testing.infer.engine import ask
-from roll_testing.infer.interrupting import is_open, result, stopped, until_interrupted
+from roll_testing.infer.interrupting import is_open, stopped, until_interrupted
 from roll_testing.infer.kit import TIGHT, InferKit
 from roll_testing.infer.trainer import check_against_trainer
 from roll_testing.packaging import RefusalTests
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from roll_core.types import Completion
     from roll_testing.infer.engine import Engine, Setup
     from roll_testing.infer.models import Oracle
+    from roll_testing.programs import Raised
 
     Fresh = Callable[[Setup], Engine]
 
@@ -139,25 +140,30 @@ class StartingTests(RefusalTests, InferKit):
 
         `stop` must then work. Only for engines whose author names their `processes`.
         """
-        engine = fresh(setup)
-        engine.start()
-        processes = self.processes(engine.strategy)
-        if not processes:
-            pytest.skip(f"{self.name} has no processes() to kill")
+        completions: list[Completion] = []
 
-        async def act() -> asyncio.Task[Completion] | None:
-            running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
-            await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
-            with stopped(processes):
-                if await is_open(running, ARRIVED_S):
-                    for each in processes:
-                        os.kill(each, signal.SIGKILL)
-                    return running
-            await running
-            return None
+        def attempt() -> tuple[Engine, Raised | None]:
+            engine = fresh(setup)
+            engine.start()
+            processes = self.processes(engine.strategy)
+            if not processes:
+                pytest.skip(f"{self.name} has no processes() to kill")
 
-        running = until_interrupted(lambda: engine.run(act, PROMPT_S), lambda each: each is None)
-        assert running is not None, "the engine generated 400 tokens before it could be killed, in every attempt"
-        error = raised(lambda: engine.run(lambda: result(running), PROMPT_S))
+            async def act() -> None:
+                running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+                await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
+                with stopped(processes):
+                    if await is_open(running, ARRIVED_S):
+                        for each in processes:
+                            os.kill(each, signal.SIGKILL)
+                completions.append(await running)
+
+            return engine, raised(lambda: engine.run(act, PROMPT_S))
+
+        def missed(found: tuple[Engine, Raised | None]) -> bool:
+            """True if the engine had sent all 400 tokens before it was killed."""
+            return found[1] is None and all(len(each.token_ids) == 400 for each in completions[-1].outputs)
+
+        engine, error = until_interrupted(attempt, missed)
         expect(error, Exception, "a request of an engine that was killed")
         engine.run(engine.strategy.stop)
