@@ -42,7 +42,7 @@ REFUSED = {
     "moe_pad_expert_input_to_capacity": DROPS,
     "moe_token_drop_policy": DROPS,
     "moe_router_bias_update_rate": "the biases by which DeepSeek-V3 chooses experts stay as they are stored",
-    "moe_input_jitter_eps": "nothing here draws: what is scored again has to come out the same",
+    "moe_input_jitter_eps": "jitter is random, but recomputed logprobs must be equal",
     "moe_shared_expert_overlap": "it computes shared experts on a CUDA stream of their own, which has not been tried",
     "moe_enable_routing_replay": "router_replay.mode, a key of the run, says whether the engine's experts are replayed",
     "mtp_num_layers": "layers that predict several tokens are not supported",
