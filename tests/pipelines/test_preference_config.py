@@ -88,8 +88,6 @@ def test_a_config_is_accepted(text, overrides):
         (DPO, ["loss_type=kto", "use_weighting=true"]),
         (DPO, ["label_smoothing=0.5"]),
         (DPO, ["loss_type=dpo"]),
-        (DPO, ["actor_train.training_args.per_device_train_batch_size=3"]),
-        (REWARD_MODEL, ["reward_train.training_args.per_device_train_batch_size=3"]),
         (DPO, ["actor_infer={strategy_args: {strategy_name: hf_infer}}"]),
     ],
 )

@@ -111,7 +111,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
     @override
     async def step(self, run: Run) -> None:
         model, rows = run.train_role("actor_train"), self.rows
-        units = self.order.batch(run.step, model.sequences_per_step // rows.size)
+        units = self.order.batch(run.step, model.sequences_per_step)
         batch, kl = rows.batch(units), 0.0
         if self.config.uses_reference:
             with run.stage("reference logprobs"):
@@ -238,5 +238,5 @@ def held_out_metrics(
 
 def num_steps(config: RunConfig, role: TrainWorkerConfig, rows: Preferences) -> int:
     """Optimizer steps of the run: `max_steps`, or as many as `num_train_epochs` need."""
-    per_epoch = math.ceil(len(rows) * rows.size / sequences_per_step(role)[0])
+    per_epoch = math.ceil(len(rows) / sequences_per_step(role)[0])
     return config.max_steps or math.ceil(role.training_args.num_train_epochs * per_epoch)

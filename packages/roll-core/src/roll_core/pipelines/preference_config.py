@@ -62,7 +62,7 @@ class PreferenceConfig(RewardRunConfig):
     """`pipeline: preference`, or `dpo`: direct alignment on pairs of responses, or on labelled responses."""
 
     actor_train: TrainWorkerConfig
-    """The policy. Batch sizes count sequences: a pair is two."""
+    """The policy. Batch sizes count pairs, or labelled responses."""
     reference: ScoreWorkerConfig | None = None
     """Frozen copy of the initial policy.
 
@@ -177,7 +177,7 @@ class PreferenceConfig(RewardRunConfig):
 
     @model_validator(mode="after")
     def _data_are_given(self) -> PreferenceConfig:
-        check_data(self.actor_train, "actor_train", pairs=not self.labelled)
+        check_data(self.actor_train, "actor_train")
         if self.actor_infer is not None and (not self.rewards or self.validation is None):
             raise ValueError("actor_infer is only used for evaluation: configure validation.data_args and rewards too")
         if self.rewards and self.actor_infer is None:
@@ -222,7 +222,7 @@ class RewardModelConfig(RunConfig):
     """`pipeline: reward_model`: trains a model that scores responses, on pairs (Bradley-Terry)."""
 
     reward_train: TrainWorkerConfig
-    """The reward model. Batch sizes count sequences: a pair is two. A causal language model gets a new head."""
+    """The reward model. Batch sizes count pairs. A causal language model gets a new head."""
     validation: ValidationConfig | None = None
     """Held-out pairs. Default: no validation."""
     margin: str | None = None
@@ -236,7 +236,7 @@ class RewardModelConfig(RunConfig):
 
     @model_validator(mode="after")
     def _data_are_given(self) -> RewardModelConfig:
-        check_data(self.reward_train, "reward_train", pairs=True)
+        check_data(self.reward_train, "reward_train")
         return self
 
     @classmethod
@@ -254,16 +254,10 @@ def names_with_reference(names: list[LossType]) -> list[LossType]:
     return [name for name in names if name in (*get_args(ReferenceLoss), *get_args(LabelledLoss))]
 
 
-def check_data(role: TrainWorkerConfig, name: str, *, pairs: bool) -> None:
-    """Raise `ValueError` for a role without files, or whose microbatches would split a pair."""
+def check_data(role: TrainWorkerConfig, name: str) -> None:
+    """Raise `ValueError` for a role without files."""
     if not role.data_args.file_name:
         raise ValueError(f"{name}.data_args.file_name is missing: name the files with the preferences")
-    size = role.training_args.per_device_train_batch_size
-    if pairs and size % 2:
-        raise ValueError(
-            f"{name}.training_args.per_device_train_batch_size is {size}, expected an even number: it counts"
-            " sequences, and a pair is two"
-        )
 
 
 def _check_preferences(rows: Rows, data: DataArguments, *, labelled: bool) -> None:

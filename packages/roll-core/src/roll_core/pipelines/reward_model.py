@@ -49,7 +49,7 @@ class RewardModelPipeline(Pipeline[RewardModelConfig]):
     @override
     async def step(self, run: Run) -> None:
         model = run.train_role("reward_train")
-        batch = self.rows.batch(self.order.batch(run.step, model.sequences_per_step // self.rows.size))
+        batch = self.rows.batch(self.order.batch(run.step, model.sequences_per_step))
         with run.stage("train"):
             update = await model.update(batch, self.objective)
         run.log({"tokens/trained": update.num_tokens})
