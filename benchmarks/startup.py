@@ -31,6 +31,7 @@ actor_infer:
 rewards:
   math: {reward: math_rule}
 """
+NO_FILES = [*ROLL_CORE, "check", "--no-files"]
 QUICKSTART = str(REPOSITORY / "examples" / "quickstart" / "grpo.yaml")
 SFT = str(REPOSITORY / "examples" / "quickstart" / "sft.yaml")
 
@@ -56,9 +57,11 @@ ROWS = [
     Row("python", [sys.executable, "-c", "pass"], "the interpreter alone, for comparison"),
     Row("version", [*ROLL_CORE, "--version"], "roll-core --version"),
     Row("plugins", [*ROLL_CORE, "plugins"], "roll-core plugins", 150),
-    Row("check", [*ROLL_CORE, "check", "plain.yaml"], "check of a file without fragments", 500),
-    Row("check_quickstart", [*ROLL_CORE, "check", QUICKSTART], "check of the quick start's GRPO, with a fragment", 500),
-    Row("check_override", [*ROLL_CORE, "check", QUICKSTART, "max_steps=3"], "the same with an override", 500),
+    Row("check", [*ROLL_CORE, "check", "plain.yaml"], "check of a file without fragments, and of one row", 500),
+    Row(
+        "check_quickstart", [*NO_FILES, QUICKSTART], "check --no-files of the quick start's GRPO, a fragment", 500
+    ),
+    Row("check_override", [*NO_FILES, QUICKSTART, "max_steps=3"], "the same with an override", 500),
     Row("plan", [*ROLL_CORE, "plan", SFT, "--host-memory", "64"], "plan of the quick start's SFT", 1000),
     Row("first_step", FIRST_STEP, "the quick start's first training step, and the end of the run", 12_000),
 ]
@@ -77,6 +80,7 @@ def measure(rows: list[Row], runs: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "plain.yaml").write_text(PLAIN, encoding="utf-8")
+        (folder / "prompts.jsonl").write_text('{"prompt": "1 + 1?", "ground_truth": "2"}\n', encoding="utf-8")
         # Bytecode is kept where it disturbs nobody, even if the environment forbids it elsewhere.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
