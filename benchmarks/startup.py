@@ -58,9 +58,7 @@ ROWS = [
     Row("version", [*ROLL_CORE, "--version"], "roll-core --version"),
     Row("plugins", [*ROLL_CORE, "plugins"], "roll-core plugins", 150),
     Row("check", [*ROLL_CORE, "check", "plain.yaml"], "check of a file without fragments, and of one row", 500),
-    Row(
-        "check_quickstart", [*NO_FILES, QUICKSTART], "check --no-files of the quick start's GRPO, a fragment", 500
-    ),
+    Row("check_quickstart", [*NO_FILES, QUICKSTART], "check --no-files of the quick start's GRPO, a fragment", 500),
     Row("check_override", [*NO_FILES, QUICKSTART, "max_steps=3"], "the same with an override", 500),
     Row("plan", [*ROLL_CORE, "plan", SFT, "--host-memory", "64"], "plan of the quick start's SFT", 1000),
     Row("first_step", FIRST_STEP, "the quick start's first training step, and the end of the run", 12_000),
