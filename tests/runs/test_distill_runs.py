@@ -134,3 +134,11 @@ def test_what_does_not_fit_together_ends_the_run_before_a_model_is_built(local_r
     )
     path = {"model_args": {"dtype": "fp32", "model_name_or_path": str(taught.run_dir.export)}}
     refused(taught_by(config, path), "teachers.main.model_args", VOCABULARY)
+
+
+def test_a_teacher_without_a_tokenizer_is_compared_by_its_vocabulary_size(local_runs):
+    stored = local_runs.ok(local_runs.sft(max_steps=1, exp_name="stored")).run_dir.export
+    for file in stored.glob("*token*"):
+        file.unlink()
+    path = {"model_args": {"dtype": "fp32", "model_name_or_path": str(stored)}}
+    local_runs.ok(taught_by(distill(local_runs, max_steps=1), path))

@@ -1,18 +1,20 @@
 """Builds tokenizers for models trained from scratch: characters, bytes, or byte pairs learnt from the data.
 
+Also loads and compares the tokenizers of other models in a run: reward models, teachers.
+
 Encoding is lossless for covered text: `decode(encode(text)) == text`. Characters that a `char` tokenizer does not cover
 are an error, never a silent unknown token.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +23,22 @@ if TYPE_CHECKING:
 
 PAD, EOS = "<pad>", "<eos>"
 """Tokens with ids 0 and 1 in every tokenizer built here. There is no beginning-of-sequence token."""
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def stored_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Tokenizer of the model at a directory or hub id; None if it has none."""
+    # transformers makes an empty tokenizer for a directory without one.
+    if Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
 
 
 def make_tokenizer(

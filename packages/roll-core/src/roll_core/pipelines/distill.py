@@ -23,6 +23,7 @@ from typing_extensions import override
 from roll_core.algorithms.distillation import STREAM, DistillationTerm, overlap, sampled_advantages
 from roll_core.algorithms.losses import Objective
 from roll_core.data.sequences import sequence_of
+from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, ModelError
 from roll_core.pipelines.experience import Experience, without_experts
 from roll_core.pipelines.plans import distill
@@ -59,14 +60,7 @@ class DistillPipeline(RLVRPipeline):
             self.temperature = config.temperature
             self.validation = None
             if config.validation is not None:
-                self.validation = Validation(
-                    run,
-                    config,
-                    config.validation,
-                    role="actor_infer",
-                    source="actor_train",
-                    batch_size=config.val_batch_size,
-                )
+                self.validation = Validation(run, config, config.validation, source="actor_train")
             self._set_up_objective(run)
         if config.reads_rows:
             self.rows = run.sequences(config.actor_train.data_args)
@@ -273,11 +267,13 @@ def check_vocabulary(run: Run, config: DistillConfig) -> None:
     vocabularies of different sizes.
     """
     own = run.tokenizer.get_vocab()
-    roles = [role for role in distill(config).roles if role.kind in ("train", "score")]
+    roles = [each for each in distill(config).roles if each.name == "actor_train" or each.name.startswith("teachers.")]
     specs = {role.name: model_spec(role, config, Path()) for role in roles}
     sizes = {name: _vocab_size(spec, config) for name, spec in specs.items()}
     for name in (each for each in specs if each != "actor_train"):
-        hint, theirs = "choose a teacher with the student's tokenizer", _vocabulary(specs[name].path)
+        hint, spec = "choose a teacher with the student's tokenizer", specs[name]
+        stored = stored_tokenizer(spec.path, trust_remote_code=spec.trust_remote_code) if spec.path else None
+        theirs = None if stored is None else stored.get_vocab()
         if theirs is not None and theirs != own:
             token, number = min(own.items() ^ theirs.items())
             whose = "the student" if own.get(token) == number else "the teacher"
@@ -293,19 +289,6 @@ def check_vocabulary(run: Run, config: DistillConfig) -> None:
         if config.kd_support != "sampled" and size is not None and config.logits_topk > size:
             message = f"found {config.logits_topk}, but the vocabulary of {name} has {size} ids"
             raise _refused(config, "logits_topk", message, f"set at most {size}")
-
-
-def _vocabulary(path: str) -> dict[str, int] | None:
-    """Ids of the tokens of a model's tokenizer; None if there is none at `path`."""
-    if not path:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        found: dict[str, int] = AutoTokenizer.from_pretrained(path).get_vocab()
-    except (OSError, ValueError):
-        return None
-    return found
 
 
 def _vocab_size(spec: ModelSpec, config: DistillConfig) -> int | None:

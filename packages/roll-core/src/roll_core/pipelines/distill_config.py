@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.pipelines.config import TrainInferCorrectionConfig
     from roll_core.spec.providers import Provider
 
-Objective = Literal[
+Divergence = Literal[
     "forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
 ]
 Between = Annotated[float, Field(gt=0, lt=1)]
@@ -73,7 +73,7 @@ class DistillConfig(RLVRConfig):
 
     Default: `advantage` for sampled tokens, `loss` for K tokens.
     """
-    kd_objective: Objective | None = None
+    kd_objective: Divergence | None = None
     """Divergence of the student from the teacher.
 
     Default: `forward_kl` for the teacher's K tokens, otherwise `reverse_kl`.
@@ -186,7 +186,7 @@ class DistillConfig(RLVRConfig):
         )
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> Divergence:
         """`kd_objective`, or its default."""
         return self.kd_objective or ("forward_kl" if self.kd_support == "teacher_topk" else "reverse_kl")
 

@@ -80,14 +80,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
             if {data.chosen, data.rejected, data.label} & set(run.columns(data)) or config.actor_infer is None:
                 self.held_out = self._preferences(run, data)
             if config.actor_infer is not None:
-                self.validation = Validation(
-                    run,
-                    config,
-                    config.validation,
-                    role="actor_infer",
-                    source="actor_train",
-                    batch_size=config.val_batch_size,
-                )
+                self.validation = Validation(run, config, config.validation, source="actor_train")
         return self.steps
 
     @override

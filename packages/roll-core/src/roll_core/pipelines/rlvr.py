@@ -72,14 +72,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
         self.validation = None
         if config.validation is not None:
-            self.validation = Validation(
-                run,
-                config,
-                config.validation,
-                role="actor_infer",
-                source="actor_train",
-                batch_size=config.val_batch_size,
-            )
+            self.validation = Validation(run, config, config.validation, source="actor_train")
         self._set_up_objective(run)
         return config.max_steps
 

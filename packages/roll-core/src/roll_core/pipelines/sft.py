@@ -48,14 +48,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
             if (data.messages or data.response) in run.columns(data):
                 self.held_out = run.sequences(data, on_prompt=config.train_on_prompt, require_response=not generates)
             if generates:
-                self.validation = Validation(
-                    run,
-                    config,
-                    config.validation,
-                    role="actor_infer",
-                    source="sft_train",
-                    batch_size=config.val_batch_size,
-                )
+                self.validation = Validation(run, config, config.validation, source="sft_train")
         return self.steps
 
     @override

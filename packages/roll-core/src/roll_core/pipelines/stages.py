@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.config import RunConfig, ValidationConfig
+    from roll_core.spec.config import RewardRunConfig, ValidationConfig
     from roll_core.spec.pipeline import Run, UpdateResult
     from roll_core.types import Sample
 
@@ -17,22 +17,20 @@ if TYPE_CHECKING:
 class Validation:
     """Held-out prompts of a run and their sampling parameters."""
 
-    def __init__(
-        self, run: Run, config: RunConfig, validation: ValidationConfig, *, role: str, source: str, batch_size: int
-    ) -> None:
-        """`role` generates with the weights of `source`, `batch_size` prompts at once."""
-        self.role, self.source, self.batch_size = role, source, batch_size
+    def __init__(self, run: Run, config: RewardRunConfig, validation: ValidationConfig, *, source: str) -> None:
+        """`actor_infer` generates with the weights of the role `source`, `val_batch_size` prompts at once."""
+        self.source, self.batch_size = source, config.val_batch_size
         self.num_responses = validation.generating_args.num_return_sequences
         self.params = validation.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         self.prompts = run.prompts(validation.data_args)
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:
         """Publish the weights, generate responses and score them. Returns the metrics of `score_metrics`."""
-        await run.publish_weights(self.source, self.role)
+        await run.publish_weights(self.source, "actor_infer")
         samples: list[Sample] = []
         for start in range(0, len(self.prompts), self.batch_size):
             prompts = self.prompts[start : start + self.batch_size]
-            groups = await run.rollout(self.role, prompts, self.params, n=self.num_responses, split="val")
+            groups = await run.rollout("actor_infer", prompts, self.params, n=self.num_responses, split="val")
             samples += [sample for group in groups for sample in group.samples]
         run.log_samples(samples, split="val")
         return score_metrics(samples)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from roll_core.data.encode import Encoder
+from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.workers.reward import scored
@@ -94,7 +94,7 @@ def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedToken
         log.info("%s reads the sampled tokens", name)
         return ModelInput()
     keys = _keys_of(name, model.model_name_or_path, trust_remote_code=model.trust_remote_code)
-    own = _own_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    own = stored_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
     differs = "" if own is None else _difference(own, tokenizer)
     if config.input == "text" and own is None:
         hint = "set input: tokens if the model reads the policy's tokens, or name a directory with a tokenizer"
@@ -115,7 +115,6 @@ def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedToken
 
 
 TEMPLATE = "their chat templates"
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def _keys_of(name: str, path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -143,20 +142,6 @@ def _difference(own: PreTrainedTokenizerBase, policys: PreTrainedTokenizerBase) 
         if mine.get(token) != index:
             return f"{token!r} is token {index} of the policy and {mine.get(token, 'no token')} of the reward model"
     return "" if own.chat_template == policys.chat_template else TEMPLATE
-
-
-def _own_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Tokenizer of the reward model; None if it has none."""
-    # transformers makes an empty tokenizer for a directory without one.
-    if Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None
-    return tokenizer
 
 
 def _unusable(name: str, key: str, message: str, hint: str) -> ConfigError:
