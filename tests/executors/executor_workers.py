@@ -30,7 +30,6 @@ class Recorder:
         self.peers = peers
         self.greeting = greeting
         self.notes = notes
-        self.made_on = threading.get_ident()
         self.order: list[int] = []
         self.arrived = 0
         self.everyone_is_here = asyncio.Event()
@@ -58,9 +57,6 @@ class Recorder:
 
     def echo(self, value: Any) -> Any:
         return value
-
-    def runs_where_it_was_made(self) -> bool:
-        return threading.get_ident() == self.made_on
 
     def note(self, number: int) -> None:
         self.order.append(number)
@@ -132,18 +128,6 @@ class Recorder:
 
     def unsendable(self) -> object:
         return threading.Lock()
-
-    def fail_on_one_and_echo_on_others(self, rank: int) -> None:
-        """The culprit fails last: the others notice first that their connection to it is gone."""
-        if self.place.rank != rank:
-            raise ConnectionResetError("Connection reset by peer")
-        time.sleep(0.3)
-        raise ValueError("the real reason")
-
-    def fail_on_one_and_hang_on_others(self, rank: int) -> None:
-        if self.place.rank != rank:
-            time.sleep(20)
-        raise ValueError("the real reason")
 
     def crash(self) -> None:
         ctypes.string_at(0)

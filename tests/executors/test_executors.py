@@ -1,4 +1,4 @@
-"""What pipelines may rely on, of both executors. One Ray instance serves the whole module."""
+"""What pipelines may rely on, beyond the conformance kit, of both executors. One Ray instance serves the module."""
 
 import asyncio
 import math
@@ -25,14 +25,18 @@ from roll_core.errors import (
     WorkerHungError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.cluster.executors import make_executor
-from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerGroup
+from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerCall, WorkerGroup
+from roll_core.runtime.cluster.executors.local import LocalExecutor
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig, TrainWorkerConfig
+from roll_executor_ray import worker as ray_worker
+from roll_executor_ray.executor import RayExecutor
+from roll_testing import ExecutorConformance
 from roll_testing.errors import mentions, raises_error
 
 HERE = str(Path(__file__).parent)
 RANKS = 2
+EXECUTORS: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -45,12 +49,20 @@ def spec(role: str = "reward", ranks: int = RANKS, target: str = "executor_worke
     return GroupSpec(role=role, kind="reward", target=target, places=places(ranks), timeout_s=60, **more)
 
 
+async def ended(executor: Executor) -> bool:
+    """True if an exit ends the run."""
+    done, pending = await asyncio.wait([asyncio.ensure_future(executor.watch())], timeout=0.1)
+    for task in pending:
+        task.cancel()
+    return bool(done)
+
+
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run, WorkerGroup]]:
     """The executor's name, a way to run coroutines on its event loop, and a group of two workers."""
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.syspath_prepend(HERE)
-        executor = make_executor(request.param, CpuPlatform(), slots_per_node=2)
+        executor = EXECUTORS[request.param](CpuPlatform(), 2)
         groups = runner.run(executor.start([spec(args={"greeting": "good day"})]))
         yield request.param, runner.run, groups["reward"]
         runner.run(executor.close())
@@ -69,67 +81,33 @@ def group(started: tuple[str, Run, WorkerGroup]) -> WorkerGroup:
 @pytest.fixture
 def another(started: tuple[str, Run, WorkerGroup]) -> Executor:
     """A second executor of the same kind; with Ray it joins the instance of the first."""
-    return make_executor(started[0], CpuPlatform(), slots_per_node=2)  # type: ignore[arg-type]
+    return EXECUTORS[started[0]](CpuPlatform(), 2)
+
+
+class TestLocal(ExecutorConformance):
+    """The Ray executor's is in its package."""
+
+    name = "local"
 
 
 # -- calls
 
 
-def test_call_reaches_every_rank_and_answers_by_rank(run: Run, group: WorkerGroup) -> None:
-    assert run(group.call("greet", "Ann")) == ["good day Ann from 0", "good day Ann from 1"]
-
-
-def test_call_each_gives_every_rank_its_own_arguments(run: Run, group: WorkerGroup) -> None:
-    assert run(group.call_each("greet", [("Ann",), ("Bob",)])) == ["good day Ann from 0", "good day Bob from 1"]
-
-
-def test_call_each_with_too_few_arguments_is_refused(run: Run, group: WorkerGroup) -> None:
+def test_a_call_of_each_with_too_few_arguments_is_refused(run: Run, group: WorkerGroup) -> None:
     with raises_error(ValueError, "reward.greet", "1", "2"):
-        run(group.call_each("greet", [("Ann",)]))
-
-
-def test_call_rank_reaches_one(run: Run, group: WorkerGroup) -> None:
-    assert run(group.call_rank(1, "greet", "Ann")) == "good day Ann from 1"
+        run(WorkerCall(group, "greet").each([("Ann",)]))
 
 
 def test_workers_know_their_place_and_members_say_where_they_run(run: Run, group: WorkerGroup) -> None:
-    found = run(group.call("where"))
+    found = run(WorkerCall(group, "where").all())
     assert [place.rank for place, _ in found] == [0, 1]
     assert [member.rank for member in group.members] == [0, 1]
-    assert [member.pid for member in group.members] == run(group.call("process"))
-
-
-def test_sync_methods_run_on_the_thread_that_made_the_worker(run: Run, group: WorkerGroup) -> None:
-    assert run(group.call("runs_where_it_was_made")) == [True, True]
-
-
-def test_sync_methods_run_in_the_order_of_the_calls(run: Run, group: WorkerGroup) -> None:
-    async def many() -> list[list[int]]:
-        # Arguments of very different sizes travel differently; the order of the calls counts all the same.
-        big = [np.zeros(300_000) if number % 3 == 0 else None for number in range(30)]
-        await asyncio.gather(*[group.call("echo", each) for each in big], *[group.call("note", n) for n in range(30)])
-        return await group.call("noted")
-
-    assert run(many()) == [list(range(30))] * RANKS
-
-
-def test_async_methods_overlap(run: Run, group: WorkerGroup) -> None:
-    async def both() -> list[int]:
-        return await asyncio.gather(*[group.call_rank(0, "meet", 2) for _ in range(2)])
-
-    assert run(both()) == [2, 2]
-
-
-def test_async_methods_run_while_a_sync_one_does(run: Run, group: WorkerGroup) -> None:
-    async def both() -> list[bool | None]:
-        return await asyncio.gather(group.call_rank(1, "hold", 20.0), group.call_rank(1, "let_go"))
-
-    assert run(both()) == [True, None]
+    assert [member.pid for member in group.members] == run(WorkerCall(group, "process").all())
 
 
 def test_arrays_arrive_equal_and_writable(run: Run, group: WorkerGroup) -> None:
     sent = {"tokens": np.arange(200_000), "small": np.ones(3, np.float32), "text": "ünï", "none": None}
-    for received in run(group.call("echo", sent)):
+    for received in run(WorkerCall(group, "echo").all(sent)):
         np.testing.assert_array_equal(received["tokens"], sent["tokens"])
         assert received["tokens"].flags.writeable
         assert received["small"].dtype == np.float32
@@ -139,7 +117,7 @@ def test_arrays_arrive_equal_and_writable(run: Run, group: WorkerGroup) -> None:
 def test_local_workers_get_and_give_the_very_objects(started: tuple[str, Run, WorkerGroup]) -> None:
     name, run, group = started
     sent = np.zeros(3)
-    assert (run(group.call("echo", sent))[0] is sent) == (name == "local")
+    assert (run(WorkerCall(group, "echo").all(sent))[0] is sent) == (name == "local")
 
 
 # -- errors
@@ -148,20 +126,20 @@ def test_local_workers_get_and_give_the_very_objects(started: tuple[str, Run, Wo
 def test_error_of_ours_keeps_its_class_and_gets_role_rank_and_host(run: Run, group: WorkerGroup) -> None:
     host = group.members[1].host
     with pytest.raises(CorruptTensorError) as caught:
-        run(group.call_rank(1, "corrupt"))
+        run(WorkerCall(group, "corrupt").at(1))
     assert mentions(str(caught.value), "reward rank 1", host, "layer.0.weight")
     assert "in corrupt" in caught.value.trace
 
 
 def test_guard_that_trips_in_a_worker_keeps_its_id(run: Run, group: WorkerGroup) -> None:
     with raises_error(GuardTrippedError, "reward rank 0") as caught:
-        run(group.call_rank(0, "trip"))
+        run(WorkerCall(group, "trip").at(0))
     assert caught.value.guard == "weights-unchanged"
 
 
 def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group: WorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
-        run(group.call_rank(1, "divide"))
+        run(WorkerCall(group, "divide").at(1))
     error = caught.value
     assert (error.role, error.rank, error.host, error.method) == ("reward", 1, group.members[1].host, "divide")
     assert mentions(str(error), "ZeroDivisionError")
@@ -171,41 +149,30 @@ def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group
 
 def test_errors_of_async_methods_are_reported_alike(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerError, "reward rank 0", "fail_async", "KeyError", "'lost'"):
-        run(group.call_rank(0, "fail_async"))
+        run(WorkerCall(group, "fail_async").at(0))
 
 
 def test_exception_that_cannot_be_pickled_still_says_what_it_was(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerError, "cannot_travel", "CannotTravel"):
-        run(group.call_rank(0, "cannot_travel"))
+        run(WorkerCall(group, "cannot_travel").at(0))
 
 
 def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerError, "SystemExit", "3"):
-        run(group.call_rank(0, "exit"))
-    assert run(group.call_rank(0, "greet", "Ann")) == "good day Ann from 0"
+        run(WorkerCall(group, "exit").at(0))
+    assert run(WorkerCall(group, "greet").at(0, "Ann")) == "good day Ann from 0"
 
 
 def test_unknown_method_is_named(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerError, "'Recorder'", "'gret'"):
-        run(group.call("gret", "Ann"))
-
-
-def test_cause_is_named_though_its_echoes_came_first(run: Run, group: WorkerGroup) -> None:
-    with raises_error(WorkerError, "reward rank 1", "ValueError"):
-        run(group.call("fail_on_one_and_echo_on_others", 1))
+        run(WorkerCall(group, "gret").all("Ann"))
 
 
 def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerTimeoutError, "wait_on_rank", "2", "rank 1") as caught:
-        run(group.call("wait_on_rank", 1, 6.0, deadline_s=2))
+        run(WorkerCall(group, "wait_on_rank", 2).all(1, 6.0))
     assert "in wait_on_rank" in caught.value.trace
-    assert run(group.call("wait_on_rank", 0, 0.0)) == ["done", "done"]
-
-
-def test_deadline_and_cancelling_end_async_methods(run: Run, group: WorkerGroup) -> None:
-    with pytest.raises(WorkerTimeoutError):
-        run(group.call("wait_forever", deadline_s=2))
-    assert run(group.call("until_cancelled")) == [True, True]
+    assert run(WorkerCall(group, "wait_on_rank").all(0, 0.0)) == ["done", "done"]
 
 
 # -- killing
@@ -217,26 +184,26 @@ def test_a_worker_that_is_killed_is_gone_and_its_error_names_the_cause_and_the_s
     async def hang_and_kill() -> None:
         async with another:
             group = (await another.start([spec("engine", survives="while_others_live")]))["engine"]
-            hanging = asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=math.inf))
-            await group.call_rank(1, "until_waiting")
+            hanging = asyncio.ensure_future(WorkerCall(group, "wait_forever", math.inf).at(1))
+            await WorkerCall(group, "until_waiting").at(1)
             death = await group.kill(1, "no heartbeat")
             assert re.fullmatch(r"engine rank 1 on \S+ .*: no heartbeat", str(death))
             assert "engine[1].wait_forever:" in death.trace
             with raises_error(WorkerHungError, "engine rank 1"):
-                await group.call_rank(1, "echo", 1)
+                await WorkerCall(group, "echo").at(1, 1)
             if started[0] == "local":  # whose threads cannot be killed: nothing of the role is used any more
                 hanging.cancel()
                 with raises_error(WorkerHungError, "rank 1"):
-                    await group.call_rank(0, "echo", 1)
+                    await WorkerCall(group, "echo").at(0, 1)
                 return
             with raises_error(WorkerHungError, "engine rank 1"):
                 await hanging
             while Path(f"/proc/{group.members[1].pid}").exists():
                 await asyncio.sleep(0.05)
             assert group.lost == {1}
-            assert await group.call("echo", 2) == [2]
+            assert await WorkerCall(group, "echo").all(2) == [2]
             await group.replace(1)
-            assert await group.call("echo", 3) == [3, 3]
+            assert await WorkerCall(group, "echo").all(3) == [3, 3]
 
     run(hang_and_kill())
 
@@ -267,14 +234,14 @@ def test_variables_of_a_role_are_there_and_gone_afterwards(run: Run, another: Ex
     async def see() -> list[list[str | None]]:
         async with another:
             groups = await another.start([spec(env={"ROLL_TEST_COLOUR": "blue"})])
-            return await groups["reward"].call("environment", "ROLL_TEST_COLOUR")
+            return await WorkerCall(groups["reward"], "environment").all("ROLL_TEST_COLOUR")
 
     assert run(see()) == [["blue"], ["blue"]]
     assert "ROLL_TEST_COLOUR" not in os.environ
 
 
 def test_roles_that_contradict_each_other_cannot_share_a_process() -> None:
-    executor = make_executor("local", CpuPlatform(), slots_per_node=2)
+    executor = LocalExecutor(CpuPlatform(), 2)
     one, two = spec("one", env={"COLOUR": "blue"}), spec("two", env={"COLOUR": "red"})
     with raises_error(UnsupportedError, "COLOUR=blue", "COLOUR=red"):
         asyncio.run(executor.start([one, two]))
@@ -289,14 +256,14 @@ def test_local_executor_has_the_slots_of_this_host_only() -> None:
             return 2
 
     where = place_roles({"a": TrainWorkerConfig(device_mapping=(3,))}, TwoDevices(), num_gpus_per_node=8)["a"]
-    executor = make_executor("local", TwoDevices(), slots_per_node=8)
+    executor = LocalExecutor(TwoDevices(), 8)
     wanted = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=where)
     with raises_error(PlacementError, "actor_train", "slot 3", "2", "0", "1"):
         asyncio.run(executor.start([wanted]))
 
 
 def test_local_executor_refuses_two_workers_that_train() -> None:
-    executor = make_executor("local", CpuPlatform(), slots_per_node=2)
+    executor = LocalExecutor(CpuPlatform(), 2)
     two = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=places(2))
     with raises_error(UnsupportedError, "actor_train", "2"):
         asyncio.run(executor.start([two]))
@@ -311,26 +278,26 @@ only_ray = pytest.mark.parametrize("started", [pytest.param("ray", marks=pytest.
 @only_ray
 def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WORKER_NAME", "CLUSTER_NAME", "MASTER_ADDR", "OMP_NUM_THREADS")
-    assert run(group.call("environment", *names)) == [
+    assert run(WorkerCall(group, "environment").all(*names)) == [
         ["0", "2", "0", "reward-0", "reward", "127.0.0.1", "1"],
         ["1", "2", "1", "reward-1", "reward", "127.0.0.1", "1"],
     ]
-    (_, first), (_, second) = run(group.call("where"))
+    (_, first), (_, second) = run(WorkerCall(group, "where").all())
     assert first == second
     assert first.master_port > 0
-    assert run(group.call("environment", "MASTER_PORT")) == [[str(first.master_port)]] * 2
+    assert run(WorkerCall(group, "environment").all("MASTER_PORT")) == [[str(first.master_port)]] * 2
 
 
 @only_ray
 def test_result_that_cannot_be_sent_is_an_error_of_its_call(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerError, "unsendable"):
-        run(group.call_rank(0, "unsendable"))
+        run(WorkerCall(group, "unsendable").at(0))
 
 
 @only_ray
 def test_arguments_that_cannot_be_sent_are_refused(run: Run, group: WorkerGroup) -> None:
     with raises_error(UnsupportedError, "reward.echo"):
-        run(group.call("echo", (each for each in ())))
+        run(WorkerCall(group, "echo").all(each for each in ()))
 
 
 @only_ray
@@ -341,8 +308,8 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
             groups = await another.start([spec("victims"), spec("others", ranks=1)])
             victim = groups["victims"].members[1]
             waiting = {
-                "own call": lambda: groups["victims"].call("sleep", 60),
-                "another role's call": lambda: groups["others"].call("wait_forever"),
+                "own call": lambda: WorkerCall(groups["victims"], "sleep").all(60),
+                "another role's call": lambda: WorkerCall(groups["others"], "wait_forever").all(),
                 "no call": another.watch,
             }[pending]()
             task = asyncio.ensure_future(waiting)
@@ -352,9 +319,9 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
                 await asyncio.wait_for(task, 30)
             assert caught.value.method == ("sleep" if pending == "own call" else "")
             with raises_error(WorkerDiedError, "victims rank 1"):
-                another.check_alive()
+                await asyncio.wait_for(another.watch(), 30)
             with raises_error(WorkerDiedError, "victims rank 1"):
-                await groups["others"].call("greet", "Ann")
+                await WorkerCall(groups["others"], "greet").all("Ann")
 
     run(kill_one())
 
@@ -365,13 +332,13 @@ def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run,
         async with another:
             group = (await another.start([spec(survives="while_others_live")]))["reward"]
             with raises_error(WorkerDiedError, "reward rank 1", "lose_engine"):
-                await group.call_rank(1, "lose_engine")
-            another.check_alive()
+                await WorkerCall(group, "lose_engine").at(1)
+            assert not await ended(another)
             assert group.lost == {1}
-            assert await group.call("greet", "Ann") == ["hello Ann from 0"]
+            assert await WorkerCall(group, "greet").all("Ann") == ["hello Ann from 0"]
             await group.replace(1)
             assert group.lost == frozenset()
-            assert await group.call("greet", "Ann") == ["hello Ann from 0", "hello Ann from 1"]
+            assert await WorkerCall(group, "greet").all("Ann") == ["hello Ann from 0", "hello Ann from 1"]
 
     run(lose_one())
 
@@ -381,19 +348,19 @@ def test_the_last_worker_of_a_role_that_survives_all_can_be_replaced(run: Run, a
     async def lose_the_only_one() -> None:
         async with another:
             group = (await another.start([spec("engine", ranks=1, survives="always")]))["engine"]
-            hanging = asyncio.ensure_future(group.call("wait_forever"))
+            hanging = asyncio.ensure_future(WorkerCall(group, "wait_forever").all())
             await asyncio.sleep(0.2)
             os.kill(group.members[0].pid, signal.SIGKILL)
             with raises_error(WorkerDiedError, "engine rank 0"):
                 await asyncio.wait_for(hanging, 60)
-            another.check_alive()
+            assert not await ended(another)
             assert group.lost == {0}
             assert group.survives_all
-            assert await group.call("greet", "Ann") == []
+            assert await WorkerCall(group, "greet").all("Ann") == []
             with raises_error(WorkerDiedError, "engine rank 0"):
-                await group.call_each("greet", [("Ann",)])
+                await WorkerCall(group, "greet").each([("Ann",)])
             await group.replace(0)
-            assert await group.call("greet", "Ann") == ["hello Ann from 0"]
+            assert await WorkerCall(group, "greet").all("Ann") == ["hello Ann from 0"]
 
     run(lose_the_only_one())
 
@@ -404,25 +371,23 @@ def test_a_worker_behind_a_network_gap_is_killed_if_its_group_survives_that(
 ) -> None:
     import ray
 
-    from roll_core.runtime.cluster.executors import ray_worker
-
     monkeypatch.setattr(ray_worker, "EXIT_NOTICE_S", 0.1)
 
     async def lose_a_call() -> None:
         async with another:
             group: Any = (await another.start([spec(survives="while_others_live")]))["reward"]
             behind = group._workers[1]
-            asked = [asyncio.ensure_future(group.call_rank(1, "wait_forever", deadline_s=60)) for _ in range(2)]
-            await group.call_rank(1, "greet", "Ann")
+            asked = [asyncio.ensure_future(WorkerCall(group, "wait_forever", 60).at(1)) for _ in range(2)]
+            await WorkerCall(group, "greet").at(1, "Ann")
             error = ray.exceptions.ActorUnavailableError("no route to host", None)
             behind._call_lost(next(iter(behind._pending)), error)
             for each in asked:
                 with raises_error(WorkerDiedError, "reward rank 1", "route"):
                     await each
-            another.check_alive()
+            assert not await ended(another)
             assert group.lost == {1}
             await group.replace(1)
-            assert await group.call("greet", "Ann") == ["hello Ann from 0", "hello Ann from 1"]
+            assert await WorkerCall(group, "greet").all("Ann") == ["hello Ann from 0", "hello Ann from 1"]
 
     run(lose_a_call())
 
@@ -433,7 +398,7 @@ def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Exe
         async with another:
             groups = await another.start([spec(ranks=1)])
             with raises_error(WorkerDiedError, "crash") as caught:
-                await groups["reward"].call("crash")
+                await WorkerCall(groups["reward"], "crash").all()
             assert "executor_workers.py" in caught.value.trace
 
     run(crash())
@@ -446,9 +411,9 @@ def test_collectives_fail_with_the_cause_and_not_with_its_echo(run: Run, another
         async with another:
             pair = spec("actor_train", target="executor_workers:Collective")
             group = (await another.start([pair]))["actor_train"]
-            assert await group.call("sum_of_ranks") == [3, 3]
+            assert await WorkerCall(group, "sum_of_ranks").all() == [3, 3]
             with raises_error(WorkerDiedError, "actor_train rank 1", "die_before_reduce"):
-                await group.call("die_before_reduce", 1)
+                await WorkerCall(group, "die_before_reduce").all(1)
 
     run(reduce())
 
@@ -458,6 +423,6 @@ def test_ray_address_where_nobody_answers_is_an_error_at_once(monkeypatch: pytes
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        executor = make_executor("ray", CpuPlatform(), slots_per_node=2)
+        executor = RayExecutor(CpuPlatform(), 2)
         with raises_error(PlacementError, "RAY_ADDRESS", address):
             asyncio.run(executor.start([]))

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
-from roll_core.runtime.cluster.executors import choose_executor
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.executors.base import GroupSpec
-from roll_core.runtime.cluster.executors.ray_placement import Reservation
 from roll_core.runtime.cluster.placement import Place, overlap, place_roles, slots_of, slots_per_node
 from roll_core.spec.config import (
     InferWorkerConfig,
@@ -18,13 +18,14 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     WorkerConfig,
 )
+from roll_executor_ray.reservation import Reservation
 from roll_testing.errors import mentions, raises_error
 
 
 class EightAccelerators(CpuPlatform):
     name = "eight"
     device_type = "acc"
-    ray_resource = "GPU"
+    resource_name = "GPU"
     visible_devices = "ACC_VISIBLE"
     slots_share_cores = False
 
@@ -234,27 +235,29 @@ def test_a_node_has_as_many_slots_as_the_platform_counts() -> None:
 
 
 def run_config(executor: str) -> RunConfig:
-    return RunConfig(pipeline="p", executor=executor)  # type: ignore[arg-type]
+    return RunConfig(pipeline="p", executor=executor)
+
+
+def executor(name: str, places: dict[str, tuple[Place, ...]], apart: str = "") -> str:
+    return executor_of(run_config(name), load_registry(), places, apart).name
 
 
 def test_auto_is_local_where_every_role_has_one_worker() -> None:
-    alone = place({"a": train([0]), "b": infer([0, 1], 2)})
-    assert choose_executor(run_config("auto"), alone) == "local"
+    assert executor("auto", place({"a": train([0]), "b": infer([0, 1], 2)})) == "local"
 
 
-def test_auto_is_ray_where_weights_have_no_way_within_one_process() -> None:
-    assert choose_executor(run_config("auto"), place({"a": train([0])}), apart=True) == "ray"
+def test_auto_is_not_local_where_weights_have_no_way_within_one_process() -> None:
+    assert executor("auto", place({"a": train([0])}), "no transport") == "ray"
 
 
-def test_auto_is_ray_where_some_role_has_two_workers() -> None:
-    two = place({"a": train([0]), "rewards.m": RewardConfig(reward="r", world_size=2)})
-    assert choose_executor(run_config("auto"), two) == "ray"
+def test_auto_is_not_local_where_some_role_has_two_workers() -> None:
+    assert executor("auto", place({"a": train([0]), "rewards.m": RewardConfig(reward="r", world_size=2)})) == "ray"
 
 
-def test_auto_is_ray_for_a_worker_on_another_node() -> None:
-    assert choose_executor(run_config("auto"), place({"a": train([8])})) == "ray"
+def test_auto_is_not_local_for_a_worker_on_another_node() -> None:
+    assert executor("auto", place({"a": train([8])})) == "ray"
 
 
 def test_executor_of_the_config_is_taken_as_it_is() -> None:
-    assert choose_executor(run_config("ray"), place({"a": train([0])})) == "ray"
-    assert choose_executor(run_config("local"), place({"a": train([0, 1])})) == "local"
+    assert executor("ray", place({"a": train([0])})) == "ray"
+    assert executor("local", place({"a": train([0, 1])})) == "local"

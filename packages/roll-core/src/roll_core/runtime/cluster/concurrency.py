@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_OURS = {"roll_core"}
+"""Packages whose loop callbacks end the run if they fail."""
 _UNAWAITED = "roll_unawaited"
 """Key that marks the exception-handler context of a failed `background` task."""
 
@@ -61,9 +63,14 @@ def end_on_failure(end: Callable[[BaseException], None]) -> None:
     asyncio.get_running_loop().set_exception_handler(handle)
 
 
+def end_on_callbacks_of(module: str) -> None:
+    """Let failed loop callbacks of the module's package end the run, as those of roll-core do."""
+    _OURS.add(module.partition(".")[0])
+
+
 def _is_ours(error: BaseException) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith("roll_core.") for frame, _ in frames)
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] in _OURS for frame, _ in frames)
 
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -13,17 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 from roll_core.errors import PlacementError, UnsupportedError
 from roll_core.host import usable_cores
+from roll_core.spec.platform import HOST_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.platform import Platform, RoleKind
-
-HOST_DEVICE = "cpu"
-"""Torch device of workers without slots."""
-HOST_BACKEND = "gloo"
-"""Collective backend of workers without slots. A platform's own backend may support only tensors on its devices."""
 
 Overlap = Literal["colocated", "disaggregated", "partial"]
 """Relation of two roles' slots: equal, disjoint, or partly shared."""
@@ -124,7 +120,7 @@ def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Pl
     if kind in ("train", "score") and len(places) > 1:
         raise UnsupportedError(
             f"{role} has {len(places)} workers, but the local executor supports one worker for a role that trains or"
-            " scores: set executor: ray, or give it one slot"
+            " scores: choose another executor, or give it one slot"
         )
     here = per_node if platform.slots_share_cores else min(per_node, platform.device_count())
     for place in places:

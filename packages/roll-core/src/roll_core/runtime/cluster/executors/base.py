@@ -4,7 +4,11 @@
 
 A worker is an object of the class that `GroupSpec.target` names, constructed as `Class(place=..., peers=..., **args)`.
 Its constructor and its sync methods run on one dedicated thread, in call order. Its async methods run on an event loop
-and may overlap. `close()`, sync or async, is called once at the end if the worker has one.
+and may overlap. `close()`, sync or async, is called once at the end if the worker has one. `host.WorkerHost` does all
+this for one worker; `worker_server.WorkerServer` does it behind serialized calls.
+
+A plugin offers an executor by an `ExecutorProvider`: a subclass of `Executor`, and one of `WorkerGroup` whose `begin`
+starts a call on a rank.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 from roll_core.errors import UnsupportedError, WorkerHungError
+from roll_core.runtime.cluster.concurrency import end_on_callbacks_of
 from roll_core.runtime.cluster.executors.calls import Member, collect
 from roll_core.runtime.cluster.placement import Place
 
@@ -26,8 +31,8 @@ if TYPE_CHECKING:
     from typing import NoReturn, Self
 
     from roll_core.errors import WorkerDiedError
-    from roll_core.runtime.cluster.python_environments.spec import EnvironmentSpec
-    from roll_core.spec.platform import RoleKind
+    from roll_core.spec.diagnostics import RoleEnvironment
+    from roll_core.spec.platform import Platform, RoleKind
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +62,9 @@ class GroupSpec:
 
     They take precedence over the variables that the executor sets for the platform.
     """
-    environment: EnvironmentSpec | None = None
-    """Python environment of the role's workers. Default: the driver's."""
+    environment: RoleEnvironment | None = None
+    """The role's own Python environment. Only executors whose record declares `python_environments` get one. Default:
+    the driver's."""
     timeout_s: float = 3600.0
     """Deadline in seconds for starting the workers, and for calls without a deadline of their own."""
     survives: Survival = "never"
@@ -90,6 +96,27 @@ class WorkerGroup(ABC):
         self.replaced = 0
         """Number of workers replaced so far. Connections to the replaced workers are invalid."""
 
+    # -- what an executor implements; all but `begin` have a default ---------------------------------------------------
+
+    @abstractmethod
+    def begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
+        """Begin a call; calls to one rank keep their order. The future raises `CallFailed` or `WorkerDiedError`.
+
+        Cancelling the future cancels an async method. A sync method continues, and its result is dropped.
+        """
+
+    def encode(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Encode arguments for `begin`. The encoded form may be sent to several ranks."""
+        return args
+
+    async def stack(self, rank: int) -> str:
+        """Current stack of a rank. May raise or block if the stack cannot be read."""
+        return ""
+
+    def terminate(self, rank: int, error: WorkerDiedError) -> None:
+        """Kill the rank's process. Calls to it, and calls to ranks that cannot continue without it, raise `error`."""
+        raise UnsupportedError(f"{self.role}: this executor cannot kill single workers")
+
     @property
     def lost(self) -> frozenset[int]:
         """Ranks whose worker exited, in a group that survives exits."""
@@ -102,7 +129,9 @@ class WorkerGroup(ABC):
 
     async def replace(self, rank: int) -> None:
         """Start a replacement worker for a lost rank, in its place. It has the state of a new worker."""
-        raise UnsupportedError(f"{self.role}: this executor cannot replace workers; set executor: ray")
+        raise UnsupportedError(f"{self.role}: this executor cannot replace workers; choose another executor")
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
     async def kill(self, rank: int, cause: str) -> WorkerDiedError:
         """Kill an unresponsive worker, which then counts as exited.
@@ -112,19 +141,13 @@ class WorkerGroup(ABC):
         trace = await self._stacks([rank])
         log.info("%s rank %d is unresponsive; its stacks:\n%s", self.role, rank, trace or "not available")
         error = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, trace)
-        self._kill(rank, error)
+        self.terminate(rank, error)
         return error
 
-    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
-        """Call every living rank with the same arguments; results ordered by rank. See `call_each` for errors."""
-        arguments = self._encode(method, args)
-        living = [rank for rank in range(self.world_size) if rank not in self.lost]
-        return await self._collect(method, dict.fromkeys(living, arguments), deadline_s)
-
-    async def call_each(
-        self, method: str, args_by_rank: Sequence[tuple[Any, ...]], deadline_s: float | None = None
+    async def call(
+        self, method: str, args_by_rank: Mapping[int, tuple[Any, ...]], deadline_s: float | None = None
     ) -> list[Any]:
-        """Call rank `r` with `args_by_rank[r]`; results ordered by rank.
+        """Call each rank in `args_by_rank` with its arguments; results in that order. `math.inf` means no deadline.
 
         Raises the error that came first. Each error names the role, rank and host:
 
@@ -133,44 +156,24 @@ class WorkerGroup(ABC):
         - an exited worker, of any role: `WorkerDiedError`
         - a missed deadline: `WorkerTimeoutError`, which names the ranks that did not return
         """
-        if len(args_by_rank) != self.world_size:
-            raise ValueError(f"{self.role}.{method}: {len(args_by_rank)} sets of arguments for {self.world_size} ranks")
-        encoded = {rank: self._encode(method, args) for rank, args in enumerate(args_by_rank)}
-        return await self._collect(method, encoded, deadline_s)
-
-    async def call_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """Call one rank. See `call_each` for errors. `math.inf` means no deadline."""
-        return (await self._collect(method, {rank: self._encode(method, args)}, deadline_s))[0]
-
-    async def _collect(self, method: str, arguments: Mapping[int, Any], deadline_s: float | None) -> list[Any]:
-        futures = {self.members[rank]: self._begin(rank, method, each) for rank, each in arguments.items()}
+        encoded: dict[int, Any] = {}  # by identity: arguments that ranks have in common are encoded once
+        for args in args_by_rank.values():
+            if id(args) not in encoded:
+                encoded[id(args)] = self.encode(method, args)
+        futures = {
+            self.members[rank]: self.begin(rank, method, encoded[id(args)]) for rank, args in args_by_rank.items()
+        }
         seconds = self.spec.timeout_s if deadline_s is None else deadline_s
         return await collect(self.role, method, futures, seconds, self._stacks)
 
     async def _stacks(self, ranks: Sequence[int]) -> str:
         """Current stacks of these ranks, as far as they arrive within `STACK_S` seconds."""
-        tasks = [asyncio.ensure_future(self._stack(rank)) for rank in ranks]
+        tasks = [asyncio.ensure_future(self.stack(rank)) for rank in ranks]
         await asyncio.wait(tasks, timeout=STACK_S)
         done = [task for task in tasks if task.done() and not task.cancelled() and not task.exception()]
         for task in tasks:
             task.cancel()
         return "\n".join(task.result() for task in done)
-
-    async def _stack(self, rank: int) -> str:
-        """Current stack of a rank. May raise or block if the stack cannot be read."""
-        return ""
-
-    def _kill(self, rank: int, error: WorkerDiedError) -> None:
-        """Kill the rank's process. Calls to it, and calls to ranks that cannot continue without it, raise `error`."""
-        raise UnsupportedError(f"{self.role}: this executor cannot kill single workers")
-
-    def _encode(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Encode arguments for `_begin`. The encoded form may be sent to several ranks."""
-        return args
-
-    @abstractmethod
-    def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
-        """Begin a call; calls to one rank keep their order. The future raises `CallFailed` or `WorkerDiedError`."""
 
 
 W = TypeVar("W")
@@ -181,8 +184,8 @@ R = TypeVar("R")
 class WorkerStub(Generic[W]):
     """Typed calls of a worker class: `await WorkerStub[TrainWorker](group)(TrainWorker.save).all(path)`.
 
-    mypy checks the arguments. All code except tests calls workers through this class. `WorkerGroup.call_each` documents
-    the errors.
+    mypy checks the arguments. All code except tests calls workers through this class. `WorkerGroup.call` documents the
+    errors.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -210,20 +213,24 @@ class WorkerCall(Generic[P, R]):
 
     group: WorkerGroup
     method: str
-    deadline_s: float | None
+    deadline_s: float | None = None
 
     async def all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call every living rank with the same arguments; results ordered by rank."""
-        return await self.group.call(self.method, *args, deadline_s=self.deadline_s)
+        living = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
+        return await self.group.call(self.method, dict.fromkeys(living, args), self.deadline_s)
 
     async def each(self, args_by_rank: Sequence[tuple[Any, ...]]) -> list[R]:
         """Call every rank with its own arguments, created by `args`; results ordered by rank."""
-        return await self.group.call_each(self.method, args_by_rank, deadline_s=self.deadline_s)
+        if len(args_by_rank) != self.group.world_size:
+            where = f"{self.group.role}.{self.method}"
+            raise ValueError(f"{where}: {len(args_by_rank)} sets of arguments for {self.group.world_size} ranks")
+        return await self.group.call(self.method, dict(enumerate(args_by_rank)), self.deadline_s)
 
     async def at(self, rank: int, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call one rank."""
-        result: R = await self.group.call_rank(rank, self.method, *args, deadline_s=self.deadline_s)
-        return result
+        (result,) = await self.group.call(self.method, {rank: args}, self.deadline_s)
+        return cast("R", result)
 
     @staticmethod
     def args(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
@@ -234,23 +241,23 @@ class WorkerCall(Generic[P, R]):
 class Executor(ABC):
     """Starts workers, monitors them, and cleans up. Use it from one event loop, and always `close` it."""
 
-    name: ClassVar[str]
-    shares_memory: ClassVar[bool]
-    """True if workers run in this process: arguments and results are passed by reference."""
-
     fingerprints: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """Interpreter and package versions of each role that has its own Python environment. Available after `start`."""
+
+    def __init__(self, platform: Platform, slots_per_node: int) -> None:
+        """`slots_per_node` is the number of slots per node with which the roles were placed."""
+        self.platform, self.slots_per_node = platform, slots_per_node
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        end_on_callbacks_of(cls.__module__)
 
     @abstractmethod
     async def start(self, specs: Sequence[GroupSpec]) -> dict[str, WorkerGroup]:
         """Start every role; call it once. If one role fails, no worker is left running.
 
-        Raises `PlacementError` if a slot does not exist or is not free in time, and the errors of `call_each`.
+        Raises `PlacementError` if a slot does not exist or is not free in time, and the errors of `WorkerGroup.call`.
         """
-
-    @abstractmethod
-    def check_alive(self) -> None:
-        """Raise `WorkerDiedError` if a worker is known to have exited."""
 
     @abstractmethod
     async def watch(self) -> NoReturn:

@@ -38,12 +38,8 @@ class LocalExecutor(Executor):
     Each worker has a thread for its sync methods. Async methods run on the caller's event loop.
     """
 
-    name = "local"
-    shares_memory = True
-
     def __init__(self, platform: Platform, slots_per_node: int) -> None:
-        self._platform = platform
-        self._slots_per_node = slots_per_node
+        super().__init__(platform, slots_per_node)
         self._hosts: list[WorkerHost] = []
         self._environment = EnvironmentChange()
 
@@ -51,15 +47,12 @@ class LocalExecutor(Executor):
         """See `Executor.start`. Roles are started one after the other, in order."""
         for spec in specs:
             self._check_places(spec)
-        self._environment.make(environment_of_all(specs, self._platform))
+        self._environment.make(environment_of_all(specs, self.platform))
         try:
             return {spec.role: await self._start_group(spec) for spec in specs}
         except BaseException:
             await self.close()
             raise
-
-    def check_alive(self) -> None:
-        """Do nothing: workers live exactly as long as this process."""
 
     async def watch(self) -> NoReturn:
         """Never returns: workers live exactly as long as this process."""
@@ -90,9 +83,9 @@ class LocalExecutor(Executor):
         if spec.environment is not None:
             raise UnsupportedError(
                 f"{spec.role} has its own Python environment, but the local executor runs every worker in this process:"
-                " set executor: ray"
+                " remove executor"
             )
-        check_local(spec.role, spec.kind, spec.places, self._platform, self._slots_per_node)
+        check_local(spec.role, spec.kind, spec.places, self.platform, self.slots_per_node)
 
 
 class LocalGroup(WorkerGroup):
@@ -104,13 +97,16 @@ class LocalGroup(WorkerGroup):
         self._error: WorkerDiedError | None = None
         """Error of an unresponsive worker. Its thread cannot be killed, so all later calls raise this error."""
 
-    async def _stack(self, rank: int) -> str:
+    async def stack(self, rank: int) -> str:
+        """See `WorkerGroup.stack`."""
         return self._hosts[rank].stack()
 
-    def _kill(self, rank: int, error: WorkerDiedError) -> None:
+    def terminate(self, rank: int, error: WorkerDiedError) -> None:
+        """See `WorkerGroup.terminate`."""
         self._error = error
 
-    def _begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+    def begin(self, rank: int, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
+        """See `WorkerGroup.begin`."""
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         # The caller's thread is idle while the worker computes.
@@ -131,7 +127,7 @@ def environment_of_all(specs: Sequence[GroupSpec], platform: Platform) -> dict[s
             if union.setdefault(name, value) != value:
                 raise UnsupportedError(
                     f"system_envs: {set_by[name]} sets {name}={union[name]} and {spec.role} sets {name}={value}, but"
-                    " with the local executor all roles share one process: set executor: ray, or use one value"
+                    " with the local executor all roles share one process: choose another executor, or use one value"
                 )
             set_by.setdefault(name, spec.role)
     for spec in specs:

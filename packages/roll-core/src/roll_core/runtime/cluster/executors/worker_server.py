@@ -1,10 +1,10 @@
-"""One worker behind serialized calls. Ray actors and processes of other interpreters serve it alike.
+"""One worker behind serialized calls, for executors whose workers run in processes of their own.
 
-    RayWorker ── Ray ──► RayHost                               ─┐
-    RayWorker ── Ray ──► RayIsolatedEnvHost ══ socket ══► main ─┴─► WorkerServer ─► WorkerHost ─► worker
+    executor ══ its own connection ══► WorkerServer ─► WorkerHost ─► worker
 
-The server serializes arguments and results, not Ray. Arrays therefore arrive writable, and a value that cannot be
-serialized raises an error that names its call.
+The server serializes arguments and results itself, with the executor's `Codec`. Arrays therefore arrive writable, and a
+value that cannot be serialized raises an error that names its call. Serialized results are `(True, result)` or
+`(False, failure)`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ import asyncio
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from roll_core.host import usable_cores
+from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
-from roll_core.runtime.cluster.executors.codecs import encode_failure, encode_outcome
 from roll_core.runtime.cluster.executors.host import WorkerHost
 
 if TYPE_CHECKING:
-    from roll_core.runtime.cluster.executors.codecs import Codec
+    from collections.abc import Awaitable, Callable
+
+
+class Codec(NamedTuple):
+    """Serializer. Both functions may raise any exception."""
+
+    dumps: Callable[[Any], bytes]
+    loads: Callable[[bytes], Any]
+
+
+WIRE = Codec(wire.dumps, wire.loads)
+"""For the values of the schema in `wire`."""
 
 
 class WorkerServer:
@@ -79,3 +90,39 @@ class WorkerServer:
     async def close(self, timeout_s: float) -> None:
         """Close the worker."""
         await self._host.close(timeout_s)
+
+
+async def encode_outcome(codec: Codec, call: Awaitable[Any]) -> bytes:
+    """Await a call and serialize its result or its failure."""
+    try:
+        return codec.dumps((True, await call))
+    except CallFailed as failed:
+        return encode_failure(codec, failed.failure)
+    except asyncio.CancelledError as error:
+        return encode_failure(codec, Failure.of(error))
+    except Exception as error:
+        summary = f"its result cannot be sent to another process: {error}"
+        return encode_failure(codec, replace(Failure.of(error), summary=summary))
+
+
+def encode_failure(codec: Codec, failure: Failure) -> bytes:
+    """Serialize the failure of a call. Includes the exception itself if it survives a round trip."""
+    try:
+        error = codec.dumps(failure.error)
+        codec.loads(error)
+    except Exception:  # any exception of a third-party pickling
+        error = b""
+    return codec.dumps((False, (error, failure.summary, failure.trace, failure.at)))
+
+
+def decode(codec: Codec, outcome: bytes) -> Any:
+    """Deserialize the result of a call. Raises `CallFailed`."""
+    succeeded, value = codec.loads(outcome)
+    if succeeded:
+        return value
+    encoded, summary, trace, at = value
+    try:
+        error = codec.loads(encoded) if encoded else None
+    except Exception:  # its class exists only in the worker's environment
+        error = None
+    raise CallFailed(Failure(error=error, summary=summary, trace=trace, at=at))

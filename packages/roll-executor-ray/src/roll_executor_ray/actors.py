@@ -1,0 +1,186 @@
+"""Ray actors: one for each worker, and one that holds the devices of a node.
+
+If a role has its own Python environment, its actors still run in the driver's, each in front of a worker process. So
+versions of Ray never conflict, and the worker's environment does not need Ray at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from dataclasses import dataclass, field
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import ray
+
+from roll_core.host import hostname, interface_of
+from roll_core.plugins.requirements import INSTALL_VARIABLE
+from roll_core.runtime.cluster.executors.calls import Failure
+from roll_core.runtime.cluster.executors.worker_main import prepare_process
+from roll_core.runtime.cluster.executors.worker_server import WorkerServer, encode_failure
+from roll_executor_ray.exit_causes import ProcessEndedError
+from roll_executor_ray.isolated_env_process import IsolatedEnvProcess
+from roll_executor_ray.python_environments.prepare import environment_of, install_command, prepare
+from roll_executor_ray.worker import PICKLED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from roll_executor_ray.python_environments.spec import EnvironmentSpec
+
+PORTS = range(20_000, 32_000)
+"""Below the usual ranges of ephemeral ports, so that no outgoing connection takes a chosen port."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of gloo for its network interface.
+
+Without it gloo resolves the host's own name, which is 127.0.1.1 on many hosts.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessInfo:
+    """Identity and address of a worker's process."""
+
+    host: str
+    pid: int
+    address: str
+    port: int
+    """A port that was free on its host at that time."""
+    interface: str = ""
+    """Network interface with this address; empty if the user sets one for gloo, or if none has the address."""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """Interpreter and package versions of its Python environment; empty if it uses the driver's environment."""
+
+
+class RayHost(WorkerServer):
+    """Actor with one worker."""
+
+    def __init__(self, role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str) -> None:
+        self._name = _prepare_actor(role, rank, env, level, crash_file)
+        super().__init__(role, rank, PICKLED)
+
+    def __repr__(self) -> str:
+        """Prefix that Ray puts in front of each line that the worker prints."""
+        return self._name
+
+    async def process_info(self) -> bytes:
+        """`ProcessInfo` of this process, pickled."""
+        return PICKLED.dumps((True, _info(hostname(), os.getpid())))
+
+    async def lifeline(self) -> None:
+        """Never returns. The pending call fails when this process exits, which notifies the caller."""
+        await asyncio.Event().wait()
+
+
+class RayIsolatedEnvHost:
+    """Actor in front of a worker under its own interpreter, with the methods of `RayHost` and `prepare`."""
+
+    def __init__(
+        self, role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str, spec: EnvironmentSpec
+    ) -> None:
+        self._name = _prepare_actor(role, rank, env, level)
+        self._role, self._given, self._spec = role, env, spec
+        settings = {"role": role, "rank": rank, "level": level, "crash_file": crash_file, "reported": spec.reported}
+        self._process = IsolatedEnvProcess(settings)
+        self._python: Path
+
+    def __repr__(self) -> str:
+        """Prefix that Ray puts in front of each line that the process prints."""
+        return self._name
+
+    async def prepare(self) -> bytes:
+        """Find or install the environment on this host; may take minutes. Returns the pickled outcome."""
+        try:
+            self._python = await asyncio.to_thread(prepare, self._spec, f"{self._role} on {hostname()}")
+        except Exception as error:
+            return encode_failure(PICKLED, Failure.of(error))
+        return PICKLED.dumps((True, None))
+
+    async def process_info(self) -> bytes:
+        """Start the process. Returns its `ProcessInfo`, pickled."""
+        given = {name: value for name, value in self._given.items() if name != "PATH"}  # has the environment's folder
+        env = environment_of(self._python, os.environ) | given
+        env[INSTALL_VARIABLE] = install_command(self._python, ())
+        try:
+            facts = await self._process.start(self._python, env)
+        except Exception as error:
+            return encode_failure(PICKLED, Failure.of(error))
+        return PICKLED.dumps((True, _info(facts["host"], facts["pid"], facts["fingerprint"])))
+
+    async def lifeline(self) -> None:
+        """Never returns. Raises when the process exits; Ray raises when this actor exits."""
+        raise ProcessEndedError(await self._process.ended())
+
+    async def construct(self, payload: bytes) -> bytes:
+        """See `WorkerServer.construct`."""
+        outcome: bytes = await self._process.request("construct", payload)
+        return outcome
+
+    async def call(self, number: int, method: str, payload: bytes) -> bytes:
+        """See `WorkerServer.call`."""
+        outcome: bytes = await self._process.request("call", number, method, payload)
+        return outcome
+
+    async def cancel(self, number: int) -> None:
+        """See `WorkerServer.cancel`."""
+        with contextlib.suppress(ProcessEndedError):
+            await self._process.request("cancel", number)
+
+    async def stack(self) -> str:
+        """See `WorkerServer.stack`."""
+        stack: str = await self._process.request("stack")
+        return stack
+
+    async def close(self, timeout_s: float) -> None:
+        """Close the worker and end its process."""
+        await self._process.close(timeout_s)
+
+
+class SlotHolder:
+    """Actor that reserves a node's devices, so that roles can share them, and knows their ids."""
+
+    def device_ids(self, resource: str) -> list[str]:
+        """Ids of the devices on the node, by local slot index."""
+        held: Mapping[str, Sequence[str]] = ray.get_runtime_context().get_accelerator_ids()
+        return [str(device) for device in held.get(resource, ())]
+
+
+def _prepare_actor(role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str = "") -> str:
+    """Set up an actor's process. Returns its name in the log."""
+    os.environ.update(env)
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)  # Ctrl-C in the terminal goes only to the driver, which then ends its workers in order
+    name = f"{role}[{rank}]"
+    prepare_process(name, level, crash_file)
+    return name
+
+
+def _info(host: str, pid: int, fingerprint: Mapping[str, str] = MappingProxyType({})) -> ProcessInfo:
+    address = ray.util.get_node_ip_address()
+    interface = "" if GLOO_INTERFACE in os.environ else interface_of(address)
+    return ProcessInfo(
+        host=host, pid=pid, address=address, port=_free_port(), interface=interface, fingerprint=dict(fingerprint)
+    )
+
+
+def _free_port() -> int:
+    """A free port of this host, reserved until this process ends. Raises `OSError` if 100 random ports are in use.
+
+    The reserving socket is bound but does not listen: torch's stores, which set SO_REUSEADDR, can bind the same port,
+    and no other worker of this host gets it.
+    """
+    for port in Random().sample(PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.detach()  # stays open
+            return port
+    raise OSError(f"none of 100 random ports between {PORTS.start} and {PORTS.stop} is free")

@@ -1,0 +1,72 @@
+"""A Ray that does not come up in time, as on a host that is busy."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import PlacementError
+from roll_executor_ray.instance import START_ATTEMPTS, RayInstance
+from roll_testing.errors import raises_error
+
+SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+class ReluctantRay:
+    """Leaves a daemon behind each time that it does not come up."""
+
+    def __init__(self, *failures):
+        self.failures, self.daemons = list(failures), []
+
+    def init(self, **_):
+        self.daemons.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+@pytest.fixture
+def begin(monkeypatch):
+    begun = []
+
+    def begin(*failures):
+        reluctant, instance = ReluctantRay(*failures), RayInstance(CpuPlatform())
+        begun.append((reluctant, instance))
+        monkeypatch.setattr(ray, "init", reluctant.init)
+        instance.open()
+        return reluctant
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have left open here
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    begin.begun = begun
+    yield begin
+    for reluctant, instance in begun:
+        instance.close()
+        for each in reluctant.daemons:
+            each.kill()
+            each.wait()
+
+
+def test_it_is_started_again_and_what_did_not_come_up_is_ended(begin, caplog):
+    reluctant = begin(Exception(SLOW))
+    first, second = reluctant.daemons
+    assert first.wait(30) == -signal.SIGKILL
+    assert second.poll() is None
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
+def test_one_that_never_comes_up_is_an_error(begin):
+    with raises_error(PlacementError):
+        begin(*[Exception(SLOW)] * (START_ATTEMPTS + 1))
+    [(reluctant, _)] = begin.begun
+    assert len(reluctant.daemons) == START_ATTEMPTS
+
+
+def test_what_is_wrong_for_another_reason_is_not_tried_again(begin):
+    with pytest.raises(PlacementError, match="no room"):
+        begin(ValueError("no room for the object store"))
+    [(reluctant, _)] = begin.begun
+    assert len(reluctant.daemons) == 1
