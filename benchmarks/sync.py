@@ -27,27 +27,29 @@ from common import write_result
 from sync_ends import LEAVES, MODEL
 from sync_limits import Limits
 
+from roll_core.builtin import plugin as core
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.builtin.plugin import roll_weight_transports
-from roll_core.runtime.cluster.executors import make_executor
-from roll_core.runtime.cluster.executors.base import GroupSpec, Place
+from roll_core.runtime.cluster.executors.base import GroupSpec, Place, WorkerCall
+from roll_core.runtime.cluster.executors.local import LocalExecutor
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.transport import Route
+from roll_executor_ray.executor import RayExecutor
 from roll_infer_hf.plugin import roll_infer_strategies
 from roll_strategy_hf.plugin import roll_train_strategies
+from roll_weight_transports.plugin import roll_weight_transports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from roll_core.runtime.cluster.executors.base import WorkerGroup
+    from roll_core.runtime.cluster.executors.base import Executor, WorkerGroup
 
 LIMIT = {"shm": "memcpy", "collective": "loopback", "disk": "file"}
 """Of one copy of the weights; `shm` makes two, side by side."""
 SHM_TARGET, PROOF_TARGET = 0.5, 0.05
-TRANSPORTS = {each.name: each for each in roll_weight_transports()}
+TRANSPORTS = {each.name: each for each in (*core.roll_weight_transports(), *roll_weight_transports())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +78,12 @@ class Arrangement:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[tuple[WorkerGroup, WorkerGroup]]:
         """Both roles, ready."""
-        kind = "local" if self.transports == ("shared",) else "ray"
-        async with make_executor(kind, CpuPlatform(), slots_per_node=2) as executor:
+        kind: type[Executor] = LocalExecutor if self.transports == ("shared",) else RayExecutor
+        async with kind(CpuPlatform(), 2) as executor:
             groups = await executor.start(self.specs())
             found = groups["actor_train"], groups["actor_infer"]
             for group in found if self.ends == "Real" else ():
-                await group.call("start")
+                await WorkerCall(group, "start").all()
             yield found
 
 
@@ -89,6 +91,7 @@ def real_arguments(dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of workers around the real strategies. The trainer has no optimizer, which has no part in a sync."""
     both = {
         "strategy_config": {},
+        "owner": "benchmarks",
         "model": ModelSpec(random_init=MODEL, dtype=dtype),
         "backend": "gloo",
         "timeout_s": 600.0,
@@ -130,12 +133,12 @@ async def measure_shared(
     reports = []
     for number in range(rounds):
         if arrangement.ends == "NamedTensors":
-            await train.call("step")
+            await WorkerCall(train, "step").all()
         reports.append(await publisher.publish(number + 1 if arrangement.ends == "NamedTensors" else 0))
     same = True
     if arrangement.ends == "NamedTensors":
-        (live,) = await train.call("pointers")
-        same = all(held == live for held in await infer.call("pointers"))
+        (live,) = await WorkerCall(train, "pointers").all()
+        same = all(held == live for held in await WorkerCall(infer, "pointers").all())
     share = [report.proof_s / report.seconds for report in reports]
     return {
         "weight_bytes": cold.weight_bytes,
@@ -161,13 +164,13 @@ async def measure_copying(
     for number in range(rounds):
         limits.measure(*{"memcpy", limit})
         for mode in modes[number % 3 :] + modes[: number % 3]:
-            await asyncio.gather(train.call("digests", mode), infer.call("digests", mode))
+            await asyncio.gather(WorkerCall(train, "digests").all(mode), WorkerCall(infer, "digests").all(mode))
             begun = await _cpu_s(train, infer)
             report = await publisher.publish(0)
             cpu[mode].append(await _cpu_s(train, infer) - begun)
             seconds[mode].append(report.seconds)
-    await train.call("digests", "fused")
-    await infer.call("digests", "fused")
+    await WorkerCall(train, "digests").all("fused")
+    await WorkerCall(infer, "digests").all("fused")
     reached = limits.take()
     of_clock = {mode: _middle(each) for mode, each in seconds.items()}
     bandwidth = {which: report.weight_bytes / each for which, each in of_clock["fused"].items()}
@@ -190,7 +193,7 @@ async def measure_copying(
 
 
 async def _cpu_s(*groups: WorkerGroup) -> float:
-    return sum([each for group in groups for each in await group.call("cpu_s")])
+    return sum([each for group in groups for each in await WorkerCall(group, "cpu_s").all()])
 
 
 def _middle(found: list[float]) -> dict[str, float]:

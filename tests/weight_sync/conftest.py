@@ -10,6 +10,7 @@ sys.path.append(str(Path(__file__).parents[1] / "third_party" / "roll-acme" / "s
 
 from sync_workers import InferWorker, ProcessGroup, TrainWorker, record_of
 
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.spec.transport import Route
@@ -38,10 +39,10 @@ class Duo:
 
     async def fault(self, fault, *ranks):
         for rank in ranks or range(self.infer.world_size):
-            await self.infer.call_rank(rank, "set_fault", fault)
+            await WorkerCall(self.infer, "set_fault").at(rank, fault)
 
     async def step(self, learning_rate=0.125):
-        await self.train.call("step", learning_rate)
+        await WorkerCall(self.train, "step").all(learning_rate)
 
     async def close(self):
         await self._close()
@@ -76,8 +77,8 @@ class Processes:
             self.close()
             self.groups = (ProcessGroup("actor_train", "train", 1), ProcessGroup("actor_infer", "generate", 2))
         for group in self.groups:
-            await group.call("close")
-            await group.call("begin")
+            await WorkerCall(group, "close").all()
+            await WorkerCall(group, "begin").all()
         return Duo(transport, *self.groups, lambda: asyncio.sleep(0), directory)
 
     def close(self):

@@ -27,6 +27,18 @@ from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
 from roll_core.weights import device_memory
 
+WEIGHTS = "roll_core.runtime.weights"
+IMPORTS = (
+    f"{WEIGHTS}.transports.collective",
+    f"{WEIGHTS}.transports.store",
+    f"{WEIGHTS}.sender",
+    f"{WEIGHTS}.receiver",
+    "roll_core.runtime.cluster.executors.calls",
+    "roll_core.weights.device_memory",
+    "roll_testing.publishing",
+)
+"""What a process imports before its first call: once for all of them."""
+
 
 def record_of(transport: str) -> WeightTransportProvider:
     """A weight transport that comes with roll-core, or Acme's, whose plugin is not installed here."""
@@ -300,8 +312,7 @@ class ProcessGroup(WorkerGroup):
         self.unanswered = 0
         places = tuple(Place(rank=rank, world_size=world_size) for rank in range(world_size))
         context = multiprocessing.get_context("forkserver")
-        transports = "roll_core.runtime.weights.transports"
-        context.set_forkserver_preload(["torch", f"{transports}.collective", f"{transports}.store"])
+        context.set_forkserver_preload(["torch", *IMPORTS])
         self.processes, self.connections = [], []
         for place in places:
             ours, theirs = context.Pipe()
@@ -317,7 +328,7 @@ class ProcessGroup(WorkerGroup):
         spec = GroupSpec(role=role, kind=kind, target="sync_workers", places=places, timeout_s=60.0)
         super().__init__(spec, members)
 
-    def _begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
+    def begin(self, rank: int, method: str, arguments: Any) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 

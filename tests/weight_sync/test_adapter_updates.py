@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
 from roll_core.spec.weights import make_manifest
-from roll_modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
 from roll_modeling.buckets import Incoming
-from roll_modeling.comparing import entries
+from roll_modeling.comparing import compare_adapter, entries, refuse_adapter
+from roll_modeling.engine_weights import collected, write_adapter
 from roll_testing.errors import raises_error
 
 RANK = 2

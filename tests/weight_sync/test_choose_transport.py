@@ -29,7 +29,7 @@ def paper(**changes):
 
 def registry_with(*records):
     acme = Plugin(package="roll-acme", version="1", entry_point="acme", target="", state="loaded", providers=records)
-    return Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), acme])
+    return Registry([*load_plugins(environ={"ROLL_PLUGINS": "roll-weight-transports"}), acme])
 
 
 REGISTRY = registry_with()

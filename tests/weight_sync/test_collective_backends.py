@@ -15,10 +15,9 @@ import torch.distributed as dist
 from sync_workers import ProcessGroup, record_of, same_values
 
 from roll_core.errors import CorruptTensorError, UnsupportedError, WorkerDiedError
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
-from roll_core.runtime.weights.transports import collective as groups
-from roll_core.runtime.weights.transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
 from roll_core.spec.transport import (
     Deadline,
     DeviceFacts,
@@ -32,6 +31,8 @@ from roll_core.spec.transport import (
 )
 from roll_core.spec.weights import make_manifest
 from roll_testing.errors import raises_error
+from roll_weight_transports import collective as groups
+from roll_weight_transports.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
 
 
 def facts(role, *workers, follower=None):
@@ -270,25 +271,25 @@ def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
 
     async def scenario():
         for group in (train, infer):
-            await group.call("use_stand_in")
+            await WorkerCall(group, "use_stand_in").all()
         route = Route(options={"backend": "stand_in"})
         plan = SyncPlan(transport=record_of("collective"), route=route, bucket_bytes=64 << 10, deadline_s=20)
         publisher = WeightBroadcaster(train, infer, plan)
         await publisher.self_test()
         for version in range(2):
             await publisher.publish(version)
-            (sent,) = await train.call("values")
-            for held in await infer.call("values"):
+            (sent,) = await WorkerCall(train, "values").all()
+            for held in await WorkerCall(infer, "values").all():
                 assert all(same_values(held[name], sent[name]) for name in sent)
-            await train.call("step", 0.125)
-        await infer.call_rank(1, "set_fault", "flip:embed")
+            await WorkerCall(train, "step").all(0.125)
+        await WorkerCall(infer, "set_fault").at(1, "flip:embed")
         with raises_error(CorruptTensorError, "actor_infer rank 1"):
             await publisher.publish(2)
-        await train.call("step", 0.125)
-        await infer.call_rank(1, "set_fault", "die:left")
+        await WorkerCall(train, "step").all(0.125)
+        await WorkerCall(infer, "set_fault").at(1, "die:left")
         with raises_error(WorkerDiedError, "actor_infer rank 1"):
             await publisher.publish(3)
-        await train.call("values", deadline_s=10)  # the sender is free again
+        await WorkerCall(train, "values", 10).all()  # the sender is free again
 
     try:
         asyncio.run(scenario())

@@ -1,9 +1,9 @@
 import torch
 
-from roll_core.runtime.weights.transports import collective
-from roll_core.runtime.weights.transports.collective import BroadcastGroup
 from roll_core.spec.transport import Deadline, SenderSetup
 from roll_core.spec.weights import make_manifest
+from roll_weight_transports import collective
+from roll_weight_transports.collective import BroadcastGroup
 
 
 class Work:

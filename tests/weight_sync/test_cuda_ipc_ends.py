@@ -6,11 +6,11 @@ import torch
 from sync_workers import HostMemory
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.runtime.weights.transports import cuda_ipc
 from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
 from roll_core.weights import device_memory
 from roll_testing.errors import raises_error
+from roll_weight_transports import cuda_ipc
 
 BUCKET = 16 << 10
 

@@ -9,10 +9,10 @@ import torch
 
 from roll_core.errors import WeightSyncError
 from roll_core.host import hostname
-from roll_core.runtime.weights.transports import disk
 from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
 from roll_testing.errors import raises_error
+from roll_weight_transports import disk
 
 TENSORS = {
     "a": torch.randn(300, 20),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sync_workers import HostMemory, ProcessGroup
 
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.spec.model import MeshInfo
 from roll_core.weights import device_memory
 from roll_core.weights.device_memory import slot_devices
@@ -93,14 +94,14 @@ def test_the_engine_s_process_reads_the_memory_of_its_device_bucket_after_bucket
     async def scenario():
         writer, found = BucketWriter(256, ("cpu",)), {}
         trial = writer.trial(tensors[0][1])
-        writer.check_trial([await engine.call_rank(0, "opening_failure", trial.plain())])
+        writer.check_trial([await WorkerCall(engine, "opening_failure").at(0, trial.plain())])
         assert writer.trial(tensors[0][1]) is None  # once is enough
         incoming = iter(tensors)
         following = next(incoming)
         while following is not None:
             bucket, following = writer.fill(incoming, following)
             assert list(bucket.handles) == ["the one device"]
-            found |= await engine.call_rank(0, "read_bucket", bucket.plain())
+            found |= await WorkerCall(engine, "read_bucket").at(0, bucket.plain())
         writer.release()
         assert writer._memory is None
         return found
@@ -119,12 +120,12 @@ def test_a_process_that_cannot_read_its_device_gets_buckets_by_the_host(engine, 
     caplog.set_level(logging.WARNING)
 
     async def scenario():
-        await engine.call("use_device", *device)
+        await WorkerCall(engine, "use_device").all(*device)
         writer = BucketWriter(256, ("cpu",))
         trial = writer.trial(torch.ones(1))
-        writer.check_trial([await engine.call_rank(0, "opening_failure", trial.plain())])
+        writer.check_trial([await WorkerCall(engine, "opening_failure").at(0, trial.plain())])
         bucket, _ = writer.fill(iter(()), ("a", torch.arange(3.0)))
-        found = await engine.call_rank(0, "read_bucket", bucket.plain())
+        found = await WorkerCall(engine, "read_bucket").at(0, bucket.plain())
         writer.close()
         return bucket, found
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sync_workers import record_of
 
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.spec.transport import Route
@@ -207,11 +208,11 @@ def publisher(duo, transport, bucket_bytes=64 << 10):
 @pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective", "disk"])
 def test_receipts_are_of_the_eight_bits(with_duo, transport):
     async def scenario(duo):
-        await duo.train.call("set_fault", "in_layers")
+        await WorkerCall(duo.train, "set_fault").all("in_layers")
         report = await publisher(duo, transport).publish(0)
         assert (report.weight_bytes, report.num_tensors) == (MATRIX_BYTES + OTHER_BYTES, 9 + 6)
-        (sent,) = await duo.train.call("values")
-        for held in await duo.infer.call("values"):
+        (sent,) = await WorkerCall(duo.train, "values").all()
+        for held in await WorkerCall(duo.infer, "values").all():
             values, scales = quantised(sent["left"])
             assert held["layers.0.left.weight"] == values
             assert held["layers.0.left.weight_scale"] == [[each] for each in scales]
@@ -222,7 +223,7 @@ def test_receipts_are_of_the_eight_bits(with_duo, transport):
 
 def test_an_engine_with_another_scale_fails_its_receipt(with_duo):
     async def scenario(duo):
-        await duo.train.call("set_fault", "in_layers")
+        await WorkerCall(duo.train, "set_fault").all("in_layers")
         await duo.fault("flip:layers.0.left.weight_scale", 1)
         with raises_error(CorruptTensorError, "rank 1", "layers.0.left.weight_scale", "F32", "[64, 1]"):
             await publisher(duo, "shm").publish(0)
@@ -234,13 +235,13 @@ def test_buckets_do_not_change_what_is_sent(with_duo):
     """A manifest is that of the tensors one by one, whatever the size of buckets."""
 
     async def scenario(duo):
-        await duo.train.call("set_fault", "in_layers")
+        await WorkerCall(duo.train, "set_fault").all("in_layers")
         found = []
         for bucket_bytes in (1 << 10, 1 << 20):
             one = publisher(duo, "shm", bucket_bytes)
             await one.publish(0)
             found.append(one._previous)
-        return found, (await duo.train.call("values"))[0]
+        return found, (await WorkerCall(duo.train, "values").all())[0]
 
     (small, large), sent = with_duo("shm", scenario)
     assert small == large
@@ -252,14 +253,14 @@ def test_buckets_do_not_change_what_is_sent(with_duo):
 @pytest.mark.parametrize("transport", ["shared", "shm"])
 def test_a_publish_of_what_is_not_finite_fails_and_the_next_one_works(with_duo, transport):
     async def scenario(duo):
-        await duo.train.call("set_fault", "in_layers")
+        await WorkerCall(duo.train, "set_fault").all("in_layers")
         one = publisher(duo, transport)
         await one.publish(0)
         await duo.step(math.inf)
         with raises_error(NonFiniteWeightError, "layers.0.embed.weight"):
             await one.publish(1)
-        await duo.train.call("begin")
-        await duo.train.call("set_fault", "in_layers")
+        await WorkerCall(duo.train, "begin").all()
+        await WorkerCall(duo.train, "set_fault").all("in_layers")
         await duo.step()
         await one.publish(2)
 

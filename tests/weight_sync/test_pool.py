@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.weights.transports.cuda_ipc import IpcMemory
-from roll_core.runtime.weights.transports.pool import Regions, aligned
-from roll_core.runtime.weights.transports.shm import AnonymousMemory
+from roll_weight_transports.cuda_ipc import IpcMemory
+from roll_weight_transports.pool import Regions, aligned
+from roll_weight_transports.shm import AnonymousMemory
 
 KINDS = pytest.mark.parametrize("kind", [AnonymousMemory, IpcMemory])
 

@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from roll_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_testing.errors import raises_error
 
 COPYING = ["shm", "cuda_ipc", "collective", "disk", "acme_tcp"]
@@ -31,8 +33,8 @@ def test_every_receiver_holds_what_the_trainer_has_publish_after_publish(with_du
     async def scenario(duo):
         for version in range(3):
             report = await duo.publisher.publish(version)
-            (sent,) = await duo.train.call("values")
-            for held in await duo.infer.call("values"):
+            (sent,) = await WorkerCall(duo.train, "values").all()
+            for held in await WorkerCall(duo.infer, "values").all():
                 assert held.keys() == sent.keys()
                 assert all(same_values(held[name], sent[name]) for name in sent)
             await duo.step()
@@ -50,8 +52,8 @@ def test_shared_hands_over_the_very_memory(with_duo):
     async def scenario(duo):
         await duo.publisher.publish(0)
         await duo.step()
-        (trained,) = await duo.train.call("values")
-        (held,) = await duo.infer.call("values")
+        (trained,) = await WorkerCall(duo.train, "values").all()
+        (held,) = await WorkerCall(duo.infer, "values").all()
         assert all(same_values(held[name], trained[name]) for name in trained)
 
     with_duo("shared", scenario, receivers=1)
@@ -62,8 +64,8 @@ def test_an_engine_that_copies_what_is_shared_answers_with_digests(with_duo):
         await duo.fault("clone", 0)
         await duo.publisher.publish(0)
         await duo.step()
-        (trained,) = await duo.train.call("values")
-        copied, live = await duo.infer.call("values")
+        (trained,) = await WorkerCall(duo.train, "values").all()
+        copied, live = await WorkerCall(duo.infer, "values").all()
         assert copied["embed"] != trained["embed"] == live["embed"]
         await duo.publisher.publish(1)
         await duo.step()
@@ -157,7 +159,7 @@ def test_steps_without_gradient_may_change_nothing_but_a_later_one_may_not(with_
 @EVERYWHERE
 def test_an_export_of_a_stale_copy_is_noticed(with_duo, transport):
     async def scenario(duo):
-        await duo.train.call("set_fault", "stale")
+        await WorkerCall(duo.train, "set_fault").all("stale")
         await duo.publisher.publish(0)
         await duo.step()
         with raises_error(WeightsUnchangedError, "actor_train rank 0", "version 1", "embed"):
@@ -171,10 +173,10 @@ def test_an_export_that_loses_a_tensor_is_named(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(0)
         await duo.step()
-        await duo.train.call("set_fault", "skip:bias")
+        await WorkerCall(duo.train, "set_fault").all("skip:bias")
         with raises_error(MissingTensorError, "actor_train rank 0"):
             await duo.publisher.publish(1)
-        await duo.train.call("set_fault", "")
+        await WorkerCall(duo.train, "set_fault").all("")
         await duo.publisher.publish(1)
 
     with_duo(transport, scenario)
@@ -217,7 +219,22 @@ def test_a_killed_receiver_is_the_error_not_its_echo(with_duo, transport, tensor
         with raises_error(WorkerDiedError, "actor_infer rank 1"):
             await duo.publisher.publish(1)
         assert time.monotonic() - begun < 15
-        await duo.train.call("values", deadline_s=10)  # the sender is free again
+        await WorkerCall(duo.train, "values", 10).all()  # the sender is free again
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_a_receiver_that_exits_before_it_connects_frees_the_sender(with_duo, transport):
+    async def scenario(duo):
+        duo.deadline(60.0)
+        os.kill(duo.infer.members[1].pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with raises_error(WorkerDiedError, "actor_infer rank 1"):
+            await duo.publisher.publish(0)
+        await WorkerCall(duo.train, "values", 10).all()
+        await WorkerCall(duo.infer, "values", 10).at(0)
+        assert time.monotonic() - begun < 15
 
     with_duo(transport, scenario)
 
@@ -227,10 +244,10 @@ def test_a_killed_sender_is_the_error_and_frees_the_receivers(with_duo, transpor
     async def scenario(duo):
         await duo.publisher.publish(0)
         await duo.step()
-        await duo.train.call("set_fault", "die:left")
+        await WorkerCall(duo.train, "set_fault").all("die:left")
         with raises_error(WorkerDiedError, "actor_train rank 0"):
             await duo.publisher.publish(1)
-        await duo.infer.call("values", deadline_s=10)
+        await WorkerCall(duo.infer, "values", 10).all()
 
     with_duo(transport, scenario)
 
@@ -250,8 +267,8 @@ def test_weights_travel_in_the_dtype_of_the_receiver(with_duo, transport):
     async def scenario(duo):
         duo.publisher.plan = replace(duo.publisher.plan, dtype="BF16")
         await duo.publisher.publish(0)
-        (sent,) = await duo.train.call("values")
-        (held, _) = await duo.infer.call("values")
+        (sent,) = await WorkerCall(duo.train, "values").all()
+        (held, _) = await WorkerCall(duo.infer, "values").all()
         assert held["scalar"] == sent["scalar"] == 2.5
         assert held["bias"] != sent["bias"]
         assert held["bias"] == pytest.approx(sent["bias"], rel=2**-8)
@@ -269,7 +286,7 @@ def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault, tra
         await duo.publisher.publish(0)
         duo.deadline(1.0 if fault else 20)
         if fault.startswith("die"):
-            await duo.train.call("set_fault", fault)
+            await WorkerCall(duo.train, "set_fault").all(fault)
         else:
             await duo.fault(fault)
         try:
@@ -299,14 +316,14 @@ def test_nothing_is_left_on_the_disk_whoever_fails(with_duo, tmp_path, monkeypat
         assert len(list(Path(duo.directory).iterdir())) == 1  # open, for the next publish
         duo.deadline(1.0 if fault else 20)
         await duo.step()
-        await (duo.train.call("set_fault", fault) if fault.startswith("die") else duo.fault(fault))
+        await (WorkerCall(duo.train, "set_fault").all(fault) if fault.startswith("die") else duo.fault(fault))
         try:
             await duo.publisher.publish(1)
         except (WorkerDiedError, WorkerError, WeightSyncError):
             assert fault
         else:
             assert not fault
-            await duo.train.call("close")
+            await WorkerCall(duo.train, "close").all()
         return Path(duo.directory)
 
     assert list(with_duo("disk", scenario).iterdir()) == []

@@ -8,12 +8,14 @@ from sync_workers import ProcessGroup, Trainer, record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.weights.sender import WeightSender
-from roll_core.runtime.weights.transports.cuda_ipc import CudaIpcTransport, sources_of
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
+from roll_core.types import DataRank
 from roll_testing.errors import raises_error
+from roll_weight_transports.cuda_ipc import CudaIpcTransport, sources_of
 
 
 def with_groups(num_train, num_infer, scenario):
@@ -33,9 +35,9 @@ def publisher_between(train, infer, sources):
 
 def test_each_engine_is_fed_from_its_own_device():
     async def scenario(train, infer):
-        await train.call_each("use_device", [("GPU-a",), ("GPU-b",), ("GPU-c",)])
-        await infer.call_each("use_device", [("GPU-c",), ("GPU-a",)])
-        devices = [await group.call("device_facts") for group in (train, infer)]
+        await WorkerCall(train, "use_device").each([("GPU-a",), ("GPU-b",), ("GPU-c",)])
+        await WorkerCall(infer, "use_device").each([("GPU-c",), ("GPU-a",)])
+        devices = [await WorkerCall(group, "device_facts").all() for group in (train, infer)]
         assert devices[0][1] == DeviceFacts(device="cpu", uuid="GPU-b", backend="gloo")
         sides = [role_facts(group, ("cuda_ipc",), each) for group, each in zip((train, infer), devices, strict=True)]
         assert CudaIpcTransport().available(*sides) is None
@@ -45,11 +47,11 @@ def test_each_engine_is_fed_from_its_own_device():
         await publisher.self_test()
         for version in range(2):
             report = await publisher.publish(version)
-            sent = (await train.call("values"))[0]
-            for held in await infer.call("values"):
+            sent = (await WorkerCall(train, "values").all())[0]
+            for held in await WorkerCall(infer, "values").all():
                 assert held.keys() == sent.keys()
                 assert all(same_values(held[name], sent[name]) for name in sent)
-            await train.call("step", 0.125)
+            await WorkerCall(train, "step").all(0.125)
         return report
 
     report = with_groups(3, 2, scenario)
@@ -58,7 +60,7 @@ def test_each_engine_is_fed_from_its_own_device():
 
 def test_replicas_of_the_trainer_that_have_diverged_are_found():
     async def scenario(train, infer):
-        await train.call_rank(1, "step", 0.125)
+        await WorkerCall(train, "step").at(1, 0.125)
         with raises_error(CorruptTensorError, "ranks 0", "1", "actor_train"):
             await publisher_between(train, infer, (0, 1)).publish(0)
 
@@ -70,19 +72,19 @@ def test_who_dies_is_named_and_the_others_are_free_again(victim):
     async def scenario(train, infer):
         publisher = publisher_between(train, infer, (0, 1))
         await publisher.publish(0)
-        await train.call("step", 0.125)
+        await WorkerCall(train, "step").all(0.125)
         group, others = (infer, train) if victim == "engine" else (train, infer)
-        await group.call_rank(1, "set_fault", "die:left")
+        await WorkerCall(group, "set_fault").at(1, "die:left")
         with raises_error(WorkerDiedError, group.role, "rank 1"):
             await publisher.publish(1)
-        await others.call("values", deadline_s=10)
+        await WorkerCall(others, "values", 10).all()
 
     with_groups(2, 2, scenario)
 
 
 def test_a_self_test_says_why_memory_cannot_be_shared_and_leaves_the_workers_free():
     async def scenario(train, infer):
-        await infer.call_rank(1, "use_device", "the one device", "peer access is not supported")
+        await WorkerCall(infer, "use_device").at(1, "the one device", "peer access is not supported")
         with raises_error(WeightSyncError, "actor_infer rank 1", "access"):
             await publisher_between(train, infer, (0, 0)).self_test()
         publisher = WeightBroadcaster(train, infer, SyncPlan(transport=record_of("shm"), deadline_s=20))
@@ -156,3 +158,37 @@ def test_a_sender_that_gives_up_ends_its_export_because_other_ranks_are_in_it(mo
     exported.clear()
     assert sender.send(plan).manifest is None
     assert exported == ["hung up", *strategy.tensors]
+
+
+def test_after_a_failed_send_every_rank_takes_part_in_the_same_exports(monkeypatch):
+    exports = {0: 0, 1: 0}
+
+    class Exporting(Trainer):
+        def __init__(self, rank):
+            super().__init__()
+            self.data_rank = DataRank(leader=rank == 0)
+            self.rank = rank
+
+        def export_weights(self):
+            exports[self.rank] += 1
+            yield from super().export_weights()
+
+    class End:
+        address = "nowhere"
+
+        def send(self, manifest, tensors, deadline):
+            raise ReceiversLostError("left", disconnected=(0,))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(load_transport(record_of("shm")), "sender", lambda setup: End())
+    senders = [WeightSender(Exporting(rank), role="actor_train", rank=rank) for rank in exports]
+    plan = SyncPlan(version=1, transport=record_of("shm"), num_receivers=1, sender_hosts=("127.0.0.1",) * 2)
+    for attempt in range(2):
+        handles = [sender.prepare(plan) for sender in senders]
+        assert [handle is None for handle in handles] == [False, True]
+        assert exports == {0: attempt + 1, 1: attempt + 1}
+        outcome, nothing = [sender.send(plan) for sender in senders]
+        assert (outcome.disconnected, nothing) == ((0,), None)
+        assert exports == {0: attempt + 2, 1: attempt + 2}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_core.runtime.weights.transports import pool, shm
 from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
 from roll_testing.errors import raises_error
+from roll_weight_transports import pool, shm
 
 TENSORS = {"a": torch.randn(300, 20), "b": torch.randn(4000).bfloat16(), "c": torch.tensor(3)}
 BUCKET = 16 << 10

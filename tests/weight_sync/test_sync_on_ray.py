@@ -7,10 +7,10 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.config.weight_transports import choose_transport
 from roll_core.errors import CorruptTensorError, WorkerDiedError
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.cluster.executors import make_executor
-from roll_core.runtime.cluster.executors.base import GroupSpec, Place
+from roll_core.runtime.cluster.executors.base import GroupSpec, Place, WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
+from roll_executor_ray.executor import RayExecutor
 from roll_testing.errors import raises_error
 
 
@@ -30,7 +30,7 @@ def test_publishes_between_ray_workers():
                 ("actor_infer", "generate", "InferWorker", 2),
             )
         ]
-        async with make_executor("ray", CpuPlatform(), slots_per_node=2) as executor:
+        async with RayExecutor(CpuPlatform(), 2) as executor:
             groups = await executor.start(specs)
             train, infer = groups["actor_train"], groups["actor_infer"]
             for declared in (("shared", "shm", "collective"), ("collective",)):
@@ -40,18 +40,18 @@ def test_publishes_between_ray_workers():
                 publisher = WeightBroadcaster(
                     train, infer, SyncPlan(transport=transport, bucket_bytes=64 << 10, deadline_s=20)
                 )
-                await train.call("begin")
-                await infer.call("begin")
+                await WorkerCall(train, "begin").all()
+                await WorkerCall(infer, "begin").all()
                 await publisher.publish(0)
-                await train.call("step", 0.5)
+                await WorkerCall(train, "step").all(0.5)
                 await publisher.publish(1)
-                (sent,) = await train.call("values")
-                for held in await infer.call("values"):
+                (sent,) = await WorkerCall(train, "values").all()
+                for held in await WorkerCall(infer, "values").all():
                     assert all(same_values(held[name], sent[name]) for name in sent)
-                await infer.call_rank(1, "set_fault", "flip:half")
+                await WorkerCall(infer, "set_fault").at(1, "flip:half")
                 with raises_error(CorruptTensorError, "actor_infer rank 1", "half"):
                     await publisher.publish(1)
-            await infer.call_rank(0, "set_fault", "die:left")
+            await WorkerCall(infer, "set_fault").at(0, "die:left")
             with raises_error(WorkerDiedError, "actor_infer rank 0"):
                 await publisher.publish(1)
 

@@ -11,6 +11,7 @@ from sync_workers import ProcessGroup, record_of, same_values
 from roll_core.errors import WorkerDiedError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.run import weight_sync as controller
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
@@ -19,7 +20,7 @@ ALL = ("cuda_ipc", "shm", "collective")
 ACME = Plugin(
     package="roll-acme", version="1", entry_point="a", target="", state="loaded", providers=(record_of("acme_tcp"),)
 )
-REGISTRY = Registry([*load_plugins(environ={"ROLL_PLUGINS": ""}), ACME])
+REGISTRY = Registry([*load_plugins(environ={"ROLL_PLUGINS": "roll-weight-transports"}), ACME])
 
 
 @pytest.fixture
@@ -54,25 +55,24 @@ def way(groups, monkeypatch):
         )
         active = SimpleNamespace(
             engine=lambda name: engine,
-            train_role=lambda name: SimpleNamespace(group=train),
+            train_role=lambda name: SimpleNamespace(group=train, capabilities=abilities["actor_train"]),
             config=config,
             busy_roles=(),
         )
         kept = SimpleNamespace(weight_transport=lambda source, target, transport: record.update({target: transport}))
-        executor = SimpleNamespace(shares_memory=False)
         roles = [SimpleNamespace(name="actor_infer")]
-        found = controller.WeightSyncController(active, roles, REGISTRY, executor, kept)
+        found = controller.WeightSyncController(active, roles, REGISTRY, kept, in_process=False)
         abilities = {
             "actor_train": TrainCapabilities(weight_transports=transports),
             "actor_infer": InferCapabilities(weight_transports=transports),
         }
-        monkeypatch.setattr(found, "_capabilities", abilities.get)
+        engine.capabilities = abilities["actor_infer"]
 
         async def scenario():
             await prepare(train, infer)
             link = await found._connect("actor_train", "actor_infer")
             await link.broadcaster.publish(0)
-            (sent,), (held,) = await train.call("values"), await infer.call("values")
+            (sent,), (held,) = await WorkerCall(train, "values").all(), await WorkerCall(infer, "values").all()
             assert all(same_values(held[name], sent[name]) for name in sent)
             return link.broadcaster
 
@@ -106,7 +106,7 @@ def test_memory_of_the_shared_device_is_lent(way, caplog):
 )
 def test_if_it_cannot_be_shared_the_log_says_why_and_the_next_transport_is_used(way, caplog, device, why):
     caplog.set_level(logging.INFO)
-    publisher, recorded = way(ALL, lambda _, infer: infer.call("use_device", *device))
+    publisher, recorded = way(ALL, lambda _, infer: WorkerCall(infer, "use_device").all(*device))
     assert publisher.plan.transport.name == recorded == "shm"
     assert said(caplog).startswith("weights of actor_train reach actor_infer by shm (cuda_ipc: ")
     assert why in said(caplog)
@@ -119,7 +119,7 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
 
     async def on_devices(*both):
         for group in both:
-            await group.call("use_backend", "madeup")
+            await WorkerCall(group, "use_backend").all("madeup")
 
     publisher, recorded = way(("collective",), on_devices)
     assert (publisher.plan.transport.name, recorded) == ("collective", "collective")

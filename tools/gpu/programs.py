@@ -371,15 +371,17 @@ def extensions(device: str) -> int:
 
 def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
     """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
-    from roll_core.builtin.plugin import roll_weight_transports
+    from roll_core.builtin import plugin as core
     from roll_core.runtime.weights.plan import SyncPlan
     from roll_core.runtime.weights.proof import verify
     from roll_core.runtime.weights.sender import WeightSender
     from roll_core.spec.weights import entry_bytes
+    from roll_weight_transports import plugin as between_processes
 
     trainer = make_trainer(model_spec(size), device)
     sender = WeightSender(trainer, role="actor_train", rank=0, device=torch_device(device))
-    transports = {each.name: each for each in roll_weight_transports()}
+    found = (*core.roll_weight_transports(), *between_processes.roll_weight_transports())
+    transports = {each.name: each for each in found}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child: Any = None

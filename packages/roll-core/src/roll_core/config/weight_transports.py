@@ -57,9 +57,7 @@ def choose_transport(
         (listed if for_receiver or wanted else others).append(f"{provider.name}: {reason}")
     mentioned = [each for each in others if each.partition(":")[0] in sender.weight_transports]
     reasons = "; ".join(listed + mentioned) or "they list none in common"
-    remedy = (
-        "run them in separate processes (executor: ray)" if one_process(sender, receiver) else "place them differently"
-    )
+    remedy = "run them in separate processes" if one_process(sender, receiver) else "place them differently"
     raise UnsupportedError(
         f"no weight transport connects {sender.role} and {receiver.role} here ({reasons}): {remedy}, or choose"
         " strategies that share one"
@@ -121,10 +119,6 @@ def weight_finding(
     elif directory is not None and not any(each.uses_directory for each in common):
         message = f"needs a weight transport that uses a directory; {pair} share none"
         return Finding(("model_update_dir",), message, f"remove it; {_shared(common)}")
-    if data.get("executor") == "local":
-        why = within_one_process(registry, trainer, engine, directory=directory, wanted=wanted)
-        if why:
-            return Finding(("executor",), f"{why}: executor local has only one", "remove it, or write ray")
     return None
 
 

@@ -252,8 +252,9 @@ class WeightTransport(ABC):
     def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
         """Release endpoints that would otherwise block until their deadline, after a worker failed.
 
-        Called by the driver, on a thread. The default does nothing: it suffices if a closed connection unblocks the
-        other side.
+        Called by the driver, on a thread, once per sender and perhaps repeatedly. A sender that waits for receivers to
+        connect must raise `ReceiversLostError`: a receiver that exited has no connection whose end it could detect. The
+        default does nothing.
         """
         return
 

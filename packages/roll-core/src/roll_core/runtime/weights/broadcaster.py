@@ -172,8 +172,9 @@ class WeightBroadcaster:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _call_off(self, handle: SendHandle) -> None:
-        plan = self.plan
-        await asyncio.to_thread(load_transport(plan.transport).cancel_transfer, handle.address, plan.route.options)
+        transport, options = load_transport(self.plan.transport), self.plan.route.options
+        for address in dict.fromkeys(handle.addresses or (handle.address,)):
+            await asyncio.to_thread(transport.cancel_transfer, address, options)
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
         """Call all receivers, including lost ranks, so that the send fails instead of blocking on them."""

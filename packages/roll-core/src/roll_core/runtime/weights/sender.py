@@ -54,10 +54,15 @@ class WeightSender:
     def prepare(self, plan: SyncPlan) -> SendHandle | None:
         """Prepare the manifest and address of this publish; None on ranks that do not send.
 
-        Names and shapes are taken from the first export; later exports must yield the same.
+        Names and shapes are taken from the first export; later exports must yield the same. Exports are collective, so
+        the description is kept even if this rank's send fails: ranks that do not send keep theirs.
         """
         if plan.transport.in_process:
-            tensors = [(name, _cast(tensor, _dtype(plan))) for name, tensor in self._export(plan)]
+            dtype = torch_dtype(_dtype(plan)) if _dtype(plan) else None  # `to` returns a tensor that has it unchanged
+            tensors = [
+                (name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+                for name, tensor in self._export(plan)
+            ]
             return _hand_over(plan.version, tensors) if self.sends(plan) else None
         what = (plan.dtype, plan.weight_format, plan.self_test)
         if self._described is None or self._described[0] != what:
@@ -98,7 +103,7 @@ class WeightSender:
         """Close the endpoint. Idempotent."""
         if self._endpoint is not None:
             self._endpoint.close()
-        self._endpoint = self._described = None
+        self._endpoint = None
 
     def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
         if plan.self_test:
@@ -160,8 +165,3 @@ def _self_test_tensors(device: str) -> Iterator[tuple[str, Tensor]]:
 def _dtype(plan: SyncPlan) -> str:
     """Dtype to which floating-point tensors are cast; empty for fp8, whose tensors have their final dtypes."""
     return plan.dtype if plan.weight_format == "dtype" else ""
-
-
-def _cast(tensor: Tensor, dtype: str) -> Tensor:
-    """The tensor in `dtype`; the same object if it already has it."""
-    return tensor.to(torch_dtype(dtype)) if dtype and tensor.is_floating_point() else tensor

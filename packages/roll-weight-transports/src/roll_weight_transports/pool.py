@@ -28,7 +28,13 @@ from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
 from roll_core.spec.buckets import ALIGNMENT, fill, plan_buckets, require_exhausted, views
-from roll_core.spec.transport import ReceiverEndpoint, ReceiversLostError, SenderEndpoint, SenderLostError
+from roll_core.spec.transport import (
+    ReceiverEndpoint,
+    ReceiversLostError,
+    SenderEndpoint,
+    SenderLostError,
+    WeightTransport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +51,8 @@ _HELLO_S = 1.0
 """Time in which a connected receiver must send its token and rank."""
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")
+_CANCEL = -1
+"""Sent instead of a rank: the publish has failed, and missing receivers will not connect."""
 _FILLED = struct.Struct("!qq")
 """Message: number of a bucket and its offset. For a new buffer: its negated size and the length of the handle that
 follows."""
@@ -85,6 +93,19 @@ class SharedMemory(ABC):
     @abstractmethod
     def release(self) -> None:
         """Free what `allocate` allocated, after the sender dropped the tensor. Idempotent."""
+
+
+class PooledTransport(WeightTransport):
+    """Base of `shm` and `cuda_ipc`."""
+
+    @override
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
+        """End the wait of a sender for receivers that have not connected. Connected endpoints detect closed sockets.
+
+        A driver on another host cannot reach the sender, which then waits until its deadline.
+        """
+        with contextlib.suppress(OSError), _connect(address, _HELLO_S, _CANCEL):
+            pass
 
 
 class PooledSender(SenderEndpoint):
@@ -156,10 +177,13 @@ class PooledSender(SenderEndpoint):
                 token, rank = _HELLO.unpack(_recv_exactly(connection, _HELLO.size))
             except (EOFError, OSError):
                 token, rank = b"", -1
-            if secrets.compare_digest(token, self._token):
-                self._receivers[rank] = connection
-            else:
+            if not secrets.compare_digest(token, self._token):
                 connection.close()  # not one of our receivers; a missing receiver is found by the deadline
+            elif rank == _CANCEL:
+                connection.close()
+                raise ReceiversLostError("the first tensor", disconnected=tuple(sorted(missing)))
+            else:
+                self._receivers[rank] = connection
 
     def _share(self, num_bytes: int) -> Tensor:
         """Reuse or allocate a buffer of at least `num_bytes` that every receiver has opened."""
@@ -236,14 +260,9 @@ class PooledReceiver(ReceiverEndpoint):
         self._memory = memory
         self._bucket_bytes = min(setup.bucket_bytes, memory.bucket_bytes)
         self._buffer: Tensor | None = None
-        self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        token, _, where = setup.address.partition(":")
         try:
-            self._sender.settimeout(max(setup.deadline.left, _MIN_TIMEOUT_S))
-            self._sender.connect(where if where.startswith("/") else f"\0{where}")
-            self._sender.sendall(_HELLO.pack(bytes.fromhex(token), setup.rank))
+            self._sender = _connect(setup.address, max(setup.deadline.left, _MIN_TIMEOUT_S), setup.rank)
         except OSError as error:
-            self._sender.close()
             raise SenderLostError(f"cannot connect to the sender: {error}") from error
 
     @override
@@ -271,8 +290,8 @@ class PooledReceiver(ReceiverEndpoint):
     def _wait_filled(self, number: int, deadline: Deadline) -> tuple[Tensor, int]:
         """Block until bucket `number` is filled. Returns the buffer and the bucket's offset in bytes."""
         while True:
-            self._sender.settimeout(max(deadline.left, _MIN_TIMEOUT_S))
             try:
+                self._sender.settimeout(max(deadline.left, _MIN_TIMEOUT_S))
                 message, descriptors, _, _ = socket.recv_fds(self._sender, _FILLED.size, 1)
                 filled, at = _FILLED.unpack(message) if message else (0, 0)
                 handle = _recv_exactly(self._sender, at) if filled < 0 else b""
@@ -347,6 +366,20 @@ def _listen() -> tuple[socket.socket, str]:
         listener.close()
         raise
     return listener, where
+
+
+def _connect(address: str, timeout_s: float, rank: int) -> socket.socket:
+    """Connect to the sender at `address` as receiver `rank`. Raises `OSError`."""
+    token, _, where = address.partition(":")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(where if where.startswith("/") else f"\0{where}")
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), rank))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _recv_exactly(connection: socket.socket, num_bytes: int) -> bytes:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.runtime.weights.transports.pool import PooledReceiver, PooledSender, SharedMemory
-from roll_core.spec.transport import BufferSizes, WeightTransport, one_host
+from roll_core.spec.transport import BufferSizes, one_host
+from roll_weight_transports.pool import PooledReceiver, PooledSender, PooledTransport, SharedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ BUFFER_BYTES = 16 << 20
 """Size of the buffer, unless two of the largest bucket are larger; it fits into a last-level cache."""
 
 
-class ShmTransport(WeightTransport):
+class ShmTransport(PooledTransport):
     """Shares host memory between processes of one host."""
 
     @override

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
+from roll_core.spec.platform import HOST_BACKEND, HOST_DEVICE
 from roll_core.spec.transport import (
     ReceiverEndpoint,
     ReceiversLostError,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
-    from roll_core.runtime.weights.transports.store import HostedStore, RemoteStore
+    from roll_core.rendezvous import HostedStore, RemoteStore
     from roll_core.spec.buckets import Bucket
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
@@ -90,10 +90,8 @@ class CollectiveTransport(WeightTransport):
 
     @override
     def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
-        """Set the key `OFF` for device backends; gloo detects closed connections without it. If the driver cannot
-        reach the store, endpoints block until their deadline."""
-        if options.get("backend", HOST_BACKEND) == HOST_BACKEND:
-            return
+        """Set the key `OFF`: for a sender whose receivers have not all connected, and for a device backend, which does
+        not detect closed connections. If the driver cannot reach the store, endpoints block until their deadline."""
         from torch.distributed import DistError
 
         # DistError: the sender is lost, which receivers detect on their own.
@@ -153,7 +151,7 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
     """Sending endpoint; first rank of the process group and host of its store."""
 
     def __init__(self, setup: SenderSetup) -> None:
-        from roll_core.runtime.weights.transports.store import HostedStore
+        from roll_core.rendezvous import HostedStore
 
         super().__init__(setup)
         self._num_receivers, self._host = len(setup.receivers), setup.host
@@ -198,6 +196,8 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
         while not self._store.check(here):
             if disconnected := self._with("disconnected"):
                 raise ReceiversLostError(at, disconnected=disconnected)
+            if self._store.check([OFF]):
+                raise ReceiversLostError(at, disconnected=self._without("here"))
             if deadline.left == 0:
                 raise ReceiversLostError(at, timed_out=self._without("here"))
             time.sleep(POLL_S)
@@ -364,7 +364,7 @@ def _gloo_group(store: Store, rank: int, size: int, host: str, deadline: Deadlin
 
 def connect(address: str, within: timedelta) -> RemoteStore:
     """The store of the sender at `address`. Raises `DistError`."""
-    from roll_core.runtime.weights.transports.store import RemoteStore
+    from roll_core.rendezvous import RemoteStore
 
     secret, _, where = address.partition("@")
     host, _, port = where.rpartition(":")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.runtime.weights.transports.pool import PooledReceiver, PooledSender, SharedMemory
-from roll_core.spec.transport import BufferSizes, Route, WeightTransport
+from roll_core.spec.transport import BufferSizes, Route
 from roll_core.weights.device_memory import device_memory
+from roll_weight_transports.pool import PooledReceiver, PooledSender, PooledTransport, SharedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ BUCKET_BYTES = 256 << 20
 """Upper bound of a bucket, unless a tensor is larger: each costs the host two waits and a message."""
 
 
-class CudaIpcTransport(WeightTransport):
+class CudaIpcTransport(PooledTransport):
     """Shares a device buffer between processes on the same device."""
 
     @override

@@ -1,0 +1,1 @@
+"""Weight transports between processes: device memory, shared memory, broadcasts, and files."""
