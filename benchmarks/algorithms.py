@@ -62,8 +62,9 @@ OTHER_TASKS = {"gdpo"}
 
 
 def methods() -> dict[str, tuple[str, ...]]:
-    """Overrides by name of a method: registered policy losses and estimators, and recipes."""
-    found = {each.name: (f"pg_variant={each.name}",) for each in roll_policy_losses()}
+    """Overrides by name of a method: registered policy losses, without aliases, estimators, and recipes."""
+    losses = {(each.target, each.config): each.name for each in reversed(list(roll_policy_losses()))}
+    found = {name: (f"pg_variant={name}",) for name in reversed(losses.values())}
     for estimator in roll_advantage_estimators():
         if not estimator.needs_turns and estimator.name not in OTHER_TASKS:
             found[estimator.name] = (f"adv_estimator={estimator.name}",)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from roll_core.spec.train import MicroBatch
 from roll_core.types import Totals
+
+sys.path.append(str(Path(__file__).parent))  # for `ragged`
 
 
 def lay_out(

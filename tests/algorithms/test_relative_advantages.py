@@ -21,6 +21,7 @@ from roll_core.algorithms.advantages import (
     pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
 )
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput
@@ -70,6 +71,22 @@ def test_reinforce_plus_plus_baseline_subtracts_the_groups_mean_before_whitening
     std = math.sqrt(0.70 / 4)
     expected = [0.4 / std, -0.6 / std, -0.1 / std, -0.1 / std]
     assert per_rollout(reinforce_plus_plus_baseline, batch) == pytest.approx(expected, abs=1e-6)
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response():
+    # Rewards 1, 0 and 3; their prompts' greedy responses have 0.5, 0.5 and 3.
+    batch = batch_of([1.0, 0.0, 3.0], groups=[0, 0, 1], lengths=[2, 1, 1], baselines_S=torch.tensor([0.5, 0.5, 3.0]))
+    assert remax(batch).advantages_T.tolist() == pytest.approx([0, 0.5, 0.5, 0, -0.5, 0, 0])
+    # With a KL of 0.1 and 0.2: 0.5 - 0.3 and 0.5 - 0.2.
+    batch = batch_of([1.0], lengths=[2], kl=[[0.1, 0.2]], baselines_S=torch.tensor([0.5]))
+    assert remax(batch).advantages_T.tolist() == pytest.approx([0, 0.2, 0.3])
+
+
+def test_remax_needs_finite_rewards_of_greedy_responses():
+    with raises_error(UnsupportedError, "remax", "adv_estimator"):
+        remax(batch_of([1.0, 0.0]))
+    with raises_error(NonFiniteError, "nan"):
+        remax(batch_of([1.0, 0.0], baselines_S=torch.tensor([1.0, math.nan])))
 
 
 def test_grpo_leaves_the_sample_itself_out():

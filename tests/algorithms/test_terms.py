@@ -26,6 +26,7 @@ from roll_core.algorithms.losses import (
 )
 from roll_core.data.pack import pack, totals
 from roll_core.errors import DataError, NonFiniteError
+from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_testing.errors import raises_error
@@ -114,6 +115,27 @@ def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient_nor_metric
     assert cut[0] == pytest.approx(whole[0], rel=1e-6, abs=1e-6)
     assert (cut[1] - whole[1]).norm() <= 1e-6 * whole[1].norm() + 1e-8
     assert cut[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo", "gmpo", "topr", "vespo", "kl_cov"])
+@pytest.mark.parametrize("max_sequences", [None, 1, 3])
+def test_rows_of_a_rollout_share_its_ratio_if_they_are_in_one_microbatch(name, max_sequences):
+    options = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}, "kl_cov": {"cov_threshold": 0.0}}
+    objective = PolicyObjective(
+        policy_loss=f"roll_core.algorithms.policy_losses:{name}",
+        params=PolicyLossParams(options=options.get(name, {})),
+        entropy_metric=False,
+    )
+    batch = batch_of(0, [12, 9, 7, 11, 5])
+    rows = cut_rollouts(batch, seed=1)
+    assert len(rows) > len(batch)
+    units = [replace(each, unit=each.rollout) for each in rows]
+    whole, cut = computed(objective, batch), computed(objective, units, max_sequences=max_sequences)
+    assert cut[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+    assert (cut[1] - whole[1]).norm() <= 1e-5 * whole[1].norm() + 1e-8
+    assert cut[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
+    with raises_error(DataError, "unit"):
+        computed(objective, rows, max_sequences=1)
 
 
 def by_token(mode, rows, outputs, *, kl_coef, entropy_coef, max_length):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from roll_core.errors import UnsupportedError
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, sample_metrics
 from roll_core.pipelines.plans import rlvr as plan
@@ -21,7 +22,7 @@ from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.spec.pipeline import ScoredSequences, UpdateResult
-from roll_core.spec.providers import AdvantageProvider
+from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
 from roll_core.spec.rollout import Prompt
 from roll_core.types import Group, Reward, Sample
 from roll_testing.errors import raises_error
@@ -83,8 +84,8 @@ class FakeRun:
     def advantage_provider(self, name):
         return REGISTRY.find(AdvantageProvider, name)
 
-    def policy_loss(self, name):
-        return f"roll_core.algorithms.policy_losses:{name}"
+    def policy_loss_provider(self, name):
+        return REGISTRY.find(PolicyLossProvider, name)
 
     def train_role(self, name):
         return self.roles[name]
@@ -160,6 +161,43 @@ def test_grpo_gives_every_token_its_groups_normalised_reward():
     assert run.metrics["score/mean"] == 0.75
     assert run.metrics["groups/mixed_share"] == 0.5
     assert run.published == [("actor_train", "actor_infer")]
+
+
+def test_remax_compares_with_the_greedy_response_and_never_trains_on_it():
+    # Greedy responses: reward 0.5, and 1 less a penalty of 1/2 for its third of at most 4 tokens, of which 2 are free.
+    groups = [
+        replace(group, baseline=sample(at, 9, reward, length=length))
+        for at, (group, reward, length) in enumerate(
+            zip(groups_of((1.0, 0.0), (1.0, None)), (0.5, 1.0), (1, 3), strict=True)
+        )
+    ]
+    run, sequences = step(
+        groups, adv_estimator="remax", response_length=4, soft_overlong_penalty={"l_cache": 2}, min_group_size=1
+    )
+    assert [sequence.id for sequence in sequences] == ["0/0", "0/1", "1/0"]
+    for sequence, advantage in zip(sequences, (0.5, -0.5, 0.5), strict=True):
+        assert sequence.advantages == pytest.approx([0, 0, advantage, advantage])
+    assert run.metrics["baseline/score/mean"] == 0.75
+    assert run.metrics["baseline/response_length/mean"] == 2.0
+    assert run.metrics["tokens/generated"] == 4 * 2 + 1 + 3
+    assert run.metrics["score/mean"] == pytest.approx(2 / 3)
+    assert all("9" not in each.id for each in run.samples)
+
+
+def test_a_group_whose_greedy_response_has_no_reward_is_not_trained_on():
+    baselines = sample(0, 9, None), sample(1, 9, 0.0)
+    groups = [
+        replace(each, baseline=baseline)
+        for each, baseline in zip(groups_of((1.0, 0.0), (1.0, 0.0)), baselines, strict=True)
+    ]
+    run, sequences = step(groups, adv_estimator="remax")
+    assert [sequence.id for sequence in sequences] == ["1/0", "1/1"]
+    assert run.metrics["reward/failures"] == 1.0
+
+
+def test_remax_refuses_groups_of_a_run_without_greedy_responses():
+    with raises_error(UnsupportedError, "adv_estimator"):
+        step(groups_of((1.0, 0.0), (1.0, 1.0)), adv_estimator="remax")
 
 
 def test_a_failed_reward_takes_no_part_in_its_groups_statistics():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import AdvantageOptions, Fraction, NonNegativeFloat, PositiveInt
+from roll_core.spec.config import AdvantageOptions, PositiveInt
 
 
 class GRPOOptions(AdvantageOptions):
@@ -44,27 +44,3 @@ class GDPOOptions(AdvantageOptions):
     """Weight of each component of the reward, by its name in the reward's detail."""
     batch_norm: bool = True
     """Normalise the weighted sum over the batch."""
-
-
-class StepReinforceOptions(AdvantageOptions):
-    """Options (`adv_options`) of `step_reinforce`."""
-
-    step_reward_gamma: Fraction = 0.95
-    """Discount per turn."""
-    method: Literal["identity", "mean", "mean_std"] = "identity"
-    """Normalisation of the turns' returns: none, less their mean, or also over their deviation."""
-    grouping: Literal["batch", "group", "state"] = "group"
-    """Turns that are compared: of the batch, of the prompt's rollouts, or of those from the same state."""
-
-
-class GiGPOOptions(AdvantageOptions):
-    """Options (`adv_options`) of `gigpo`."""
-
-    episode_reward_weight: NonNegativeFloat = 1.0
-    """Weight of the rollout's advantage in its group."""
-    step_reward_weight: NonNegativeFloat = 1.0
-    """Weight of the turn's advantage among turns from the same state."""
-    step_reward_gamma: Fraction = 0.95
-    """Discount per turn."""
-    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
-    """Subtract the mean, or also divide by the standard deviation."""

@@ -8,7 +8,7 @@ ignored.
 
 `reinforce`, `reinforce_plus_plus`, `rloo` and `gae` receive rewards already normalised as configured
 (`roll_core.algorithms.normalise`). The others compare a reward with its group themselves. Estimators that credit turns
-are in `roll_core.algorithms.turn_advantages`.
+are in `roll_pipeline_agentic.turn_advantages`.
 """
 
 from __future__ import annotations
@@ -201,6 +201,23 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
     baselines_S = (sums_by(totals_S, groups_S, num_groups)[groups_S] - totals_S) / others_S.clamp(min=1)
     advantages_S = torch.where(others_S > 0, totals_S - baselines_S, 0.0)
     return AdvantageOutput(advantages_T=_scatter(advantages_S[segments_N], batch), token_rewards_T=rewards_T)
+
+
+def remax(batch: AdvantageInput) -> AdvantageOutput:
+    """ReMax: `A_i = R_i - R(greedy)`, with the reward of the greedy response to the same prompt (arXiv:2310.10505).
+
+    The pipeline generates and scores that response, and does not train on it. Equal to verl's for `gamma` 1, also with
+    the KL in the reward, which the greedy response's reward does not contain; verl does not discount. Raises
+    `UnsupportedError` without baselines, and `NonFiniteError`.
+    """
+    if batch.baselines_S is None:
+        raise UnsupportedError(
+            "remax compares with the reward of a greedy response, but a group of this batch has none: recorded or saved"
+            " rollouts have it only if their run had an estimator with a greedy baseline, set adv_estimator as there"
+        )
+    require_finite("rewards", batch.scores_S)
+    require_finite("rewards of greedy responses", batch.baselines_S)
+    return _relative_credit(batch, batch.scores_S.double() - batch.baselines_S)
 
 
 def gae(batch: AdvantageInput) -> AdvantageOutput:

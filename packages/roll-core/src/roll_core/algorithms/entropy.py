@@ -22,7 +22,8 @@ def top_entropy(entropy_T: Tensor, mask_T: Tensor, quantile: float) -> Tensor:
     """Masked tokens whose entropy is among the highest share `quantile`, bool `[T]` (arXiv:2506.01939 eq. 5).
 
     `quantile` 0.2 selects a fifth of the masked tokens, rounded up, and all tokens whose entropy equals the lowest
-    selected one. The share is of all tokens given; TRL takes that of a microbatch on all ranks.
+    selected one. The share is of all tokens given. TRL takes that of a microbatch on all ranks, and interpolates the
+    threshold, which may select one token less.
     """
     entropy_N = entropy_T[mask_T]
     num_kept = math.ceil(quantile * entropy_N.numel())

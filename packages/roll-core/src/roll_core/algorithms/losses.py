@@ -62,6 +62,7 @@ class Objective:
             values=any(want.values for want in wants.values()),
             topk=max(want.topk for want in wants.values()),
             gathered=any(want.gathered for want in wants.values()),
+            comparison=next((want.comparison for want in wants.values() if want.comparison is not None), None),
             masked_only=all(want.masked_only for want in wants.values()),
             temperature=self.temperature,
         )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from roll_core.spec.providers import Provider
 
-PG_CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "dual_clip")
+PG_CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
+DUAL_CLIP_KEYS = ("dual_clip_loss", "dual_clip")
 
 
 class PolicyLossOptions(Config):
@@ -23,6 +24,8 @@ class PolicyLossOptions(Config):
 
     reads_pg_clip: ClassVar[bool] = False
     """True if the loss clips by the run's keys `pg_clip…`."""
+    reads_dual_clip: ClassVar[bool] = False
+    """True if the loss reads the run's keys `dual_clip…`."""
     expects_agg_mode: ClassVar[str] = ""
     """The `loss_agg_mode` of the paper, if the loss is another algorithm with any other."""
 
@@ -35,12 +38,13 @@ class PolicyLossOptions(Config):
         `run` is a valid config of a pipeline with the key `pg_variant`; `parts` as in `RunConfig.warnings`.
         """
         found: dict[str, str] = {}
+        changed, unread = _changed(run), f"pg_variant {run.pg_variant} does not read it: "
         if not self.reads_pg_clip:
-            for key in (each for each in PG_CLIP_KEYS if each in _changed(run)):
-                own = [each for each in type(self).model_fields if each != "log_ratio_clamp"]
-                found[key] = f"pg_variant {run.pg_variant} does not read it: " + (
-                    f"its constants are pg_options.{', pg_options.'.join(own)}" if own else "it has no clip"
-                )
+            own = [each for each in type(self).model_fields if each != "log_ratio_clamp"]
+            reason = f"its constants are pg_options.{', pg_options.'.join(own)}" if own else "it has no clip"
+            found |= {key: unread + reason for key in PG_CLIP_KEYS if key in changed}
+        if not self.reads_dual_clip:
+            found |= {key: f"{unread}it has no dual clip" for key in DUAL_CLIP_KEYS if key in changed}
         if self.expects_agg_mode and run.loss_agg_mode != self.expects_agg_mode:
             found["loss_agg_mode"] = (
                 f"found {run.loss_agg_mode}, but {run.pg_variant} is defined with {self.expects_agg_mode}: with"
@@ -58,6 +62,7 @@ class PPOOptions(PolicyLossOptions):
     """Options of `ppo`. Its clip ranges are the run's keys `pg_clip…` and `dual_clip…`."""
 
     reads_pg_clip: ClassVar[bool] = True
+    reads_dual_clip: ClassVar[bool] = True
 
 
 class GSPOOptions(PolicyLossOptions):
@@ -91,6 +96,16 @@ class CISPOOptions(PolicyLossOptions):
                 f" from {low:g} to {high:g}, expected 0 <= lower < upper"
             )
         return self
+
+    @override
+    def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:
+        found = dict(super().warnings(run, parts))
+        if self.bounds == "absolute" and self.clip_high < 1:
+            found["pg_options.clip_high"] = (
+                f"found {self.clip_high:g}, which bounds the weight itself: even on-policy tokens have this weight"
+                " instead of 1. For a distance from 1, as in verl, set bounds: relative"
+            )
+        return found
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -157,8 +172,10 @@ class TOPROptions(PolicyLossOptions):
     """Maximum ratio of negative advantages."""
 
 
-class RAFTOptions(PPOOptions):
+class RAFTOptions(PolicyLossOptions):
     """Options of `raft_plus_plus`. Its clip ranges are the run's keys `pg_clip…`."""
+
+    reads_pg_clip: ClassVar[bool] = True
 
     @override
     def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:

@@ -8,10 +8,12 @@ Notation: `r = exp(logprob - old_logprob)`, `A` advantage, `sg` stop-gradient. `
 Without old logprobs in the batch, the policy is assumed unchanged since sampling. Then `r` is 1 and has the gradient
 of `logprob`, which is exact for one optimizer step per batch.
 
-A *sequence* is a row of the batch. Sequence-level losses use the row's tokens in the loss only, and no statistic of a
-microbatch: no loss depends on how the batch is split.
+A *sequence* is a rollout: one row of the batch, or the rows that share `TrainSequence.rollout`. Sequence-level losses
+use all of its tokens in the loss, and no statistic of a microbatch: no loss depends on how the batch is split, or a
+rollout is cut into rows. They need the rows of a rollout in one microbatch (`TrainSequence.unit`).
 
 Every loss raises `DataError` for a batch without advantages and pydantic's `ValidationError` for invalid `pg_options`.
+Sequence-level losses also raise it for a microbatch with only some rows of a rollout.
 """
 
 from __future__ import annotations
@@ -60,8 +62,9 @@ def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> 
 
     Suitable for one optimizer step per batch, or for steps that keep the policy close to the sampling policy. It is
     also the loss of GPG (arXiv:2504.02546), whose advantages are rewards less the group's mean. GPG's factor for
-    groups without signal, `samples / samples with signal`, is not part of the loss, as in verl; a `query_filter_config`
-    that replaces such groups makes it 1. verl's and SkyRL's `vanilla` is PPO, ROLL's is this loss.
+    groups without signal, `samples / samples with signal`, is not part of the loss; a `query_filter_config` that
+    replaces such groups makes it 1. verl's is part of its estimator `gpg` and counts rewards other than 0. verl's and
+    SkyRL's `vanilla` is PPO, ROLL's is this loss.
     """
     given = options.PolicyLossOptions(**params.options)
     metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
@@ -87,7 +90,7 @@ def sapo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     """SAPO (arXiv:2511.20347): a smooth gate around `r = 1` instead of a clip.
 
     `L = -(4 / tau) sigmoid(tau (r - 1)) A` with `tau_pos` where `A > 0` and `tau_neg` elsewhere. At `r = 1` the
-    gradient is the policy gradient. verl and TRL are equal; verl's `tau_neg` defaults to 1.
+    gradient is the policy gradient. verl and TRL are equal; verl always aggregates by `seq-mean-token-mean`.
     """
     given = options.SAPOOptions(**params.options)
     log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
@@ -189,7 +192,7 @@ def luspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     """
     given = options.GSPOOptions(**params.options)
     loss_T, metrics = _gspo(logprobs_T, micro, given)
-    return loss_T * _row_lengths(micro), metrics
+    return loss_T * _rollout_lengths(micro), metrics
 
 
 def gmpo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -198,14 +201,14 @@ def gmpo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     `L = -A exp(mean of c over the sequence)` with `c = min(log r, clip_high)` where `A >= 0` and
     `c = max(log r, -clip_low)` elsewhere. The clip is one-sided, as PPO's minimum is: it removes gradients only of
     tokens that have already moved in the direction of their advantage. verl's `geo_mean` is equal for rows of one
-    advantage.
+    advantage, as a mean over the rows of a microbatch.
     """
     given = options.GMPOOptions(**params.options)
     log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     below_T, above_T = log_ratio_T.clamp(min=-given.clip_low), log_ratio_T.clamp(max=given.clip_high)
     clipped_T = torch.where(advantages_T < 0, below_T, above_T)
-    log_mean_T = _row_means(clipped_T, micro)
+    log_mean_T = _rollout_means(clipped_T, micro)
     metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
     metrics["clipfrac"] = (clipped_T != log_ratio_T).float()
     return -log_mean_T.exp() * advantages_T, metrics
@@ -216,14 +219,14 @@ def vespo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
 
     `L = -sg(phi(w)) A logprob` with `w = prod of r over the sequence` and `phi(w) = exp(lambda) w^k exp(-lambda w)`,
     which is 1 at `w = 1`. `k` and `lambda` are `k_pos`, `lambda_pos` where `A >= 0` and `k_neg`, `lambda_neg`
-    elsewhere. `log w` is clamped, too. TRL also multiplies `w` by the correction of the engine's logprobs; here
-    `train_infer_correction` weighs advantages.
+    elsewhere. `log w` is clamped, too; TRL's lower clamp is log 1e-8. TRL also multiplies `w` by the correction of the
+    engine's logprobs; here `train_infer_correction` weighs advantages.
     """
     given = options.VESPOOptions(**params.options)
     log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
     advantages_T = _advantages(micro)
     with torch.no_grad():
-        log_w_T = _row_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
+        log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
         k_T = _by_sign(advantages_T >= 0, given.k_pos, given.k_neg)
         lambda_T = _by_sign(advantages_T >= 0, given.lambda_pos, given.lambda_neg)
         phi_T = (lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp()).exp()
@@ -244,7 +247,7 @@ def topr(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     with torch.no_grad():
         log_w_T = log_ratio_T
         if given.level == "sequence":
-            log_w_T = _row_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
+            log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
         truncated_T = given.negative_weight * log_w_T.exp().clamp(given.clip_low, given.clip_high)
         weight_T = torch.where(advantages_T > 0, given.positive_weight, truncated_T)
     return -weight_T * advantages_T * _masked(logprobs_T, micro), _ratio_metrics(log_ratio_T)
@@ -261,8 +264,8 @@ def clip_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) ->
 
     The paper subtracts the batch's means of `A` and of logprobs, and selects a fixed share of all tokens at random;
     verl does both per microbatch and rank. Here nothing depends on the split. The mean of `A` is taken as 0, as that of
-    normalized advantages is. Logprobs are compared with those of the same sequence. A hash of the sequence's id and the
-    position replaces the random choice.
+    normalized advantages is. Logprobs are compared with those of the same sequence. A hash of the row's id and the
+    position replaces the random choice; other rows of a rollout lead to another choice.
     """
     given = options.ClipCovOptions(**params.options)
     log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
@@ -330,7 +333,7 @@ def _clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: 
 
 def _gspo(logprobs_T: Tensor, micro: MicroBatch, given: options.GSPOOptions, *, per_token: bool = False) -> Found:
     log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    log_mean_T = _row_means(log_ratio_T, micro)
+    log_mean_T = _rollout_means(log_ratio_T, micro)
     metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
     if per_token:
         own_T = _masked(logprobs_T, micro)
@@ -339,29 +342,46 @@ def _gspo(logprobs_T: Tensor, micro: MicroBatch, given: options.GSPOOptions, *, 
     return loss_T, metrics | clips
 
 
-def _row_sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
-    """Sum over the sequence of each token. `values_T` is 0 outside the mask."""
+def _rollout_sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
+    """Sum over the rollout of each token. `values_T` is 0 outside the mask.
+
+    Raises `DataError` if other tokens of a rollout are in another microbatch.
+    """
+    counted_T = _sums(micro.loss_mask_T.float(), micro)
+    apart_T = micro.loss_mask_T & (counted_T != micro.rollout_tokens_S[micro.segments_T])
+    if apart_T.any():
+        raise DataError(
+            f"sequence {micro.ids[int(micro.segments_T[apart_T][0])]} is one row of a rollout whose other rows are in"
+            " another microbatch, but this policy loss has one ratio per rollout: give the rows of a rollout the same"
+            " TrainSequence.unit, or use a loss of tokens, such as ppo"
+        )
+    return _sums(values_T, micro)
+
+
+def _sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
     lengths_S = torch.tensor(micro.lengths, device=values_T.device)
-    return torch.segment_reduce(values_T, "sum", lengths=lengths_S, unsafe=True)[micro.segments_T]
+    rows_S = torch.segment_reduce(values_T, "sum", lengths=lengths_S, unsafe=True)
+    rollouts, rollouts_S = torch.unique(micro.rollouts_S, return_inverse=True)
+    return rows_S.new_zeros(len(rollouts)).index_add(0, rollouts_S, rows_S)[rollouts_S][micro.segments_T]
 
 
-def _row_means(values_T: Tensor, micro: MicroBatch) -> Tensor:
-    """Mean over the masked tokens of the sequence of each token. `values_T` is 0 outside the mask."""
-    return _row_sums(values_T, micro) / _row_lengths(micro).clamp(min=1)
+def _rollout_means(values_T: Tensor, micro: MicroBatch) -> Tensor:
+    """Mean over the masked tokens of the rollout of each token. `values_T` is 0 outside the mask."""
+    return _rollout_sums(values_T, micro) / _rollout_lengths(micro).clamp(min=1)
 
 
-def _row_lengths(micro: MicroBatch) -> Tensor:
-    """Number of masked tokens in the sequence of each token."""
-    return _row_sums(micro.loss_mask_T.float(), micro)
+def _rollout_lengths(micro: MicroBatch) -> Tensor:
+    """Number of masked tokens in the rollout of each token."""
+    return micro.rollout_tokens_S[micro.segments_T]
 
 
 def _covariance(logprobs_T: Tensor, advantages_T: Tensor, micro: MicroBatch) -> Tensor:
     logprobs_T = _masked(logprobs_T.detach(), micro)
-    return advantages_T * (logprobs_T - _row_means(logprobs_T, micro))
+    return advantages_T * (logprobs_T - _rollout_means(logprobs_T, micro))
 
 
 def _uniform(micro: MicroBatch) -> Tensor:
-    """Number in [0, 1) of each token: MurmurHash3's finalizer of its sequence's id and position."""
+    """Number in [0, 1) of each token: MurmurHash3's finalizer of its row's id and position."""
     seeds_S = torch.tensor([zlib.crc32(each.encode()) for each in micro.ids], device=micro.segments_T.device)
     hash_T = (seeds_S[micro.segments_T] + micro.positions_T * 0x9E3779B1) & 0xFFFFFFFF
     hash_T = ((hash_T ^ (hash_T >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF

@@ -213,6 +213,7 @@ class RLVRConfig(RewardRunConfig):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and variants)."""
 
     policy_role: ClassVar[str] = "actor_train"
+    group_size_key: ClassVar[str] = "num_return_sequences_in_group"
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"actor_train": ("prompt",), "validation": ("prompt",)}
 
     actor_train: TrainWorkerConfig
@@ -434,17 +435,14 @@ class RLVRConfig(RewardRunConfig):
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RLVRConfig:
-        samples = self.rollout_batch_size * self.num_return_sequences_in_group
+        samples = self.num_groups * self.group_size
         for name in ("actor_train", "critic"):
             role = getattr(self, name)
             if role is None:
                 continue
             per_step, spelled = sequences_per_step(role)
             if samples % per_step:
-                raise ValueError(
-                    f"rollout_batch_size {self.rollout_batch_size} prompts × num_return_sequences_in_group"
-                    f" {self.num_return_sequences_in_group} = {samples} samples is not a multiple of {name}'s {spelled}"
-                )
+                raise ValueError(f"{self.batch_arithmetic} is not a multiple of {name}'s {spelled}")
         return self
 
     @model_validator(mode="after")
@@ -454,10 +452,10 @@ class RLVRConfig(RewardRunConfig):
             raise ValueError(
                 "is_use_additional_prompts requires synchronous training: remove it or async_generation_ratio"
             )
-        if 0 < ratio * self.rollout_batch_size < 1:
+        if 0 < ratio * self.num_groups < 1:
             raise ValueError(
-                f"async_generation_ratio {ratio:g} × rollout_batch_size {self.rollout_batch_size} ="
-                f" {ratio * self.rollout_batch_size:g} prompts, expected 0 or at least one"
+                f"async_generation_ratio {ratio:g} × {self.num_groups} groups of rollout_batch_size ="
+                f" {ratio * self.num_groups:g} groups, expected 0 or at least one"
             )
         if self.take_first_ready and not 0 < self.ahead < 1:
             raise ValueError(
@@ -481,10 +479,10 @@ class RLVRConfig(RewardRunConfig):
 
     @model_validator(mode="after")
     def _groups_can_be_large_enough(self) -> RLVRConfig:
-        if self.min_group_size > self.num_return_sequences_in_group:
+        if self.min_group_size > self.group_size:
             raise ValueError(
-                f"min_group_size {self.min_group_size} is above num_return_sequences_in_group"
-                f" {self.num_return_sequences_in_group}: no group would be trained on"
+                f"min_group_size {self.min_group_size} is above {self.group_size_key} {self.group_size}: no group would"
+                " be trained on"
             )
         return self
 
@@ -526,8 +524,8 @@ class RLVRConfig(RewardRunConfig):
         from roll_core.runtime.rollout.recording import BatchTerms, Recording
 
         terms = BatchTerms(
-            rollout_batch_size=self.rollout_batch_size,
-            num_return_sequences_in_group=self.num_return_sequences_in_group,
+            rollout_batch_size=self.num_groups,
+            num_return_sequences_in_group=self.group_size,
             temperature=self.actor_infer.generating_args.temperature,
         )
         # A resumed run starts at its checkpoint's step, which is not known here. If a later step is missing, it raises
@@ -616,6 +614,12 @@ class RLVRConfig(RewardRunConfig):
                 f"{loss.name} has no importance ratio, but the policy takes {num_steps} optimizer steps on each batch"
                 f" (ppo_epochs {self.ppo_epochs}), all but the first off-policy: set ppo, or take one step per batch"
             )
+        if isinstance(loss, PolicyLossProvider) and not loss.off_policy and self.ahead and not self.correction.enabled:
+            found["pg_variant"] = (
+                f"{loss.name} has no importance ratio, but older weights sample part of the tokens: enable"
+                " train_infer_correction.is_weight, or set ppo"
+            )
+        found |= self._without_effect() | self._without_signal(parts)
         others = [name for name, reward in self.rewards.items() if not (reward.zero_or_one and reward.weight == 1)]
         written = self.model_fields_set & {"difficulty_low_threshold", "difficulty_high_threshold"}
         if self.difficulty_mask and others and not written:
@@ -626,16 +630,80 @@ class RLVRConfig(RewardRunConfig):
             )
         return found
 
+    def _without_effect(self) -> dict[str, str]:
+        """Warnings about keys that nothing reads, or whose value disables what another key enables."""
+        found: dict[str, str] = {}
+        unread = {"pg_clip"} if self.use_pg_clip_range else {"pg_clip_low", "pg_clip_high"}
+        for key in sorted(unread & self.model_fields_set):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                found[key] = f"is not read while use_pg_clip_range is {str(self.use_pg_clip_range).lower()}"
+        if not self.dual_clip_loss and self.dual_clip != type(self).model_fields["dual_clip"].default:
+            found["dual_clip"] = "is not read: set dual_clip_loss to true"
+        if self.use_kl_loss and not self.kl_loss_coef:
+            found["kl_loss_coef"] = (
+                "found 0: the KL in the loss has no effect. Set a coefficient, or remove use_kl_loss"
+            )
+        if self.add_token_level_kl and not self.init_kl_coef:
+            adapts = ", and target_kl multiplies it" if self.target_kl is not None else ""
+            found["init_kl_coef"] = (
+                f"found 0: the KL in the reward has no effect{adapts}. Set a coefficient, or remove add_token_level_kl"
+            )
+        return found
+
+    def _without_signal(self, parts: Mapping[str, Provider]) -> dict[str, str]:
+        """Warnings about runs or steps that train nothing, or end at a reward."""
+        found: dict[str, str] = {}
+        if self.critic_warmup and self.critic is None:
+            found["critic_warmup"] = "no critic is configured, so the first steps train nothing: remove it"
+        elif self.critic_warmup >= self.max_steps:
+            found["critic_warmup"] = f"the policy is never trained: max_steps is {self.max_steps}"
+        if self.generates and self.actor_infer.generating_args.temperature == 0:
+            found["actor_infer.generating_args.temperature"] = (
+                "found 0: all responses to a prompt are equal, so comparing them gives no signal"
+            )
+        if getattr(parts["adv_estimator"], "non_negative", False):
+            scores = [name for name, reward in self.rewards.items() if reward.reward == "model"]
+            why = "soft_overlong_penalty" if self.soft_overlong_penalty else f"rewards.{scores[0]}" if scores else ""
+            if why:
+                found["adv_estimator"] = (
+                    f"{self.adv_estimator} ends the run at a negative reward, which {why} can give: set grpo"
+                )
+        scaled = [name for name, reward in self.rewards.items() if reward.weight < 1]
+        if self.error_max_len_clip and scaled:
+            found["error_max_len_clip"] = (
+                f"takes responses with a reward below 1 as wrong, which includes correct ones if rewards.{scaled[0]}"
+                " has a weight below 1: set weight to 1"
+            )
+        return found
+
     @property
     @override
     def replays_experts(self) -> bool:
         return self.router_replay.enabled
 
     @property
+    def num_groups(self) -> int:
+        """Groups per step."""
+        return self.rollout_batch_size
+
+    @property
+    def group_size(self) -> int:
+        """Samples per group."""
+        return self.num_return_sequences_in_group
+
+    @property
+    def batch_arithmetic(self) -> str:
+        """Samples per step as a product of keys, for messages."""
+        return (
+            f"rollout_batch_size {self.rollout_batch_size} prompts × num_return_sequences_in_group"
+            f" {self.num_return_sequences_in_group} = {self.num_groups * self.group_size} samples"
+        )
+
+    @property
     def ahead(self) -> float:
         """Number of batches that may be generated ahead of the next batch to train on."""
         if self.is_use_additional_prompts:
-            return self.max_additional_running_prompts / self.rollout_batch_size
+            return self.max_additional_running_prompts / self.num_groups
         return self.async_generation_ratio
 
     @property
@@ -683,7 +751,7 @@ class RLVRConfig(RewardRunConfig):
 
     def steps_per_batch(self, role: WorkerConfig) -> int:
         """Optimizer steps of `role` per pipeline step."""
-        samples = self.rollout_batch_size * self.num_return_sequences_in_group
+        samples = self.num_groups * self.group_size
         return self.epochs(role) * samples // sequences_per_step(role)[0]
 
     def epochs(self, role: WorkerConfig) -> int:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.correction import Band, importance_weights, inside, normalise_weights, off_policy_mask
-from roll_core.data.sequences import sequence_of
+from roll_core.data.rollouts import rows, sequences_of
+from roll_core.spec.algorithms import RolloutTurns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
     from roll_core.pipelines.config import TrainInferCorrectionConfig
@@ -36,28 +38,35 @@ class Experience:
 
     samples: tuple[Sample, ...]
     sequences: tuple[TrainSequence, ...]
+    baselines: tuple[Sample, ...] | None = None
+    """`Group.baseline` of each sample; None if a group has none."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, routed_experts: bool = False, min_group_size: int = 1) -> Experience:
-        """Samples of `groups` that have a reward and at least one response token, one row each.
+        """Samples of `groups` that have a reward and at least one response token, with the rows of their rollouts.
 
-        Failed samples are dropped. So are groups with fewer than `min_group_size` remaining samples. With
-        `routed_experts`, rows keep the experts that the engine chose.
+        Failed samples are dropped. So are groups with fewer than `min_group_size` remaining samples, or with a failed
+        baseline. With `routed_experts`, rows keep the experts that the engine chose.
         """
         samples: list[Sample] = []
+        baselines: list[Sample | None] = []
         sequences: list[TrainSequence] = []
         for index, group in enumerate(groups):
             valid = [each for each in group.samples if score_of(each) is not None and len(each.response_ids)]
-            if len(valid) >= min_group_size:
-                samples += valid
-                sequences += [sequence_of(sample, group=index) for sample in valid]
+            comparable = group.baseline is None or score_of(group.baseline) is not None
+            if len(valid) >= min_group_size and comparable:
+                for sample in valid:
+                    sequences += sequences_of(sample, group=index, rollout=len(samples))
+                    samples.append(sample)
+                    baselines.append(group.baseline)
         chosen = tuple(sequences) if routed_experts else without_experts(sequences)
-        return cls(samples=tuple(samples), sequences=chosen)
+        given = tuple(each for each in baselines if each is not None)
+        return cls(samples=tuple(samples), sequences=chosen, baselines=given if len(given) == len(samples) else None)
 
     @property
     def scores_S(self) -> Tensor:
         """Rewards before normalisation, float64 `[S]`."""
-        return torch.tensor([score_of(sample) for sample in self.samples], dtype=torch.float64)
+        return scores_of(self.samples)
 
     @property
     def components_S(self) -> Mapping[str, Tensor]:
@@ -90,6 +99,23 @@ class Experience:
     def segments_T(self) -> Tensor:
         """Index in `samples` of each token's rollout, int64 `[T]`."""
         return torch.repeat_interleave(self.rollouts_B, torch.tensor([len(row) for row in self.sequences]))
+
+    @property
+    def turns(self) -> RolloutTurns | None:
+        """Turns of the rollouts; None unless all samples are multi-turn. No sample may have been removed."""
+        rollouts = [sample.rollout for sample in self.samples if sample.rollout is not None]
+        if not rollouts or len(rollouts) < len(self.samples):
+            return None
+        turns = [turn for rollout in rollouts for turn in rollout.turns]
+        begins = np.cumsum([0, *(len(rollout.turns) for rollout in rollouts)])
+        index_T = [row.turns + begin for rollout, begin in zip(rollouts, begins, strict=False) for row in rows(rollout)]
+        states = {state: number for number, state in enumerate(dict.fromkeys(turn.state for turn in turns))}
+        return RolloutTurns(
+            index_T=torch.from_numpy(np.concatenate(index_T)),
+            rollouts_U=torch.repeat_interleave(torch.tensor([len(rollout.turns) for rollout in rollouts])),
+            rewards_U=torch.tensor([turn.reward or 0.0 for turn in turns], dtype=torch.float32),
+            states_U=None if None in states else torch.tensor([states[turn.state] for turn in turns]),
+        )
 
     @property
     def has_advantages(self) -> bool:
@@ -133,9 +159,16 @@ class Experience:
         """Keep only the rows where `kept_B` is True, and the samples that still have a row."""
         kept = kept_B.nonzero()[:, 0].tolist()
         samples = dict.fromkeys(self.rollouts_B[kept_B].tolist())
+        baselines = self.baselines
         return Experience(
-            samples=tuple(self.samples[i] for i in samples), sequences=tuple(self.sequences[i] for i in kept)
+            samples=tuple(self.samples[i] for i in samples),
+            sequences=tuple(self.sequences[i] for i in kept),
+            baselines=None if baselines is None else tuple(baselines[i] for i in samples),
         )
+
+    def in_units(self) -> Experience:
+        """Keep the rows of each rollout in one microbatch, for losses with a statistic of whole rollouts."""
+        return replace(self, sequences=tuple(replace(each, unit=each.rollout) for each in self.sequences))
 
     def with_positives(self, threshold: float) -> Experience:
         """Set the stream `positive`: 1 on the tokens in the loss of samples whose reward is above `threshold`."""
@@ -148,6 +181,11 @@ class Experience:
 def score_of(sample: Sample) -> float | None:
     """The sample's reward; None if it has none or scoring failed."""
     return None if sample.reward is None else sample.reward.value
+
+
+def scores_of(samples: Sequence[Sample]) -> Tensor:
+    """Rewards of samples that have one, float64 `[S]`."""
+    return torch.tensor([score_of(sample) for sample in samples], dtype=torch.float64)
 
 
 def components_of(sample: Sample) -> dict[str, float]:
@@ -223,43 +261,56 @@ def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, 
 def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, float | None]:
     """Mean |old logprob - engine's logprob| over sampled tokens: of current tokens, and of all other tokens.
 
-    Current tokens have the weight version `version`, and so have all earlier tokens of their response. The trainer has
-    the same weights. Each rollout has one row. A mean is None if it has no tokens. A token after older tokens usually
-    attends to keys that older weights computed. Its logprob differs from that of the current weights, although the
-    engine is correct.
+    Current tokens have the weight version `version`, and so have all earlier sampled tokens of their row. The trainer
+    has the same weights. A mean is None if it has no tokens. A token after older tokens usually attends to keys that
+    older weights computed. Its logprob differs from that of the current weights, although the engine is correct.
     """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     if old_T is None or behaviour_T is None:
         return None, None
     gap_T = (old_T - behaviour_T).abs()
     of_one_version_T = torch.from_numpy(
-        np.concatenate(
-            [
-                np.concatenate(
-                    [np.zeros(len(s.prompt_ids), dtype=np.bool_), np.logical_and.accumulate(s.versions == version)]
-                )
-                for s in experience.samples
-            ]
-        )
+        np.concatenate([row for sample in experience.samples for row in _of_one_version(sample, version)])
     )
     now_N = gap_T[experience.mask_T & of_one_version_T]
     before_N = gap_T[experience.mask_T & ~of_one_version_T]
     return (float(now_N.mean()) if len(now_N) else None), (float(before_N.mean()) if len(before_N) else None)
 
 
+def _of_one_version(sample: Sample, version: int) -> list[npt.NDArray[np.bool_]]:
+    """For each row of a sample, `[L]`: True up to the first token that weights of another version sampled."""
+    if sample.rollout is not None:
+        found = [(row.versions == version) | (row.versions < 0) for row in rows(sample.rollout)]
+    else:
+        found = [np.concatenate([np.ones(len(sample.prompt_ids), dtype=np.bool_), sample.versions == version])]
+    return [np.logical_and.accumulate(each) for each in found]
+
+
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rollout metrics: scores, lengths, failed rewards, and the share of groups with different rewards."""
+    """Rollout metrics: scores, lengths, failed rewards, and the share of groups with different rewards.
+
+    Groups' baselines count in the generated tokens and failed rewards, and have metrics of their own.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    lengths = [len(sample.response_ids) for sample in samples]
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    lengths = [int((sample.versions >= 0).sum()) for sample in samples]  # without tokens that the model read
+    baseline_lengths = [len(sample.response_ids) for sample in baselines]
     metrics = {
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/min": float(min(lengths)),
         "prompt_length/mean": statistics.fmean(len(sample.prompt_ids) for sample in samples),
         "response_length/cut_share": statistics.fmean(sample.finish_reason == "length" for sample in samples),
-        "tokens/generated": float(sum(lengths)),
-        "reward/failures": float(sum(sample.reward is not None and sample.reward.failed for sample in samples)),
+        "tokens/generated": float(sum(lengths) + sum(baseline_lengths)),
+        "reward/failures": float(
+            sum(sample.reward is not None and sample.reward.failed for sample in (*samples, *baselines))
+        ),
     }
+    if baseline_scores := [score for sample in baselines if (score := score_of(sample)) is not None]:
+        metrics |= {
+            "baseline/score/mean": statistics.fmean(baseline_scores),
+            "baseline/response_length/mean": statistics.fmean(baseline_lengths),
+        }
     by_tag: defaultdict[str, list[float]] = defaultdict(list)
     spread = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Roles and phases of the built-in pipelines, computed only from the config.
+"""Roles and phases of the built-in pipelines, computed only from the config, and parts for plans of plugins.
 
 Used by the pipelines and by `roll-core plan`. Light: imports no torch.
 """
@@ -12,8 +12,6 @@ from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
     from roll_core.pipelines.config import RLVRConfig, SFTConfig
-    from roll_core.pipelines.distill_config import DistillConfig
-    from roll_core.pipelines.preference_config import PreferenceConfig, RewardModelConfig
     from roll_core.spec.config import RewardRunConfig
     from roll_core.spec.plan import Activity
 
@@ -24,43 +22,14 @@ def sft(config: SFTConfig) -> PipelinePlan:
     The number of optimizer steps is 0 here: it is known only after the data are read.
     """
     roles = [RoleSpec(name="sft_train", kind="train")]
-    phases = _training("train", "sft_train")
+    phases = training("train", "sft_train")
     if config.save_steps:
         phases.append(Phase(name="checkpoint", acts={"sft_train": "save"}))
     if config.validation is not None:
         phases.append(Phase(name="held-out loss", acts={"sft_train": "score"}))
     if config.actor_infer is not None:
-        _add_generation(roles, phases, "sft_train", config)
+        add_generation(roles, phases, "sft_train", config)
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
-
-
-def preference(config: PreferenceConfig) -> PipelinePlan:
-    """Plan of the preference pipeline. The number of optimizer steps is 0 here, as in `sft`."""
-    roles = [RoleSpec(name="actor_train", kind="train")]
-    phases = []
-    if config.reference is not None:
-        roles.append(RoleSpec(name="reference", kind="score", model_from="actor_train"))
-        phases.append(Phase(name="logprobs of the reference", acts={"reference": "score"}))
-    elif config.uses_reference:
-        phases.append(Phase(name="logprobs of the initial policy", acts={"actor_train": "score"}))
-    phases += _training("train", "actor_train")
-    if config.save_steps:
-        phases.append(Phase(name="checkpoint", acts={"actor_train": "save"}))
-    if config.validation is not None:
-        phases.append(Phase(name="held-out preferences", acts={"actor_train": "score"}))
-    if config.actor_infer is not None:
-        _add_generation(roles, phases, "actor_train", config)
-    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
-
-
-def reward_model(config: RewardModelConfig) -> PipelinePlan:
-    """Plan of the reward model pipeline. The number of optimizer steps is 0 here, as in `sft`."""
-    phases = _training("train", "reward_train")
-    if config.save_steps:
-        phases.append(Phase(name="checkpoint", acts={"reward_train": "save"}))
-    if config.validation is not None:
-        phases.append(Phase(name="held-out preferences", acts={"reward_train": "score"}))
-    return PipelinePlan(roles=(RoleSpec(name="reward_train", kind="train", task="reward"),), phases=tuple(phases))
 
 
 def rlvr(config: RLVRConfig) -> PipelinePlan:
@@ -87,41 +56,27 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
         num_steps = steps * config.steps_per_batch(config.critic)
         roles.append(RoleSpec(name="critic", kind="train", task="value", num_steps=num_steps, model_from="actor_train"))
         phases.append(Phase(name="values", acts={"critic": "score"}))
-        phases += _training("train the critic", "critic")
-    phases += _training("train", "actor_train")
+        phases += training("train the critic", "critic")
+    phases += training("train", "actor_train")
     if config.save_steps:
         trained = [role.name for role in roles if role.kind == "train"]
         phases += [Phase(name=f"checkpoint of {name}", acts={name: "save"}) for name in trained]
     if config.generates:
-        roles += _rewards(config)
-    outputs = config.rollout_batch_size * config.num_return_sequences_in_group
+        roles += rewards(config)
+    outputs = config.num_groups * config.group_size
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
 
 
-def distill(config: DistillConfig) -> PipelinePlan:
-    """Plan of the distillation pipeline: that of `rlvr` with teachers."""
-    base = rlvr(config)
-    teachers = [RoleSpec(name=f"teachers.{domain}", kind="score") for domain in config.teachers]
-    roles = [*base.roles[:1], *teachers, *base.roles[1:]]
-    training = next(at for at, phase in enumerate(base.phases) if phase.acts.get("actor_train") == "backward")
-    support = [Phase(name="the student's support", acts={"actor_train": "score"})]
-    teaching = [
-        *(support if config.kd_support == "student_topk" else []),
-        *(Phase(name=f"logprobs of {teacher.name}", acts={teacher.name: "score"}) for teacher in teachers),
-    ]
-    phases = [*base.phases[:training], *teaching, *base.phases[training:]]
-    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=base.outputs)
-
-
-def _add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:
+def add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:
     """Add an engine that generates held-out responses with the weights of `source`, and the rewards that score them."""
     roles.append(RoleSpec(name="actor_infer", kind="generate", model_from=source))
-    roles += _rewards(config)
+    roles += rewards(config)
     phases.append(Phase(name="publish", acts={source: "publish", "actor_infer": "receive"}))
     phases.append(_rollout("held-out responses", config))
 
 
-def _rewards(config: RewardRunConfig) -> list[RoleSpec]:
+def rewards(config: RewardRunConfig) -> list[RoleSpec]:
+    """The roles of the rewards."""
     return [
         RoleSpec(name=f"rewards.{domain}", kind=reward.kind, task="reward") for domain, reward in config.rewards.items()
     ]
@@ -134,6 +89,6 @@ def _rollout(name: str, config: RewardRunConfig) -> Phase:
     return Phase(name=name, acts=acts)
 
 
-def _training(name: str, role: str) -> list[Phase]:
+def training(name: str, role: str) -> list[Phase]:
     """Phases of one optimizer step: its microbatches, then the step itself."""
     return [Phase(name=name, acts={role: "backward"}), Phase(name=f"{name}: step", acts={role: "step"})]

@@ -35,11 +35,13 @@ from roll_core.pipelines.experience import (
     correct,
     logprob_gaps,
     sample_metrics,
+    scores_of,
     without_experts,
 )
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
 from roll_core.pipelines.stages import Validation, log_update
+from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageEstimator, AdvantageInput, PolicyLossParams, bind_options
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
@@ -48,11 +50,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.types import Group
+    from roll_core.types import Group, Sample
 
 
 class RLVRPipeline(Pipeline[RLVRConfig]):
     """Trains a policy with an engine and rewards, and with a reference and a critic if the algorithm needs them."""
+
+    rollout_role = "actor_infer"
+    """Role that generates the rollouts. Only `actor_infer` receives the policy's weights."""
 
     @override
     def prepare(self, run: Run) -> int:
@@ -60,7 +65,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         prompts = run.prompts(data)
         self.order = PromptOrder(
             prompts,
-            size=config.rollout_batch_size,
+            size=config.num_groups,
             shares=data.domain_interleave_probs,
             seed=config.seed,
             domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
@@ -79,9 +84,12 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def _set_up_objective(self, run: Run) -> None:
         """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
         config = self.config
+        self.correction, self.recomputes_logprobs = config.correction, config.recomputes_logprobs
         estimator = run.advantage_estimator(config.adv_estimator)
         self.estimator = bind_options(estimator, AdvantageEstimator, config.adv_options)
-        normalises = run.advantage_provider(config.adv_estimator).normalise != "config"
+        provider = run.advantage_provider(config.adv_estimator)
+        self.program = GreedyBaseline if provider.needs_baseline else None
+        normalises = provider.normalise != "config"
         self.normaliser = (
             RewardNormaliser(None, None)
             if normalises
@@ -95,9 +103,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             maximum=config.entropy_coef_max,
         )
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon, config.kl_error_clip)
+        policy_loss = run.policy_loss_provider(config.pg_variant)
+        self.whole_rollouts = policy_loss.whole_rollouts
         low, high = config.clip_range()
         self.policy_objective = PolicyObjective(
-            policy_loss=run.policy_loss(config.pg_variant),
+            policy_loss=policy_loss.target,
             params=PolicyLossParams(
                 pg_clip_low=low,
                 pg_clip_high=high,
@@ -121,11 +131,15 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     @override
     async def setup(self, run: Run) -> None:
+        self.rollouts = run.rollouts(self.rollout_role, self._rollout_plan())
+
+    def _rollout_plan(self) -> RolloutPlan:
+        """How the batches of groups are made."""
         config = self.config
-        plan = RolloutPlan(
+        return RolloutPlan(
             counts=self.order.counts,
             params=self.sampling,
-            n=config.num_return_sequences_in_group,
+            n=config.group_size,
             prompt=self.order.prompt,
             keep=group_filter(config.rewards) if config.filters else None,
             max_tries=config.dynamic_sampling_max_tries,
@@ -138,12 +152,13 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             seeded=None if config.seeded_rollouts == "auto" else config.seeded_rollouts,
             routed_experts=config.replays_experts,
             replay=config.replay_rollouts or "",
+            program=self.program,
         )
-        self.rollouts = run.rollouts("actor_infer", plan)
 
     @override
     async def step(self, run: Run) -> None:
-        await run.publish_weights("actor_train", "actor_infer")
+        if self.rollout_role == "actor_infer":
+            await run.publish_weights("actor_train", "actor_infer")
         groups = await self.rollouts.batch()
         if not groups:
             run.guard(
@@ -152,7 +167,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             return
         config, samples = self.config, [sample for group in groups for sample in group.samples]
         run.log_samples(samples)
-        run.log(sample_metrics(groups))
+        run.log(self._batch_metrics(groups))
         run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
         experience = self._experience(groups)
         if not experience.samples:
@@ -196,6 +211,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
 
+    def _batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a batch's samples."""
+        return sample_metrics(groups)
+
     def _experience(self, groups: Sequence[Group]) -> Experience:
         """Samples of a batch to train on."""
         config = self.config
@@ -216,7 +235,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         sequences = experience.sequences
         if config.force_disable_old_logprobs_recompute:
             experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
-        elif config.recomputes_logprobs:
+        elif self.recomputes_logprobs:
             scored = await run.train_role("actor_train").score(
                 sequences, logprobs=True, entropy=config.top_entropy_quantile < 1, temperature=self.temperature
             )
@@ -238,21 +257,18 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = experience.with_rows(values=scored.values)
         return experience, entropy_T
 
-    def _shaped(self, run: Run, experience: Experience) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Scores and their components, float32 `[S]`, with the penalty for long responses."""
-        scores_S, components_S = experience.scores_S, experience.components_S
+    def _penalties(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Penalty for the length of each response, float64 `[S]`; 0 if none is configured."""
+        lengths_S = torch.tensor([len(sample.response_ids) for sample in samples])
         given = self.config.soft_overlong_penalty
-        if given is not None:
-            lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
-            penalty_S = soft_overlong_penalty(
-                lengths_S,
-                max_length=given.l_max or self.config.max_new_tokens,
-                cache_length=given.l_cache,
-                factor=given.penalty_factor,
-            )
-            scores_S, components_S = scores_S + penalty_S, {**components_S, "overlong_penalty": penalty_S.float()}
-            run.log({"reward/overlong_penalty/mean": float(penalty_S.mean())})
-        return scores_S.float(), components_S
+        if given is None:
+            return torch.zeros(lengths_S.shape, dtype=torch.float64)
+        return soft_overlong_penalty(
+            lengths_S,
+            max_length=given.l_max or self.config.max_new_tokens,
+            cache_length=given.l_cache,
+            factor=given.penalty_factor,
+        )
 
     def _credit(self, run: Run, experience: Experience) -> Experience:
         """Compute advantages from scores.
@@ -263,7 +279,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         groups_S, mask_T = experience.groups_S, experience.mask_T
         tags = [sample.tag for sample in experience.samples]
         entries = domains(config.rewards, set(tags))
-        raw_S, components_S = self._shaped(run, experience)
+        penalty_S, components_S = self._penalties(experience.samples), experience.components_S
+        if config.soft_overlong_penalty is not None:
+            components_S = {**components_S, "overlong_penalty": penalty_S.float()}
+            run.log({"reward/overlong_penalty/mean": float(penalty_S.mean())})
+        raw_S = (experience.scores_S + penalty_S).float()
+        baselines_S = None
+        if experience.baselines is not None:
+            baselines_S = (scores_of(experience.baselines) + self._penalties(experience.baselines)).float()
         scores_S = self.normaliser(raw_S, groups_S, [entries.get(tag, tag) for tag in tags])
         kl_coef = self.kl.coef  # for this step: `_penalty` adapts the next one's
         found = self.estimator(
@@ -272,7 +295,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 mask_T=mask_T,
                 segments_T=experience.segments_T,
                 groups_S=groups_S,
+                baselines_S=baselines_S,
                 components_S=components_S,
+                turns=experience.turns,
                 values_T=experience.flat("values"),
                 gamma=config.gamma,
                 lambd=config.lambd,
@@ -303,8 +328,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         run.guard(
             "all_groups_filtered",
             bool((sampled_N != 0).any()),
-            f"no reward signal at {{steps}}: all {config.num_return_sequences_in_group} responses of each prompt"
-            " scored the same",
+            f"no reward signal at {{steps}}: all {config.group_size} samples of each group scored the same",
         )
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
 
@@ -319,8 +343,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def _chosen(self, run: Run, experience: Experience) -> Experience:
         """Samples and tokens of the policy's loss, after masks and corrections."""
         chosen = experience.keep(self._kept(experience))
-        if self.config.correction.enabled and chosen.sequences:
-            chosen, metrics = correct(chosen, self.config.correction)
+        if self.correction.enabled and chosen.sequences:
+            chosen, metrics = correct(chosen, self.correction)
             run.log(metrics)
         if self.config.positive_nll_coef and chosen.sequences:
             chosen = chosen.with_positives(self.config.positive_nll_threshold)
@@ -368,10 +392,14 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             kept_S &= error_max_len_clip(experience.scores_S, lengths_S, threshold=threshold)
         return kept_S
 
+    def _shuffle_seed(self, run: Run) -> int | None:
+        """Seed of the order of optimizer steps in this step's batch; None keeps the batch's order."""
+        return stable_seed(self.config.seed, "optimizer steps", run.step) if self.config.shuffle else None
+
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
         """Update the critic on the whole experience, and the policy on the chosen part."""
         config = self.config
-        shuffle_seed = stable_seed(config.seed, "optimizer steps", run.step) if config.shuffle else None
+        shuffle_seed = self._shuffle_seed(run)
         num_tokens = 0
         if config.critic is not None:
             objective = ValueObjective(
@@ -391,7 +419,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
         elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
-                chosen.sequences,
+                (chosen.in_units() if self.whole_rollouts else chosen).sequences,
                 replace(self.policy_objective, entropy_coef=self.entropy.current),
                 epochs=config.ppo_epochs,
                 max_length=config.response_length,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.algorithms.losses import SFTObjective
-from roll_core.pipelines.config import SFTConfig, sequences_per_step
+from roll_core.pipelines.config import SFTConfig
 from roll_core.pipelines.plans import sft
 from roll_core.pipelines.prompt_order import RowOrder
-from roll_core.pipelines.stages import Validation, log_update
+from roll_core.pipelines.stages import Validation, log_update, num_steps
 from roll_core.spec.pipeline import Pipeline, Run
 
 if TYPE_CHECKING:
@@ -36,16 +36,14 @@ class SFTPipeline(Pipeline[SFTConfig]):
             config.sft_train.data_args, overlong=config.overlong, on_prompt=config.train_on_prompt
         )
         self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
-        batches_per_epoch = math.ceil(len(self.rows) / sequences_per_step(config.sft_train)[0])
-        epochs = config.sft_train.training_args.num_train_epochs
-        self.steps = config.max_steps or math.ceil(epochs * batches_per_epoch)
+        self.steps = num_steps(config, config.sft_train, len(self.rows))
         self.held_out: Sequence[TrainSequence] = ()
         self.validation: Validation | None = None
         if config.validation is not None:
             data = config.validation.data_args
             generates = config.actor_infer is not None
             # Rows with a response are used for the loss. An engine generates responses to all prompts.
-            if (data.messages or data.response) in run.columns(data):
+            if (data.messages or data.response) in run.rows(data).columns:
                 self.held_out = run.sequences(data, on_prompt=config.train_on_prompt, require_response=not generates)
             if generates:
                 self.validation = Validation(run, config, config.validation, source="sft_train")

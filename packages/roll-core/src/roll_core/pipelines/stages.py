@@ -1,17 +1,26 @@
-"""Stages that several pipelines share: validation, and the checks of an optimizer update."""
+"""Stages that several pipelines share: number of steps, validation, and the checks of an optimizer update."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from roll_core.pipelines.config import sequences_per_step
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.config import RewardRunConfig, ValidationConfig
+    from roll_core.spec.config import RewardRunConfig, RunConfig, TrainWorkerConfig, ValidationConfig
     from roll_core.spec.pipeline import Run, UpdateResult
     from roll_core.types import Sample
+
+
+def num_steps(config: RunConfig, role: TrainWorkerConfig, num_rows: int) -> int:
+    """Steps of a run of one optimizer step per batch of rows: `max_steps`, or as many as `num_train_epochs` need."""
+    per_epoch = math.ceil(num_rows / sequences_per_step(role)[0])
+    return config.max_steps or math.ceil(role.training_args.num_train_epochs * per_epoch)
 
 
 class Validation:
@@ -49,7 +58,7 @@ def score_metrics(samples: list[Sample]) -> dict[str, float]:
     metrics = {
         "val/num_samples": float(len(samples)),
         "val/reward_failures": float(len(samples) - len(scores)),
-        "val/response_length/mean": statistics.fmean(len(s.response_ids) for s in samples) if samples else 0.0,
+        "val/response_length/mean": statistics.fmean(int((s.versions >= 0).sum()) for s in samples) if samples else 0.0,
     }
     if scores:
         metrics["val/score/mean"] = statistics.fmean(scores)

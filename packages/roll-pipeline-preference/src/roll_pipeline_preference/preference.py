@@ -15,25 +15,23 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy, Objective
-from roll_core.algorithms.preference import PreferenceTerm
-from roll_core.algorithms.preference_losses import PreferenceParams
-from roll_core.data.encode_preferences import mismatched
 from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
-from roll_core.pipelines.config import sequences_per_step
-from roll_core.pipelines.plans import preference
-from roll_core.pipelines.preference_config import PreferenceConfig
 from roll_core.pipelines.prompt_order import RowOrder
-from roll_core.pipelines.reference_cache import cached_logprobs
-from roll_core.pipelines.stages import Validation, log_update
+from roll_core.pipelines.stages import Validation, log_update, num_steps
 from roll_core.spec.pipeline import Pipeline, Run
 from roll_core.spec.train import TokenOutputs, WantedOutputs
-from roll_core.types import CHOSEN
+from roll_pipeline_preference import plans
+from roll_pipeline_preference.config import PreferenceConfig
+from roll_pipeline_preference.encode import CHOSEN, encode_labelled, encode_pairs, mismatched
+from roll_pipeline_preference.losses import PreferenceParams
+from roll_pipeline_preference.reference_cache import cached_logprobs
+from roll_pipeline_preference.terms import PreferenceTerm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from roll_core.spec.config import DataArguments, RunConfig, TrainWorkerConfig
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.pipeline import RoleSpec, TrainRole
     from roll_core.spec.train import LossFn
     from roll_core.types import Floats, TrainSequence
@@ -72,12 +70,12 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         config = self.config
         self.rows = self._preferences(run, config.actor_train.data_args)
         self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
-        self.steps = num_steps(config, config.actor_train, self.rows)
+        self.steps = num_steps(config, config.actor_train, len(self.rows))
         self.held_out: Preferences | None = None
         self.validation: Validation | None = None
         if config.validation is not None:
             data = config.validation.data_args
-            if {data.chosen, data.rejected, data.label} & set(run.columns(data)) or config.actor_infer is None:
+            if {data.chosen, data.rejected, data.label} & set(run.rows(data).columns) or config.actor_infer is None:
                 self.held_out = self._preferences(run, data)
             if config.actor_infer is not None:
                 self.validation = Validation(run, config, config.validation, source="actor_train")
@@ -85,7 +83,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
-        planned = preference(self.config).roles
+        planned = plans.preference(self.config).roles
         return [replace(role, num_steps=self.steps) if role.kind == "train" else role for role in planned]
 
     @override
@@ -129,11 +127,17 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         return "actor_train"
 
     def _preferences(self, run: Run, data: DataArguments) -> Preferences:
-        labelled = self.config.labelled
-        sequences = run.preferences(data, labelled=labelled, overlong=self.config.overlong)
-        return Preferences(
-            sequences, labelled=labelled, kl="kto" in self.config.loss_type and self.config.uses_reference
+        config = self.config
+        sequences, _ = (encode_labelled if config.labelled else encode_pairs)(
+            run.rows(data),
+            data,
+            run.tokenizer,
+            prompt_length=config.prompt_length,
+            response_length=config.response_length,
+            overlong=config.overlong,
         )
+        kl = "kto" in config.loss_type and config.uses_reference
+        return Preferences(sequences, labelled=config.labelled, kl=kl)
 
     def _objective(self, kl: float, *, use_weighting: bool) -> Objective:
         """The preference losses, and the nll of chosen responses, which is reported or trained on (`sft`)."""
@@ -227,9 +231,3 @@ def held_out_metrics(
     (micro,) = pack(batch)
     found = objective(TokenOutputs(logprobs_T=flat(logprobs), values_T=flat(values)), micro)
     return {f"val/{name}": float(value) for name, value in found.metrics.items()}
-
-
-def num_steps(config: RunConfig, role: TrainWorkerConfig, rows: Preferences) -> int:
-    """Optimizer steps of the run: `max_steps`, or as many as `num_train_epochs` need."""
-    per_epoch = math.ceil(len(rows) / sequences_per_step(role)[0])
-    return config.max_steps or math.ceil(role.training_args.num_train_epochs * per_epoch)

@@ -20,11 +20,14 @@ from roll_core.spec.train import WantedOutputs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roll_core.pipelines.preference_config import PreferenceConfig
     from roll_core.spec.pipeline import TrainRole
     from roll_core.types import Floats, TrainSequence
+    from roll_pipeline_preference.config import PreferenceConfig
 
 log = logging.getLogger(__name__)
+
+MAX_LOGPROB = 1e-3
+"""Largest logprob that is rounding of 0."""
 
 
 async def cached_logprobs(
@@ -37,9 +40,8 @@ async def cached_logprobs(
     folder = Path(config.output_dir) / "reference_logprobs"
     file = folder / f"{_key(config, sequences)}.npy"
     lengths = [int(each.loss_mask.sum()) for each in sequences]
-    if file.is_file() and (flat := np.load(file)).shape == (sum(lengths),):
-        log.info("reference logprobs of %d sequences: read from %s", len(sequences), file)
-    else:
+    flat = _read(file, sum(lengths))
+    if flat is None:
         scored = await model.forward(sequences, WantedOutputs(logprobs=True, masked_only=True))
         own = zip(scored.logprobs or (), sequences, strict=True)
         flat = np.concatenate([logprobs[each.loss_mask] for logprobs, each in own]).astype(np.float32)
@@ -48,10 +50,28 @@ async def cached_logprobs(
         np.save(partial, flat)
         partial.replace(file)
         log.info("reference logprobs of %d sequences: written to %s", len(sequences), file)
+    else:
+        log.info("reference logprobs of %d sequences: read from %s", len(sequences), file)
     found = []
     for each, part in zip(sequences, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
         found.append(np.zeros(len(each), dtype=np.float32))
         found[-1][each.loss_mask] = part
+    return found
+
+
+def _read(file: Path, count: int) -> Floats | None:
+    """The `count` logprobs in a file. None if there is none, or if it is damaged, which is logged."""
+    if not file.is_file():
+        return None
+    try:
+        flat = np.load(file)
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("%s is damaged and is written again: %s", file, error)
+        return None
+    if flat.dtype != np.float32 or flat.shape != (count,) or not (np.isfinite(flat) & (flat <= MAX_LOGPROB)).all():
+        log.warning("%s is damaged and is written again: expected %d finite float32 logprobs", file, count)
+        return None
+    found: Floats = flat
     return found
 
 

@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import CrossEntropy, Objective
-from roll_core.algorithms.preference import BradleyTerryTerm, PreferenceTerm
-from roll_core.algorithms.preference_losses import (
+from roll_core.data.pack import pack
+from roll_core.data.pack import totals as totals_of
+from roll_core.errors import DataError
+from roll_core.spec.train import TokenOutputs
+from roll_core.types import TrainSequence
+from roll_pipeline_preference import config
+from roll_pipeline_preference.encode import CHOSEN, DESIRABLE, MARGIN
+from roll_pipeline_preference.losses import (
     LABELLED_LOSSES,
     PAIR_LOSSES,
     PreferenceParams,
@@ -23,12 +29,7 @@ from roll_core.algorithms.preference_losses import (
     bradley_terry,
     kto,
 )
-from roll_core.data.pack import pack
-from roll_core.data.pack import totals as totals_of
-from roll_core.errors import DataError
-from roll_core.pipelines import preference_config
-from roll_core.spec.train import TokenOutputs
-from roll_core.types import CHOSEN, DESIRABLE, MARGIN, TrainSequence
+from roll_pipeline_preference.terms import BradleyTerryTerm, PreferenceTerm
 
 
 def responses(logp, ratio, length):
@@ -123,7 +124,6 @@ def test_losses_and_gradients_stay_finite_far_from_the_reference(name):
 
 
 def test_the_config_names_exactly_the_losses_there_are():
-    config = preference_config
     pairs = {*get_args(config.ReferenceLoss), *get_args(config.PolicyLoss)}
     assert pairs == PAIR_LOSSES.keys()
     assert set(get_args(config.LabelledLoss)) == LABELLED_LOSSES.keys()

@@ -54,6 +54,13 @@ DIVERGENT: frozenset[str] = frozenset(
     {"sigmoid", "sigmoid_norm", "robust", "ipo", "ipo_sum", "hinge", "exo_pair", "discopop"}
 )
 """Losses with `f_divergence_type`."""
+OPTIONS_OF: Mapping[str, frozenset[str]] = {
+    "simpo_gamma": frozenset({"simpo"}),
+    "discopop_tau": frozenset({"discopop"}),
+    "desirable_weight": frozenset(get_args(LabelledLoss)),
+    "undesirable_weight": frozenset(get_args(LabelledLoss)),
+}
+"""Losses that read an option."""
 WITH_SFT: frozenset[str] = frozenset({"cpo", "orpo"})
 """Losses whose papers add the negative log-likelihood of chosen responses."""
 
@@ -98,7 +105,7 @@ class PreferenceConfig(RewardRunConfig):
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     """Divergence from the reference that regularises the policy (f-DPO, arXiv:2309.16240)."""
     f_alpha_divergence_coef: float = 0.5
-    """Alpha of `f_divergence_type: alpha_divergence`."""
+    """Alpha of `f_divergence_type: alpha_divergence`, as in TRL: 1 minus the paper's. 1 is reverse_kl, 0 forward_kl."""
     ld_alpha: Fraction = 1.0
     """Weight of a response's tokens beyond the length of the pair's shorter response (LD-DPO, arXiv:2409.06411)."""
     use_weighting: bool = False
@@ -152,6 +159,16 @@ class PreferenceConfig(RewardRunConfig):
             raise ValueError("exo_pair needs label_smoothing above 0, for example 0.001: its target is (1 - e, e)")
         if self.f_divergence_type != "reverse_kl" and (not names & DIVERGENT or self.reference_free):
             raise ValueError(f"f_divergence_type has no effect on {', '.join(self.loss_type)} without a reference")
+        for key, losses in OPTIONS_OF.items():
+            if getattr(self, key) != type(self).model_fields[key].default and not names & losses:
+                raise ValueError(
+                    f"{key} has no effect on {', '.join(self.loss_type)}: remove it, or use {', '.join(sorted(losses))}"
+                )
+        if self.f_alpha_divergence_coef != 0.5 and self.f_divergence_type != "alpha_divergence":
+            raise ValueError(
+                f"f_alpha_divergence_coef has no effect on f_divergence_type: {self.f_divergence_type}: remove it, or"
+                " use alpha_divergence"
+            )
         if self.labelled and (self.ld_alpha != 1.0 or self.use_weighting):
             key = "use_weighting" if self.use_weighting else "ld_alpha"
             raise ValueError(f"{key} compares the responses of a pair, but {self.loss_type[0]} trains on single ones")
@@ -242,7 +259,7 @@ class RewardModelConfig(RunConfig):
     @classmethod
     @override
     def check_rows(cls, key: str, rows: Rows, data: DataArguments, values: Mapping[Any, Any]) -> None:
-        from roll_core.data.preference_rows import number_of
+        from roll_pipeline_preference.rows import number_of
 
         _check_preferences(rows, data, labelled=False)
         for row in rows if values.get("margin") is not None else ():
@@ -261,7 +278,7 @@ def check_data(role: TrainWorkerConfig, name: str) -> None:
 
 
 def _check_preferences(rows: Rows, data: DataArguments, *, labelled: bool) -> None:
-    from roll_core.data.preference_rows import are_pairs, labelled_of, need_preferences, pair_of
+    from roll_pipeline_preference.rows import are_pairs, labelled_of, need_preferences, pair_of
 
     need_preferences(rows, data, unpaired=labelled)
     read = labelled_of if labelled and not are_pairs(rows, data) else pair_of

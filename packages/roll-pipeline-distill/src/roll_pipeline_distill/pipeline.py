@@ -1,9 +1,9 @@
-"""Distillation: a student learns a teacher's next-token distributions, on its own responses or on a data set's.
+"""Distillation: a student learns a teacher's next-token distributions.
 
 for step in steps:
-    batch    = rollouts of the student, as in `rlvr`, or rows of the data set
-    support  = ids at each position: the sampled token, or the most likely tokens of the teacher or the student
-    teacher  = its logprobs of the support
+    batch    = rollouts of the student, as in `rlvr`, or of the teacher, or rows of the data set
+    support  = ids at each position: the sampled token, the K most likely of teacher or student, or all
+    teacher  = its logprobs of the support, or its hidden states
     update the student with the divergence as a loss, or with its sampled estimate as an advantage
 
 Rollouts, corrections, masks, policy losses and task rewards are those of `rlvr`; only the credit differs.
@@ -11,36 +11,34 @@ Rollouts, corrections, masks, policy losses and task rewards are those of `rlvr`
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from roll_core.algorithms.distillation import STREAM, DistillationTerm, overlap, sampled_advantages
-from roll_core.algorithms.losses import Objective
-from roll_core.data.sequences import sequence_of
+from roll_core.algorithms.losses import CrossEntropy, Objective
+from roll_core.data.pack import sequence_of
 from roll_core.data.tokenizers import stored_tokenizer
-from roll_core.errors import ConfigError, ConfigProblem, ModelError
+from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.pipelines.experience import Experience, without_experts
-from roll_core.pipelines.plans import distill
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.pipelines.stages import Validation, log_update
-from roll_core.runtime.planning.memory import size_of
-from roll_core.runtime.rollout.requests import stable_seed
-from roll_core.runtime.workers.build import model_spec
+from roll_pipeline_distill.divergences import STREAM, DistillationTerm, sampled_advantages
+from roll_pipeline_distill.plans import distill
+from roll_pipeline_distill.stored import with_stored
+from roll_pipeline_distill.teachers import HEAD, Source, Teachers
+from roll_pipeline_distill.vocabulary import difference, hub_vocabulary_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.pipelines.distill_config import DistillConfig
-    from roll_core.spec.model import ModelSpec
     from roll_core.spec.pipeline import RoleSpec, Run
-    from roll_core.types import Group, TokenIds, TrainSequence
+    from roll_core.spec.train import LossFn
+    from roll_core.types import Group, TrainSequence
+    from roll_pipeline_distill.config import DistillConfig
 
 
 class DistillPipeline(RLVRPipeline):
@@ -54,8 +52,12 @@ class DistillPipeline(RLVRPipeline):
         check_vocabulary(run, config)
         if config.rolls_out:
             super().prepare(run)
+            self.rollout_role = config.rollout_role
+            self.sampling = config.rollout_infer.generating_args.sampling_params(
+                default_max_new_tokens=config.response_length
+            )
             for tag in {prompt.tag for prompts in self.order.rows.values() for prompt in prompts}:
-                config.teacher_of(tag)
+                config.teacher_role(tag)
         else:
             self.temperature = config.temperature
             self.validation = None
@@ -63,9 +65,26 @@ class DistillPipeline(RLVRPipeline):
                 self.validation = Validation(run, config, config.validation, source="actor_train")
             self._set_up_objective(run)
         if config.reads_rows:
-            self.rows = run.sequences(config.actor_train.data_args)
-            self.row_order = RowOrder(len(self.rows), seed=config.seed)
+            self._read_rows(run)
+        self.teachers = Teachers(run, config)
         return config.max_steps
+
+    def _read_rows(self, run: Run) -> None:
+        """Rows with responses, their sources, and the support that they store."""
+        config = self.config
+        data = config.actor_train.data_args
+        rows = run.rows(data)
+        self.rows = run.sequences(data, on_prompt=config.distill_on_prompt)
+        sources = {row.id: Source.of_row(row) for row in rows}
+        self.sources = [sources[each.id] for each in self.rows]
+        if config.kd_support == "stored":
+            self.rows = with_stored(
+                self.rows, rows, ids=config.kd_ids, logprobs=config.kd_logprobs, vocab_size=len(run.tokenizer)
+            )
+        else:
+            for source in self.sources:
+                config.teacher_role(source.tag)
+        self.row_order = RowOrder(len(self.rows), seed=config.seed)
 
     @override
     def _set_up_objective(self, run: Run) -> None:
@@ -80,9 +99,13 @@ class DistillPipeline(RLVRPipeline):
             head_mass=config.adaptive_kl_alpha,
             tail_floor=config.kd_tail_floor,
             clip=config.kd_clip,
+            head=str(run.dir / HEAD) if config.kd_support == "full" else "",
             overlap=config.logits_topk if config.kd_support == "teacher_topk" else 0,
         )
-        terms, coefs = {STREAM: term}, {STREAM: config.kd_coef}
+        terms: dict[str, LossFn] = {STREAM: term}
+        coefs = {STREAM: config.kd_coef}
+        if config.nll_coef:
+            terms["nll"], coefs["nll"] = CrossEntropy(), config.nll_coef
         self.distillation = Objective(terms=terms, coefs=coefs, temperature=config.temperature)
         if config.placement == "loss" and config.task_coef:
             policy = self.policy_objective
@@ -96,15 +119,16 @@ class DistillPipeline(RLVRPipeline):
     async def setup(self, run: Run) -> None:
         if self.config.rolls_out:
             await super().setup(run)
+        await self.teachers.setup(run)
 
     @override
     async def step(self, run: Run) -> None:
-        if self._on_policy(run.step):
+        if self._trains_on_rollouts(run.step):
             await super().step(run)
             return
-        rows = self._next_rows(run.step)
+        rows, sources = self._next_rows(run.step)
         with run.stage("logprobs"):
-            batch = await self._teach(run, rows, [""] * len(rows))
+            batch = rows if self.config.kd_support == "stored" else await self.teachers.teach(run, rows, sources)
         with run.stage("train"):
             await self._distill(run, batch)
 
@@ -119,21 +143,19 @@ class DistillPipeline(RLVRPipeline):
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
 
-    def _on_policy(self, step: int) -> bool:
+    def _trains_on_rollouts(self, step: int) -> bool:
         """True if a step trains on rollouts: with probability `student_data_fraction` for mixed data (GKD)."""
         config = self.config
         if config.distill_data != "mix":
             return config.rolls_out
-        seed = stable_seed(config.seed, "distillation data", step)
-        return bool(np.random.default_rng(seed).random() < config.student_data_fraction)
+        return bool(np.random.default_rng([config.seed, step]).random() < config.student_data_fraction)
 
-    def _next_rows(self, step: int) -> tuple[TrainSequence, ...]:
-        """Rows of a step on the data set, as many as rollouts in a step on these."""
+    def _next_rows(self, step: int) -> tuple[list[TrainSequence], list[Source]]:
+        """Rows of a step on the data set, as many as rollouts in a step on these, and their sources."""
         size = self.config.rollout_batch_size * self.config.num_return_sequences_in_group
-        return tuple(
-            replace(self.rows[i], id=f"{self.rows[i].id}/{at}", group=at)
-            for at, i in enumerate(self.row_order.batch(step, size))
-        )
+        chosen = self.row_order.batch(step, size)
+        rows = [replace(self.rows[i], id=f"{self.rows[i].id}/{at}", group=at) for at, i in enumerate(chosen)]
+        return rows, [self.sources[i] for i in chosen]
 
     @override
     def _experience(self, groups: Sequence[Group]) -> Experience:
@@ -142,44 +164,8 @@ class DistillPipeline(RLVRPipeline):
 
     @override
     async def _taught(self, run: Run, experience: Experience) -> Experience:
-        tags = [sample.tag for sample in experience.samples]
-        return replace(experience, sequences=tuple(await self._teach(run, experience.sequences, tags)))
-
-    async def _teach(self, run: Run, sequences: Sequence[TrainSequence], tags: Sequence[str]) -> list[TrainSequence]:
-        """Add the support and the logprobs of each sequence's teacher."""
-        config = self.config
-        options: dict[str, Any] = {"temperature": config.temperature, "masked_only": True}
-        asked = list(without_experts(sequences))
-        if config.kd_support == "student_topk":
-            mine = await run.train_role("actor_train").score(sequences, topk=config.logits_topk, **options)
-            asked = [replace(each, gather_ids=ids) for each, ids in zip(asked, mine.topk_ids or (), strict=True)]
-            options |= {"gathered": True, "topk": config.logits_topk}
-        elif config.kd_support == "teacher_topk":
-            options["topk"] = config.logits_topk
-        else:
-            asked = [replace(each, gather_ids=each.tokens[:, None]) for each in asked]
-            options["gathered"] = True
-
-        async def score(domain: str) -> None:
-            places = [at for at, tag in enumerate(tags) if config.teacher_of(tag) == domain]
-            scored = await run.train_role(f"teachers.{domain}").score([asked[at] for at in places], **options)
-            for index, at in enumerate(places):
-                if scored.gathered_logprobs is not None:
-                    asked[at] = replace(asked[at], teacher_logprobs=scored.gathered_logprobs[index])
-                elif scored.topk_ids is not None and scored.topk_logprobs is not None:
-                    ids, logprobs = scored.topk_ids[index], scored.topk_logprobs[index]
-                    asked[at] = replace(asked[at], gather_ids=ids, teacher_logprobs=logprobs)
-                if config.kd_support == "student_topk" and scored.topk_ids is not None:
-                    overlaps[at] = _overlap(asked[at], scored.topk_ids[index])
-
-        overlaps: dict[int, torch.Tensor] = {}
-        await asyncio.gather(*(score(domain) for domain in dict.fromkeys(map(config.teacher_of, tags))))
-        if overlaps:
-            run.log({"distillation/overlap": float(torch.cat([overlaps[at] for at in sorted(overlaps)]).mean())})
-        return [
-            replace(each, gather_ids=taught.gather_ids, teacher_logprobs=taught.teacher_logprobs)
-            for each, taught in zip(sequences, asked, strict=True)
-        ]
+        sources = [Source.of_sample(experience.samples[at]) for at in experience.rollouts_B.tolist()]
+        return replace(experience, sequences=tuple(await self.teachers.teach(run, experience.sequences, sources)))
 
     @override
     def _credit(self, run: Run, experience: Experience) -> Experience:
@@ -229,7 +215,7 @@ class DistillPipeline(RLVRPipeline):
             self.distillation,
             epochs=config.ppo_epochs,
             max_length=config.response_length,
-            shuffle_seed=stable_seed(config.seed, "optimizer steps", run.step) if config.shuffle else None,
+            shuffle_seed=self._shuffle_seed(run),
         )
         log_update(run, update, "actor")
         run.log({"tokens/trained": update.num_tokens})
@@ -252,51 +238,25 @@ def _unscored(groups: Sequence[Group], routed_experts: bool) -> Experience:
     )
 
 
-def _overlap(sequence: TrainSequence, ids: TokenIds) -> torch.Tensor:
-    """Share of the support of each trained token that is among `ids` `[L, K]`."""
-    if sequence.gather_ids is None:
-        raise AssertionError("a sequence without a support")
-    mask = sequence.loss_mask
-    return overlap(torch.from_numpy(sequence.gather_ids[mask]), torch.from_numpy(ids[mask]))
-
-
 def check_vocabulary(run: Run, config: DistillConfig) -> None:
     """Raise `ConfigError` if a teacher has another tokenizer, or if K exceeds a vocabulary. Loads no model.
 
-    Without a tokenizer of the teacher, the sizes of the vocabularies are compared. Equal tokenizers may have padded
-    vocabularies of different sizes.
+    The schema compares what it finds in directories. Here the run's tokenizer is known, and models on the Hub are.
     """
-    own = run.tokenizer.get_vocab()
-    roles = [each for each in distill(config).roles if each.name == "actor_train" or each.name.startswith("teachers.")]
-    specs = {role.name: model_spec(role, config, Path()) for role in roles}
-    sizes = {name: _vocab_size(spec, config) for name, spec in specs.items()}
-    for name in (each for each in specs if each != "actor_train"):
-        hint, spec = "choose a teacher with the student's tokenizer", specs[name]
-        stored = stored_tokenizer(spec.path, trust_remote_code=spec.trust_remote_code) if spec.path else None
-        theirs = None if stored is None else stored.get_vocab()
-        if theirs is not None and theirs != own:
-            token, number = min(own.items() ^ theirs.items())
-            whose = "the student" if own.get(token) == number else "the teacher"
-            message = (
-                f"its tokenizer has {len(theirs)} tokens and differs from the student's {len(own)}: only {whose} has"
-                f" token {token!r} with id {number}"
-            )
-            raise _refused(config, f"{name}.model_args", message, hint)
-        if theirs is None and None not in (sizes[name], sizes["actor_train"]) and sizes[name] != sizes["actor_train"]:
-            message = f"its vocabulary has {sizes[name]} ids, the student's {sizes['actor_train']}"
-            raise _refused(config, f"{name}.model_args", message, hint)
-    for name, size in sizes.items():
-        if config.kd_support != "sampled" and size is not None and config.logits_topk > size:
+    own, sizes = run.tokenizer.get_vocab(), config.vocabulary_sizes()
+    for name in sizes:
+        path, trusted = config.model_path(name), config.roles()[name].model_args.trust_remote_code
+        size = sizes[name] or hub_vocabulary_size(path, trust_remote_code=trusted)
+        if name == "actor_train":
+            size = sizes[name] = size or len(own)
+        else:
+            stored = stored_tokenizer(path, trust_remote_code=trusted) if path else None
+            theirs = None if stored is None else stored.get_vocab()
+            if why := difference(own, theirs, sizes["actor_train"], size):
+                raise _refused(config, f"{name}.model_args", why, "choose a teacher with the student's tokenizer")
+        if config.uses_topk and size is not None and config.logits_topk > size:
             message = f"found {config.logits_topk}, but the vocabulary of {name} has {size} ids"
             raise _refused(config, "logits_topk", message, f"set at most {size}")
-
-
-def _vocab_size(spec: ModelSpec, config: DistillConfig) -> int | None:
-    """Number of ids of a model; None if it is not known without loading it."""
-    try:
-        return size_of(spec, config).vocab_size
-    except ModelError:
-        return None
 
 
 def _refused(config: DistillConfig, key: str, message: str, hint: str) -> ConfigError:

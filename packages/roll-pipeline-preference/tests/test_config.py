@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.cli.files import FileCheck
+from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
-from roll_core.pipelines import plans
 from roll_core.plugins.registry import Registry
+from roll_pipeline_preference import plans
 from roll_testing.kit import hf_plugins
 
-REGISTRY = Registry(hf_plugins())
+REGISTRY = Registry(hf_plugins("roll-pipeline-preference"))
 PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
 DPO = """\
 pipeline: dpo
@@ -66,7 +66,7 @@ def loaded(text, *overrides):
     ],
 )
 def test_a_config_is_accepted(text, overrides):
-    loaded(text, *overrides)
+    assert not loaded(text, *overrides).warnings
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,9 @@ def test_a_config_is_accepted(text, overrides):
         (DPO, ["loss_type=kto", "ld_alpha=0.5"]),
         (DPO, ["loss_type=kto", "use_weighting=true"]),
         (DPO, ["label_smoothing=0.5"]),
+        (DPO, ["simpo_gamma=1.0"]),
+        (DPO, ["desirable_weight=2.0"]),
+        (DPO, ["f_alpha_divergence_coef=0.3"]),
         (DPO, ["loss_type=dpo"]),
         (DPO, ["actor_infer={strategy_args: {strategy_name: hf_infer}}"]),
     ],
@@ -111,8 +114,9 @@ def test_a_small_beta_of_simpo_is_warned_about():
         ({"prompt": None}, []),
         ({"chosen": None, "rejected": None, "response": "4", "label": True}, []),
         ({"margin": "wide"}, ["margin=margin"]),
+        ({"margin": "nan"}, ["margin=margin"]),
     ],
-    ids=["equal", "empty", "missing", "no prompt", "unpaired", "margin"],
+    ids=["equal", "empty", "missing", "no prompt", "unpaired", "margin", "infinite margin"],
 )
 def test_a_wrong_row_is_located_before_anything_is_built(row, overrides):
     given = {name: value for name, value in {**PAIR, **row}.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Distillation: divergences between a teacher's and a student's next-token distributions, and their credit.
+"""Divergences between a teacher's and a student's next-token distributions, and their credit.
 
 P is the teacher, Q the student. Divergences are computed on a support of K token ids per position, given as logprobs of
 both models at one temperature. Gradients flow into the student's.
@@ -12,26 +12,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from roll_core.algorithms._segments import reverse_discounted_sum
 from roll_core.algorithms.aggregate import stream_weights, weighted_sum
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.train import LossOutput, WantedOutputs
+from roll_core.spec.train import Comparison, LossOutput, WantedOutputs
+from roll_pipeline_distill.config import Divergence, Tail
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from roll_core.spec.train import MicroBatch, TokenOutputs
 
-Divergence = Literal[
-    "forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
-]
-"""Values of the config key `kd_objective`; see `divergence`."""
-Tail = Literal["bucket", "renormalise", "drop"]
-"""Values of the config key `kd_tail`; see `with_tail`."""
 STREAM = "distillation"
 """Name of the weights and of the objective's term."""
 
@@ -133,12 +131,17 @@ def sampled_advantages(
     return advantages_T
 
 
-def sampled_loss(student_T: Tensor, teacher_T: Tensor) -> Tensor:
-    """`0.5 * (log Q(y) - log P(y))²` of each token, the estimator k2 of `KL(Q || P)`.
+def sampled_loss(student_T: Tensor, teacher_T: Tensor, kind: Divergence = "reverse_kl") -> Tensor:
+    """Estimate of each token's divergence from the logprobs of one sample, `[T]`.
 
-    On samples of the student, its gradient has the expectation of the KL's gradient. The gradient of `log Q - log P`
-    itself (k1) does not contain the teacher, and its expectation is zero.
+    * `reverse_kl`, on samples of the student: `0.5 * (log Q(y) - log P(y))²`, the estimator k2 of `KL(Q || P)`. Its
+      gradient has the expectation of the KL's gradient. The gradient of `log Q - log P` itself (k1) does not contain
+      the teacher, and its expectation is zero.
+    * `forward_kl`, on samples of the teacher: `log P(y) - log Q(y)`, the estimator k1 of `KL(P || Q)`. Its gradient is
+      that of the negative log-likelihood, and unbiased: sequence-level distillation (arXiv:1606.07947).
     """
+    if kind == "forward_kl":
+        return teacher_T - student_T
     return 0.5 * (student_T - teacher_T).square()
 
 
@@ -170,41 +173,55 @@ class DistillationTerm:
     tail_floor: float = 1e-5
     clip: float | None = None
     """Upper bound of a token's loss. Tokens above it have no gradient."""
+    head: str = ""
+    """File with the teacher's head: compare over the whole vocabulary, with `teacher_hidden`."""
     overlap: int = 0
     """K of the metric `overlap`; 0 omits it. Requires a strategy with `capabilities.topk`."""
     temperature: float = 1.0
 
     @property
     def want(self) -> WantedOutputs:
-        """Logprobs of the support for the masked tokens."""
+        """Logprobs of the support for the masked tokens, or their divergences over the whole vocabulary."""
+        if self.head:
+            comparison = Comparison(head=self.head, function=self._divergence, stream=STREAM)
+            return WantedOutputs(comparison=comparison, masked_only=True, temperature=self.temperature)
         return WantedOutputs(gathered=True, masked_only=True, topk=self.overlap, temperature=self.temperature)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `DataError` if the batch has no teacher."""
+        weights_T = stream_weights(micro, STREAM)
+        if self.head:
+            if outputs.compared_T is None:
+                raise DataError("distillation over the whole vocabulary needs teacher_hidden, but the batch has none")
+            return self._weighted(outputs.compared_T, weights_T, {})
         student_TK, teacher_TK = outputs.gathered_logprobs_TK, micro.teacher_logprobs_TK
         if student_TK is None or teacher_TK is None or micro.gather_ids_TK is None:
             raise DataError("distillation needs gather_ids and teacher_logprobs, but the batch has none")
-        weights_T = stream_weights(micro, STREAM)
         used_T1 = (weights_T != 0)[:, None]
         student_TK, teacher_TK = torch.where(used_T1, student_TK, 0.0), torch.where(used_T1, teacher_TK, 0.0)
         values_T = self._values(teacher_TK, student_TK)
-        loss_T = values_T if self.clip is None else values_T.clamp(max=self.clip)
-        found = {"divergence": values_T}
+        found: dict[str, Tensor] = {}
         if not self.sampled:
             found |= {"teacher_mass": teacher_TK.exp().sum(dim=1), "student_mass": student_TK.exp().sum(dim=1)}
         if outputs.topk_ids_TK is not None and self.overlap:
             found["overlap"] = overlap(micro.gather_ids_TK, outputs.topk_ids_TK)
-        metrics = {name: weighted_sum(each_T.detach(), weights_T) for name, each_T in found.items()}
-        return LossOutput(loss=weighted_sum(loss_T, weights_T), metrics=metrics)
+        return self._weighted(values_T, weights_T, found)
+
+    def _weighted(self, values_T: Tensor, weights_T: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
+        """Clip, and average by the weights."""
+        loss_T = values_T if self.clip is None else values_T.clamp(max=self.clip)
+        found = {"divergence": values_T, **metrics}
+        means = {name: weighted_sum(each_T.detach(), weights_T) for name, each_T in found.items()}
+        return LossOutput(loss=weighted_sum(loss_T, weights_T), metrics=means)
 
     def _values(self, teacher_TK: Tensor, student_TK: Tensor) -> Tensor:
         if self.sampled:
-            return sampled_loss(student_TK[:, 0], teacher_TK[:, 0])
-        return divergence(
-            with_tail(teacher_TK, self.tail, self.tail_floor),
-            with_tail(student_TK, self.tail, self.tail_floor),
-            self.kind,
-            beta=self.beta,
-            skew=self.skew,
-            head_mass=self.head_mass,
+            return sampled_loss(student_TK[:, 0], teacher_TK[:, 0], self.kind)
+        return self._divergence(
+            with_tail(teacher_TK, self.tail, self.tail_floor), with_tail(student_TK, self.tail, self.tail_floor)
         )
+
+    @property
+    def _divergence(self) -> partial[Tensor]:
+        """`divergence` with the options of the term."""
+        return partial(divergence, kind=self.kind, beta=self.beta, skew=self.skew, head_mass=self.head_mass)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from roll_core.algorithms.losses import Objective
-from roll_core.algorithms.preference import BradleyTerryTerm
-from roll_core.pipelines.plans import reward_model
-from roll_core.pipelines.preference import Preferences, held_out_metrics, num_steps
-from roll_core.pipelines.preference_config import RewardModelConfig
 from roll_core.pipelines.prompt_order import RowOrder
-from roll_core.pipelines.stages import log_update
+from roll_core.pipelines.stages import log_update, num_steps
 from roll_core.spec.pipeline import Pipeline, Run
+from roll_pipeline_preference import plans
+from roll_pipeline_preference.config import RewardModelConfig
+from roll_pipeline_preference.encode import encode_pairs
+from roll_pipeline_preference.preference import Preferences, held_out_metrics
+from roll_pipeline_preference.terms import BradleyTerryTerm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,14 +38,14 @@ class RewardModelPipeline(Pipeline[RewardModelConfig]):
         self.objective = Objective(terms={"bradley_terry": term})
         self.rows = self._preferences(run, config.reward_train.data_args)
         self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
-        self.steps = num_steps(config, config.reward_train, self.rows)
+        self.steps = num_steps(config, config.reward_train, len(self.rows))
         validation = config.validation
         self.held_out = None if validation is None else self._preferences(run, validation.data_args)
         return self.steps
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
-        return [replace(role, num_steps=self.steps) for role in reward_model(self.config).roles]
+        return [replace(role, num_steps=self.steps) for role in plans.reward_model(self.config).roles]
 
     @override
     async def step(self, run: Run) -> None:
@@ -68,4 +69,14 @@ class RewardModelPipeline(Pipeline[RewardModelConfig]):
         return "reward_train"
 
     def _preferences(self, run: Run, data: DataArguments) -> Preferences:
-        return Preferences(run.preferences(data, overlong=self.config.overlong, margin=self.config.margin))
+        config = self.config
+        sequences, _ = encode_pairs(
+            run.rows(data),
+            data,
+            run.tokenizer,
+            prompt_length=config.prompt_length,
+            response_length=config.response_length,
+            overlong=config.overlong,
+            margin=config.margin,
+        )
+        return Preferences(sequences)

@@ -1,4 +1,4 @@
-"""Preference losses: one loss per pair of responses, or per labelled response. `PreferenceObjective` averages them.
+"""Preference losses: one loss per pair of responses, or per labelled response. `PreferenceTerm` averages them.
 
 P pairs, S labelled responses. `w` is the chosen and `l` the rejected response. `logp` is the sum of a response's
 logprobs under the policy, `r = logp - logp_ref` its log-ratio to the reference, and `n` its number of tokens.
@@ -272,7 +272,11 @@ def _mean_delta(chosen: Responses, rejected: Responses, params: PreferenceParams
 
 
 def _divergence(ratios_P: Tensor, params: PreferenceParams) -> Tensor:
-    """f-DPO (arXiv:2309.16240 table 1): `f'(u)` of the probability ratio `u = exp(r)`; `r` for `reverse_kl`."""
+    """f-DPO (arXiv:2309.16240 table 1): `f'(u)` of the probability ratio `u = exp(r)`; `r` for `reverse_kl`.
+
+    forward_kl: `1 - 1/u`. js_divergence: `log(2u / (1 + u))`. alpha_divergence: `(u^(a - 1) - 1) / (a - 1)` as in TRL,
+    with a = `f_alpha_divergence_coef` = 1 - the paper's alpha: 1 is reverse_kl, 0 is forward_kl.
+    """
     if params.f_divergence_type == "forward_kl":
         return 1 - (-ratios_P).clamp(max=MAX_EXPONENT).exp()
     if params.f_divergence_type == "js_divergence":

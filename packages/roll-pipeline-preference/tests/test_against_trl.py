@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from roll_core.algorithms.losses import CrossEntropy, Objective
-from roll_core.algorithms.preference import PreferenceTerm
-from roll_core.algorithms.preference_losses import PreferenceParams
 from roll_core.data.pack import pack
 from roll_core.spec.train import TokenOutputs
-from roll_core.types import CHOSEN, DESIRABLE, TrainSequence
+from roll_core.types import TrainSequence
+from roll_pipeline_preference.encode import CHOSEN, DESIRABLE
+from roll_pipeline_preference.losses import PreferenceParams
+from roll_pipeline_preference.terms import PreferenceTerm
 
 pytestmark = pytest.mark.engine("trl")
 

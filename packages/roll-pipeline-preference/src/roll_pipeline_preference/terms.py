@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.algorithms._segments import sums_by
-from roll_core.algorithms.preference_losses import (
+from roll_core.errors import DataError
+from roll_core.spec.train import LossOutput, WantedOutputs
+from roll_pipeline_preference.encode import DESIRABLE, MARGIN
+from roll_pipeline_preference.losses import (
     LABELLED_LOSSES,
     PAIR_LOSSES,
     PreferenceParams,
     Responses,
     bradley_terry,
 )
-from roll_core.errors import DataError
-from roll_core.spec.train import LossOutput, WantedOutputs
-from roll_core.types import DESIRABLE, MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -197,7 +196,7 @@ def _masked(values_T: Tensor | None, micro: MicroBatch, what: str) -> Tensor:
 
 def _sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
     """Sum over each sequence, `[S]`."""
-    return sums_by(values_T, micro.segments_T, micro.num_sequences)
+    return values_T.new_zeros(micro.num_sequences).index_add_(0, micro.segments_T, values_T)
 
 
 def _stream(micro: MicroBatch, name: str) -> Tensor:

@@ -12,20 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.algorithms.distillation import (
+from roll_core.data.pack import pack, totals
+from roll_core.errors import DataError, UnsupportedError
+from roll_core.spec.train import TokenOutputs
+from roll_core.types import TrainSequence
+from roll_pipeline_distill.config import Divergence
+from roll_pipeline_distill.divergences import (
     STREAM,
     DistillationTerm,
-    Divergence,
     divergence,
     overlap,
     sampled_advantages,
     sampled_loss,
     with_tail,
 )
-from roll_core.data.pack import pack, totals
-from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.train import TokenOutputs
-from roll_core.types import TrainSequence
 from roll_testing.errors import raises_error
 
 KINDS = get_args(Divergence)
@@ -197,6 +197,20 @@ def test_sampled_losses_have_the_gradient_of_the_reverse_kl_in_expectation():
     # The plain log-ratio as a loss has none.
     (of_k1,) = torch.autograd.grad((probabilities * (student - teacher)).sum(), z)
     torch.testing.assert_close(of_k1, torch.zeros(7, dtype=torch.float64))
+
+
+def test_samples_of_the_teacher_have_the_value_and_gradient_of_the_forward_kl_in_expectation():
+    """Exactly, over all tokens: P(y) times the loss of y. By hand for one: log 0.5 - log 0.25."""
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    z = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    student = z.log_softmax(-1)
+    expected = divergence(teacher[None], student[None], "forward_kl").sum()
+    found = (teacher.exp() * sampled_loss(student, teacher, "forward_kl")).sum()
+    torch.testing.assert_close(found, expected)
+    one, other = (torch.autograd.grad(each, z, retain_graph=True)[0] for each in (found, expected))
+    torch.testing.assert_close(one, other)
+    assert sampled_loss(logs(Q)[0], logs(P)[0], "forward_kl").tolist() == pytest.approx([LN2, 0, -LN2])
 
 
 # -- the term

@@ -1,0 +1,1 @@
+"""Pipeline `distill`: a student learns a teacher's next-token distributions."""

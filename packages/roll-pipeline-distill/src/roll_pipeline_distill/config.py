@@ -1,0 +1,530 @@
+"""Configuration schema of the pipeline `distill`. Light: imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from typing_extensions import override
+
+from roll_core.data.rows import messages_of, need_column
+from roll_core.errors import DataError
+from roll_core.pipelines.config import RLVRConfig
+from roll_core.spec.config import (
+    Fraction,
+    InferWorkerConfig,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ScoreWorkerConfig,
+)
+from roll_pipeline_distill.stored import check_stored
+from roll_pipeline_distill.vocabulary import Vocabulary, difference, stored_vocabulary, vocabulary_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.pipelines.config import TrainInferCorrectionConfig
+    from roll_core.spec.config import DataArguments
+    from roll_core.spec.providers import Provider
+
+Divergence = Literal[
+    "forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
+]
+"""Values of the config key `kd_objective`; see `divergences.divergence`."""
+Tail = Literal["bucket", "renormalise", "drop"]
+"""Values of the config key `kd_tail`; see `divergences.with_tail`."""
+Between = Annotated[float, Field(gt=0, lt=1)]
+
+
+class TeacherConfig(ScoreWorkerConfig):
+    """`teachers.<domain>`: a model that only scores. It has the student's tokenizer."""
+
+    tag_included: list[str] = Field(default_factory=list)
+    """Further tags whose rows this teacher scores. Its domain is always one of its tags."""
+
+
+class ServedTeacherConfig(InferWorkerConfig):
+    """`served_teachers.<domain>`: a model whose logprobs an engine computes, as those of a prompt."""
+
+    tag_included: list[str] = Field(default_factory=list)
+    """Further tags whose rows this teacher scores. Its domain is always one of its tags."""
+
+
+class DistillConfig(RLVRConfig):
+    """`pipeline: distill`: distillation of a teacher into `actor_train`, on its own rollouts or on a data set.
+
+    Keys of `rlvr` apply to the rollouts, and to the policy loss if the credit is an advantage.
+    """
+
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Teachers by domain. A row's tag selects its teacher; a single teacher scores all rows."""
+    served_teachers: dict[str, ServedTeacherConfig] = Field(default_factory=dict)
+    """Teachers by domain whose logprobs an engine computes, for `kd_support: sampled` and `teacher_topk`."""
+    actor_infer: InferWorkerConfig = InferWorkerConfig()
+    """Engine with the student's weights, for rollouts of the student and for `validation`."""
+    teacher_infer: InferWorkerConfig | None = None
+    """Engine with the teacher's weights, for `distill_data: teacher`. Its model is by default that of the teacher."""
+    adv_estimator: str = "reinforce"
+    """Advantage estimator of task rewards, with `task_coef`."""
+    distill_data: Literal["student", "teacher", "dataset", "mix"] = "student"
+    """Sequences to learn on: rollouts of the student (on-policy) or of the teacher, or rows with responses.
+
+    `mix` trains each step on rollouts of the student or on rows.
+    """
+    student_data_fraction: Fraction = 0.5
+    """Probability that a step of `distill_data: mix` trains on rollouts (GKD's lambda)."""
+    self_teacher: Literal["policy", "base", "ema"] | None = None
+    """Self-distillation: the student is its own teacher, with another prompt (`teacher_prompt`).
+
+    `policy`: with its current weights. `base`: without the adapters that it trains. `ema`: with a moving average of its
+    weights.
+    """
+    ema_decay: Between = 0.99
+    """Decay d of `self_teacher: ema`: after each optimizer step, `teacher = d × teacher + (1 - d) × student`."""
+    teacher_prompt: str | None = None
+    """Column with the prompt that the teacher sees instead of the student's: a text, or a list of messages."""
+    kd_support: Literal["sampled", "teacher_topk", "student_topk", "full", "stored"] = "sampled"
+    """Token ids at each position whose probabilities are compared.
+
+    The sampled token, the `logits_topk` most likely tokens of the teacher or of the student, or the whole vocabulary
+    (`full`), computed chunk by chunk from the teacher's hidden states and its head. `stored`: the ids in the rows.
+    """
+    kd_ids: str = "teacher_ids"
+    """Column with K token ids for each trained token, for `kd_support: stored`."""
+    kd_logprobs: str = "teacher_logprobs"
+    """Column with the teacher's logprobs of `kd_ids`, at temperature 1."""
+    logits_topk: PositiveInt = 64
+    """Number of most likely tokens, K."""
+    kd_tail: Tail = "bucket"
+    """Probability outside of the K tokens: one more class, divided out, or ignored."""
+    kd_tail_floor: Between = 1e-5
+    """Minimum probability of the class of `bucket`."""
+    kd_placement: Literal["loss", "advantage"] | None = None
+    """Use the divergence as a loss, or its estimate as an advantage of the policy loss.
+
+    Default: `advantage` for tokens that the student sampled, otherwise `loss`.
+    """
+    kd_objective: Divergence | None = None
+    """Divergence of the student from the teacher.
+
+    Default: `reverse_kl` for the student's K tokens, or for its samples with `sampled` or `full`; otherwise
+    `forward_kl`.
+    """
+    js_beta: Between = 0.5
+    """Weight of the teacher in the mixture of `js_divergence`."""
+    skew_lambda: Between = 0.1
+    """Weight of the first distribution in the mixture of `skewed_forward_kl` and `skewed_reverse_kl`."""
+    adaptive_kl_alpha: Between = 0.5
+    """Probability of the teacher's head, for `adaptive_kl`."""
+    kd_temperature: PositiveFloat | None = None
+    """Divisor of both models' logits.
+
+    Default: the sampling temperature of the rollouts, 1 without rollouts. The loss is not multiplied by its square.
+    """
+    kd_coef: PositiveFloat = 1.0
+    """Weight of the distillation loss or advantage."""
+    kd_clip: PositiveFloat | None = None
+    """Upper bound of a token's loss, or bound of |log-ratio| in its advantage. Default: unbounded."""
+    kd_discount: Fraction = 0.0
+    """Discount of later tokens' log-ratios in an advantage. 0 credits each token with its own log-ratio only."""
+    nll_coef: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of responses, which is added to the loss."""
+    distill_on_prompt: bool = False
+    """Train also on the prompts' tokens of rows, with `distill_data: dataset` or `mix`."""
+    task_coef: NonNegativeFloat = 0.0
+    """Weight of the advantages of `rewards`. With 0, rewards are only reported."""
+
+    @field_validator("teacher_infer")
+    @classmethod
+    def _has_the_teachers_model(cls, value: InferWorkerConfig | None, info: ValidationInfo) -> InferWorkerConfig | None:
+        """Use the model of the only teacher if `teacher_infer` names none."""
+        teachers = info.data.get("teachers") or {}
+        if value is None or len(teachers) != 1 or value.model_args.model_name_or_path or value.model_args.random_init:
+            return value
+        given = next(iter(teachers.values())).model_args
+        model = {key: getattr(given, key) for key in ("model_name_or_path", "random_init", "model_config_kwargs")}
+        return value.model_copy(update={"model_args": value.model_args.model_copy(update=model)})
+
+    @model_validator(mode="after")
+    def _data_and_rewards_are_given(self) -> DistillConfig:
+        if not self.actor_train.data_args.file_name:
+            raise ValueError("actor_train.data_args.file_name is missing: name the files with prompts or responses")
+        has_engine = "actor_infer" in self.model_fields_set
+        if self.generates and not has_engine:
+            what = f"distill_data {self.distill_data}" if self.on_policy else "validation"
+            raise ValueError(f"actor_infer is missing: {what} generates responses with it")
+        if has_engine and not self.on_policy and self.validation is None:
+            raise ValueError(
+                f"actor_infer is not used: distill_data {self.distill_data} has no rollouts of the student; remove it"
+            )
+        if self.critic is not None and not self.task_coef:
+            raise ValueError("critic is not used: its values belong to task rewards; set task_coef, or remove critic")
+        if self.rewards and not self.rolls_out and not self.generates:
+            raise ValueError("rewards score generated responses, but distill_data dataset generates none: remove them")
+        if self.task_coef and not (self.rewards and self.on_policy):
+            raise ValueError(
+                "task_coef weighs rewards of the student's rollouts: configure rewards, and distill_data student or mix"
+            )
+        if not self.rewards and (self.difficulty_mask or self.error_max_len_clip):
+            key = "difficulty_mask" if self.difficulty_mask else "error_max_len_clip"
+            raise ValueError(f"{key} reads rewards, but none are configured: remove it, or configure rewards")
+        return self
+
+    @model_validator(mode="after")
+    def _the_teachers_are_used(self) -> DistillConfig:
+        if self.teachers and self.teacher_samples:
+            raise ValueError(
+                "teachers are not used: with kd_support sampled, teacher_infer returns the logprobs of its own samples;"
+                " remove teachers, and name the model in teacher_infer.model_args"
+            )
+        if self.teachers and (self.self_teacher or self.kd_support == "stored"):
+            key = "self_teacher" if self.self_teacher else "kd_support stored"
+            raise ValueError(f"teachers are not used with {key}: remove one of them")
+        if self.served_teachers:
+            self._check_served()
+        known = self.teachers or self.served_teachers or self.self_teacher
+        if not (known or self.teacher_samples or self.kd_support == "stored"):
+            raise ValueError("teachers is empty: configure at least one, for example teachers.main")
+        if self.kd_support == "full" and len(self.teachers) > 1:
+            raise ValueError(
+                f"teachers are {len(self.teachers)}, but kd_support full applies the head of one teacher: configure"
+                " one, or set kd_support: teacher_topk or student_topk"
+            )
+        if self.distill_data != "teacher":
+            if self.teacher_infer is not None:
+                raise ValueError(
+                    f"teacher_infer is not used: distill_data is {self.distill_data}; set distill_data: teacher"
+                )
+            return self
+        if self.teacher_infer is None:
+            raise ValueError("teacher_infer is missing: distill_data teacher generates responses with it")
+        if len(self.teachers) > 1:
+            raise ValueError(
+                f"teachers are {len(self.teachers)}, but distill_data teacher has one engine, teacher_infer: configure"
+                " one teacher"
+            )
+        if self.async_generation_ratio:
+            raise ValueError("async_generation_ratio is for rollouts of the student: set distill_data: student")
+        return self
+
+    def _check_served(self) -> None:
+        """Engines return logprobs of the sequences' tokens and of the most likely ones, without temperature."""
+        if self.kd_support not in ("sampled", "teacher_topk"):
+            raise ValueError(
+                f"served_teachers return logprobs of the sequence's tokens and of the most likely ones, but kd_support"
+                f" is {self.kd_support}: set sampled or teacher_topk, or configure teachers"
+            )
+        if self.distill_data == "teacher" or (self.kd_support == "sampled" and self.distill_data != "student"):
+            raise ValueError(
+                f"served_teachers score rollouts of the student, or rows with kd_support teacher_topk, but distill_data"
+                f" is {self.distill_data}: set distill_data: student, or configure teachers"
+            )
+        if self.teachers or self.self_teacher:
+            key = "teachers" if self.teachers else "self_teacher"
+            raise ValueError(f"served_teachers and {key} are alternatives: remove one of them")
+        if self.temperature != 1:
+            raise ValueError(
+                f"served_teachers return logprobs at temperature 1, but the temperature is {self.temperature:g}: set"
+                " actor_infer.generating_args.temperature: 1, or configure teachers"
+            )
+
+    @model_validator(mode="after")
+    def _the_teacher_differs(self) -> DistillConfig:
+        """Self-distillation and stored logprobs."""
+        if self.teacher_prompt is not None and (self.distill_data == "teacher" or self.distill_on_prompt):
+            key = "distill_on_prompt" if self.distill_on_prompt else "distill_data teacher"
+            raise ValueError(f"teacher_prompt gives the teacher another prompt, but {key} needs the same: remove one")
+        if self.kd_support == "stored":
+            for key in ("self_teacher", "teacher_prompt"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is not used with kd_support stored: remove it")
+            if self.distill_data != "dataset" or self.distill_on_prompt:
+                raise ValueError(
+                    "kd_support stored reads logprobs of responses from rows: set distill_data: dataset, without"
+                    " distill_on_prompt"
+                )
+            if self.temperature != 1:
+                raise ValueError(
+                    f"kd_temperature is {self.temperature:g}, but stored logprobs have temperature 1: remove it"
+                )
+        if self.self_teacher is None:
+            return self
+        if self.distill_data == "teacher" or self.kd_support == "full":
+            key = "distill_data: student or dataset" if self.distill_data == "teacher" else "kd_support: student_topk"
+            raise ValueError(f"self_teacher has no engine and no fixed head of its own: set {key}")
+        if self.self_teacher == "policy" and self.teacher_prompt is None:
+            raise ValueError(
+                "self_teacher policy equals the student, so nothing is learnt: name a teacher_prompt column"
+            )
+        moved = self.teacher_prompt is not None or self.task_coef or self.nll_coef
+        if self.self_teacher == "ema" and not moved:
+            raise ValueError(
+                "self_teacher ema begins as the student, and nothing moves the student away: name a teacher_prompt"
+                " column, or set task_coef or nll_coef"
+            )
+        if self.self_teacher == "ema" and self.portable_checkpoints:
+            raise ValueError(
+                "portable_checkpoints contain no moving average, which self_teacher ema needs to resume: remove one of"
+                " them"
+            )
+        if self.self_teacher == "base" and not self.actor_train.model_args.trains_adapters:
+            raise ValueError(
+                "self_teacher base is the model without adapters, but actor_train trains none: set lora_target"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_vocabularies_agree(self) -> DistillConfig:
+        """Compare tokenizers and vocabulary sizes of local models, as far as they are known."""
+        sizes = self.vocabulary_sizes()
+        own_size = sizes["actor_train"]
+        own = None if self.tokenizer is not None else self._vocabulary("actor_train")
+        for name in (each for each in sizes if each != "actor_train"):
+            why = difference(own, self._vocabulary(name), own_size, sizes[name])
+            if why:
+                raise ValueError(f"{name}.model_args: {why}; choose a teacher with the student's tokenizer")
+            if self.kd_support == "full" and None not in (sizes[name], own_size) and sizes[name] != own_size:
+                raise ValueError(
+                    f"{name}.model_args: its output layer has {sizes[name]} ids, the student's {own_size}, but"
+                    " kd_support full compares equal ones: set kd_support: student_topk"
+                )
+        for name, size in sizes.items():
+            if self.uses_topk and size is not None and self.logits_topk > size:
+                raise ValueError(
+                    f"logits_topk is {self.logits_topk}, but the vocabulary of {name} has {size} ids: set at most"
+                    f" {size}"
+                )
+        return self
+
+    def vocabulary_sizes(self) -> dict[str, int | None]:
+        """Number of ids of the student, the teachers and their engine, by role; None if it is not known here."""
+        names = ("actor_train", "teacher_infer")
+        roles = {name: each for name, each in self.roles().items() if name in names or "teachers." in name}
+        return {name: vocabulary_size(each.model_args, self.pretrain) for name, each in roles.items()}
+
+    def model_path(self, role: str) -> str:
+        """Directory or hub id of a role's model; empty for random weights."""
+        model = self.roles()[role].model_args
+        return model.model_name_or_path or ("" if model.random_init else self.pretrain or "")
+
+    def _vocabulary(self, role: str) -> Vocabulary | None:
+        path = self.model_path(role)
+        return stored_vocabulary(path) if path else None
+
+    @override
+    @classmethod
+    def check_rows(cls, key: str, rows: Any, data: DataArguments, values: Mapping[Any, Any]) -> None:
+        if key != "actor_train":
+            return
+        if isinstance(prompt := values.get("teacher_prompt"), str):
+            need_column(prompt, rows)
+        if values.get("distill_data") in ("dataset", "mix"):
+            for row in rows:
+                messages_of(row, data, rows, response=True)
+        if values.get("kd_support") == "stored":
+            columns = {
+                name: str(values.get(name, cls.model_fields[name].default)) for name in ("kd_ids", "kd_logprobs")
+            }
+            check_stored(rows, columns["kd_ids"], columns["kd_logprobs"])
+
+    @model_validator(mode="after")
+    def _trains_what_is_meant(self) -> DistillConfig:
+        sampled, from_teacher = self.kd_support == "sampled", self.distill_data == "teacher"
+        if not sampled and self.placement == "advantage":
+            raise ValueError(
+                f"kd_placement is advantage with kd_support {self.kd_support}: the divergence does not depend on"
+                " the sampled token, so it is a baseline and its expected gradient is zero; set kd_placement: loss,"
+                " or kd_support: sampled"
+            )
+        if self.kd_support in TOPK and self.kd_tail == "drop" and self.objective in REVERSE:
+            raise ValueError(
+                f"kd_tail is drop with kd_objective {self.objective} over K tokens: moving probability out of them"
+                " minimises it; set kd_tail: bucket"
+            )
+        if self.kd_discount and self.placement == "loss":
+            raise ValueError("kd_discount is used by advantages only: remove it, or set kd_placement: advantage")
+        if sampled and self.reads_rows:
+            raise ValueError(
+                f"kd_support is sampled with distill_data {self.distill_data}: it estimates a KL from samples of the"
+                " student or the teacher; set distill_data: student or teacher, or kd_support: full"
+            )
+        if sampled and from_teacher and self.placement == "advantage":
+            raise ValueError(
+                "kd_placement is advantage with distill_data teacher: advantages need samples of the student;"
+                " set kd_placement: loss, or distill_data: student"
+            )
+        expected = "forward_kl" if from_teacher else "reverse_kl"
+        if sampled and self.objective != expected:
+            raise ValueError(
+                f"kd_objective is {self.objective} with kd_support sampled: samples of the {self.distill_data} estimate"
+                f" only {expected}; set kd_support: full, teacher_topk or student_topk"
+            )
+        one_temperature = sampled or self.task_coef != 0
+        if one_temperature and self.kd_temperature not in (None, self.sampling_temperature):
+            raise ValueError(
+                f"kd_temperature is {self.kd_temperature:g}, but the rollouts' temperature is"
+                f" {self.sampling_temperature:g}: logprobs of sampled tokens need the same; remove kd_temperature"
+            )
+        if self.nll_coef and self.placement == "advantage":
+            raise ValueError("nll_coef is added to a divergence as a loss: set kd_placement: loss, or remove nll_coef")
+        if self.distill_on_prompt and not self.reads_rows:
+            raise ValueError("distill_on_prompt is for rows: set distill_data: dataset or mix, or remove it")
+        if self.nll_coef and self.temperature != 1:
+            raise ValueError(
+                f"nll_coef weighs logprobs at temperature 1, but kd_temperature is {self.temperature:g}: remove one of"
+                " them"
+            )
+        if not self.trains_policy and self.stays_close:
+            raise ValueError(
+                "the KL to the reference belongs to a policy loss: set kd_placement: advantage or task_coef"
+            )
+        return self
+
+    @override
+    def capabilities(self) -> Mapping[str, tuple[str, ...]]:
+        teachers = [f"teachers.{domain}" for domain in self.teachers]
+        if self.kd_support == "full":
+            return dict.fromkeys(["actor_train", *teachers], ("whole_vocabulary",))
+        if self.kd_support == "stored":
+            return {"actor_train": ("gathered",)}
+        if self.served_teachers:
+            engine = ("prompt_logprobs", "prompt_topk") if self.uses_topk else ("prompt_logprobs",)
+            served = {f"served_teachers.{domain}": engine for domain in self.served_teachers}
+            student = ("gathered", "topk") if self.uses_topk else ("gathered",)
+            return served | ({"actor_train": student} if self.placement == "loss" else {})
+        if self.self_teacher is not None:
+            needs = ["gathered"] + ([] if self.kd_support == "sampled" else ["topk"])
+            return {"actor_train": (*needs, "ema") if self.self_teacher == "ema" else tuple(needs)}
+        needed = {"actor_train": ["gathered"], **{name: [] for name in teachers}}
+        for name in teachers:
+            needed[name] += [] if self.kd_support == "sampled" else ["topk"]
+            needed[name] += [] if self.kd_support == "teacher_topk" else ["gathered"]
+        needed["actor_train"] += ["topk"] if self.uses_topk else []
+        return {name: tuple(each) for name, each in needed.items()}
+
+    @override
+    def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
+        found = super().warnings(parts) if self.trains_policy else {}
+        if self.kd_support not in ("sampled", "full") and self.kd_tail == "renormalise":
+            found["kd_tail"] = "the student's probability outside of the K tokens is then free: set bucket to bound it"
+        if self.kd_support in TOPK and self.kd_tail == "drop":
+            found["kd_tail"] = "the sum over K tokens alone is no divergence and may be negative: set bucket"
+        return found
+
+    def teacher_of(self, tag: str) -> str:
+        """Domain of the teacher that scores a tag. Raises `DataError` if there is none."""
+        teachers = self.teachers or self.served_teachers
+        if len(teachers) == 1:
+            return next(iter(teachers))
+        for domain, teacher in teachers.items():
+            if tag == domain or tag in teacher.tag_included:
+                return domain
+        raise DataError(
+            f"no teacher scores rows with tag {tag!r}: the teachers are {', '.join(teachers)}; see"
+            " teachers.<domain>.tag_included"
+        )
+
+    def teacher_role(self, tag: str) -> str:
+        """Name of the role that scores a tag as its teacher; empty if logprobs need no scoring."""
+        if self.self_teacher is not None:
+            return "actor_train"
+        if self.served_teachers:
+            return f"served_teachers.{self.teacher_of(tag)}"
+        return f"teachers.{self.teacher_of(tag)}" if self.teachers else ""
+
+    @property
+    def teacher_samples(self) -> bool:
+        """True if the logprobs of the teacher are those of its engine's samples."""
+        return self.distill_data == "teacher" and self.kd_support == "sampled"
+
+    @property
+    def objective(self) -> Divergence:
+        """`kd_objective`, or its default."""
+        of_teacher = self.kd_support in ("teacher_topk", "stored") or (
+            self.kd_support != "student_topk" and not self.on_policy
+        )
+        return self.kd_objective or ("forward_kl" if of_teacher else "reverse_kl")
+
+    @property
+    def placement(self) -> Literal["loss", "advantage"]:
+        """`kd_placement`, or its default."""
+        return self.kd_placement or ("advantage" if self.kd_support == "sampled" and self.on_policy else "loss")
+
+    @property
+    def uses_topk(self) -> bool:
+        """True if K tokens are compared."""
+        return self.kd_support in ("teacher_topk", "student_topk")
+
+    @property
+    def on_policy(self) -> bool:
+        """True if steps train on rollouts of the student."""
+        return self.distill_data in ("student", "mix")
+
+    @property
+    def rolls_out(self) -> bool:
+        """True if steps train on rollouts, of the student or of the teacher."""
+        return self.distill_data != "dataset"
+
+    @property
+    def rollout_role(self) -> str:
+        """Name of the role that generates the rollouts to train on."""
+        return "teacher_infer" if self.distill_data == "teacher" else "actor_infer"
+
+    @property
+    def rollout_infer(self) -> InferWorkerConfig:
+        """Config of `rollout_role`."""
+        return self.teacher_infer if self.teacher_infer is not None else self.actor_infer
+
+    @property
+    def reads_rows(self) -> bool:
+        """True if steps train on rows with responses."""
+        return self.distill_data in ("dataset", "mix")
+
+    @property
+    def trains_policy(self) -> bool:
+        """True if rollouts are trained on with a policy loss."""
+        return self.on_policy and (self.placement == "advantage" or self.task_coef != 0)
+
+    @property
+    def sampling_temperature(self) -> float:
+        """Temperature of the rollouts' logprobs; 1 for greedy sampling and without rollouts."""
+        return (self.rollout_infer.generating_args.temperature or 1.0) if self.rolls_out else 1.0
+
+    @property
+    def temperature(self) -> float:
+        """`kd_temperature`, or its default."""
+        return self.kd_temperature or self.sampling_temperature
+
+    @property
+    @override
+    def generates(self) -> bool:
+        return self.replay_rollouts is None and (self.on_policy or self.validation is not None)
+
+    @property
+    @override
+    def max_new_tokens(self) -> int:
+        return self.rollout_infer.generating_args.max_new_tokens or self.response_length
+
+    @override
+    def sampling_defaults(self) -> dict[str, Any]:
+        return self.rollout_infer.generating_args.model_dump() | {"max_new_tokens": self.max_new_tokens}
+
+    @property
+    @override
+    def recomputes_logprobs(self) -> bool:
+        return self.trains_policy and super().recomputes_logprobs
+
+    @property
+    @override
+    def correction(self) -> TrainInferCorrectionConfig:
+        if self.trains_policy:
+            return super().correction
+        given = self.train_infer_correction
+        return given.model_copy(
+            update={"is_weight": given.is_weight.model_copy(update={"enabled": False}), "filters": []}
+        )
+
+
+TOPK = ("teacher_topk", "student_topk", "stored")
+REVERSE = ("reverse_kl", "skewed_reverse_kl")

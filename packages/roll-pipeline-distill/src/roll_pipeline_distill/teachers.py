@@ -1,0 +1,232 @@
+"""The teachers of a run: they add the support to sequences, and their logprobs or hidden states there.
+
+sequences ─► support (sampled token | the student's K | the teacher's K | whole vocabulary)
+          ─► each tag's teacher, in the context of `teacher_prompt` ─► logprobs [L, K], or hidden states [L, H]
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from roll_core.data.encode import Encoder
+from roll_core.data.rows import Row, Rows, messages_of, tools_of
+from roll_core.errors import DataError, InvalidCompletionError
+from roll_core.pipelines.experience import without_experts
+from roll_core.spec.pipeline import ScoredSequences
+from roll_core.types import GenerateRequest, SamplingParams
+from roll_pipeline_distill.divergences import overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.pipeline import Run
+    from roll_core.types import Sample, TokenIds, TrainSequence
+    from roll_pipeline_distill.config import DistillConfig
+
+T = TypeVar("T")
+
+HEAD = "teacher_head.safetensors"
+"""File in the run directory with the teacher's head, for `kd_support: full`."""
+TAUGHT = ("gather_ids", "teacher_logprobs", "teacher_hidden")
+"""Fields of a sequence that a teacher provides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Row of a sequence: its tag selects the teacher, its columns have the teacher's prompt."""
+
+    tag: str
+    where: str
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of_sample(cls, sample: Sample) -> Source:
+        """Source of a rollout."""
+        return cls(sample.tag, f"row {sample.group_id.rpartition('/')[0]}", sample.metadata)
+
+    @classmethod
+    def of_row(cls, row: Row) -> Source:
+        """Source of a row of the data set."""
+        return cls(row.tag, row.where, row.values)
+
+
+class Teachers:
+    """The teachers of a run."""
+
+    def __init__(self, run: Run, config: DistillConfig) -> None:
+        self.config = config
+        self.data = config.actor_train.data_args
+        self.encoder = None if config.teacher_prompt is None else Encoder(run.tokenizer, self.data)
+
+    async def setup(self, run: Run) -> None:
+        """Write the teacher's head if the student compares over the whole vocabulary."""
+        if self.config.kd_support == "full":
+            await run.train_role(self.config.teacher_role("")).export_head(run.dir / HEAD)
+
+    async def teach(
+        self, run: Run, sequences: Sequence[TrainSequence], sources: Sequence[Source]
+    ) -> list[TrainSequence]:
+        """Add the support and the logprobs or hidden states of each sequence's teacher."""
+        config = self.config
+        if config.teacher_samples:
+            return [_sampled_from_teacher(each) for each in sequences]
+        options: dict[str, Any] = {"temperature": config.temperature, "masked_only": True}
+        asked = list(without_experts(sequences))
+        if config.kd_support == "student_topk":
+            mine = await run.train_role("actor_train").score(sequences, topk=config.logits_topk, **options)
+            asked = [replace(each, gather_ids=ids) for each, ids in zip(asked, mine.topk_ids or (), strict=True)]
+            options |= {"gathered": True, "topk": config.logits_topk}
+        elif config.kd_support == "teacher_topk":
+            options["topk"] = config.logits_topk
+        elif config.kd_support == "full":
+            options["hidden"] = True
+        else:
+            asked = [replace(each, gather_ids=each.tokens[:, None]) for each in asked]
+            options["gathered"] = True
+        by_role: dict[str, list[int]] = {}
+        for at, source in enumerate(sources):
+            by_role.setdefault(config.teacher_role(source.tag), []).append(at)
+
+        overlaps: dict[int, torch.Tensor] = {}
+
+        async def score(role: str, places: Sequence[int]) -> None:
+            shown = [self._in_context(asked[at], sources[at]) for at in places]
+            if config.served_teachers:
+                scored = await _served(run, role, shown, topk=int(options.get("topk", 0)))
+            else:
+                own = {config.self_teacher: True} if config.self_teacher in ("base", "ema") else {}
+                scored = await run.train_role(role).score(shown, **options, **own)
+            for index, at in enumerate(places):
+                outputs = _TeacherOutputs.of(scored, index, asked[at], shown[index])
+                asked[at] = outputs.added_to(asked[at])
+                if config.kd_support == "student_topk" and outputs.topk_ids is not None:
+                    overlaps[at] = _overlap(asked[at], outputs.topk_ids)
+
+        await asyncio.gather(*(score(role, places) for role, places in by_role.items()))
+        if overlaps:
+            run.log({"distillation/overlap": float(torch.cat([overlaps[at] for at in sorted(overlaps)]).mean())})
+        return [
+            replace(each, **{name: getattr(taught, name) for name in TAUGHT})
+            for each, taught in zip(sequences, asked, strict=True)
+        ]
+
+    def _in_context(self, sequence: TrainSequence, source: Source) -> TrainSequence:
+        """The sequence with the teacher's prompt instead of its own."""
+        if self.encoder is None:
+            return sequence
+        prompt = self._prompt(source)
+        start = prompt_length(sequence)
+        mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), sequence.loss_mask[start:]])
+        ids = sequence.gather_ids
+        if ids is not None:
+            ids = np.concatenate([np.zeros((len(prompt), ids.shape[1]), dtype=np.int64), ids[start:]])
+        tokens = np.concatenate([prompt, sequence.tokens[start:]])
+        return replace(_bare(sequence), tokens=tokens, loss_mask=mask, gather_ids=ids)
+
+    def _prompt(self, source: Source) -> TokenIds:
+        column = self.config.teacher_prompt
+        if self.encoder is None or column is None:
+            raise AssertionError("the teacher has the student's prompt")
+        value = source.values.get(column)
+        if not value:
+            raise DataError(f"{source.where}: column {column!r} (teacher_prompt) is missing or empty")
+        keys = {"messages": column} if isinstance(value, list) else {"messages": None, "prompt": column}
+        data = self.data.model_copy(update=keys)
+        row = Row(id="", tag=source.tag, where=source.where, values=source.values)
+        rows = Rows([(source.where, [source.values])], data)
+        messages = messages_of(row, data, rows, response=False)
+        return self.encoder.prompt(messages, source.where, tools_of(row, data, rows))[1]
+
+
+async def _served(run: Run, role: str, sequences: Sequence[TrainSequence], *, topk: int) -> ScoredSequences:
+    """Logprobs of the sequences' tokens `[L, 1]`, or their `topk` most likely ones, which an engine computes."""
+    once = SamplingParams(max_new_tokens=1)
+    requests = [
+        GenerateRequest(
+            id=f"{each.id}/teacher", prompt_ids=each.tokens, params=once, prompt_logprobs=True, prompt_topk=topk
+        )
+        for each in sequences
+    ]
+    completions = await run.infer_role(role).generate(requests)
+    if topk:
+        tops = _returned(run, role, "prompt_topk", [each.prompt_topk for each in completions])
+        return ScoredSequences(topk_ids=[each.ids for each in tops], topk_logprobs=[each.logprobs for each in tops])
+    logprobs = _returned(run, role, "prompt_logprobs", [each.prompt_logprobs for each in completions])
+    return ScoredSequences(gathered_logprobs=[each[:, None] for each in logprobs])
+
+
+def _returned(run: Run, role: str, name: str, found: Sequence[T | None]) -> list[T]:
+    """What an engine returned of a prompt. Raises `InvalidCompletionError` if a completion lacks it."""
+    kept = [each for each in found if each is not None]
+    if len(kept) < len(found):
+        given = run.config.roles()[role].strategy_args
+        strategy = given.strategy_name if given is not None else ""
+        raise InvalidCompletionError(f"{role}: strategy {strategy} returned no {name}, although it declares it")
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _TeacherOutputs:
+    """A teacher's outputs for a sequence, at the sequence's own positions."""
+
+    topk_ids: Any
+    topk_logprobs: Any
+    gathered: Any
+    hidden: Any
+
+    @classmethod
+    def of(cls, scored: ScoredSequences, index: int, sequence: TrainSequence, shown: TrainSequence) -> _TeacherOutputs:
+        """Outputs for `shown`, moved to the positions of `sequence`, whose prompt may have another length."""
+        more = len(shown) - len(sequence)
+        start = prompt_length(sequence)
+
+        def moved(rows: Sequence[Any] | None) -> Any:
+            if rows is None:
+                return None
+            found = rows[index]
+            if shown is sequence:
+                return found
+            return np.concatenate([np.zeros((start, *found.shape[1:]), dtype=found.dtype), found[start + more :]])
+
+        return cls(
+            moved(scored.topk_ids), moved(scored.topk_logprobs), moved(scored.gathered_logprobs), moved(scored.hidden)
+        )
+
+    def added_to(self, sequence: TrainSequence) -> TrainSequence:
+        """The sequence with its support and the teacher's outputs."""
+        if self.hidden is not None:
+            return replace(sequence, teacher_hidden=self.hidden)
+        if self.gathered is not None:
+            return replace(sequence, teacher_logprobs=self.gathered)
+        return replace(sequence, gather_ids=self.topk_ids, teacher_logprobs=self.topk_logprobs)
+
+
+def prompt_length(sequence: TrainSequence) -> int:
+    """Tokens before the first trained one."""
+    return int(sequence.loss_mask.argmax())
+
+
+def _bare(sequence: TrainSequence) -> TrainSequence:
+    """Only id, tokens and mask of a sequence."""
+    return type(sequence)(id=sequence.id, tokens=sequence.tokens, loss_mask=sequence.loss_mask, group=sequence.group)
+
+
+def _sampled_from_teacher(sequence: TrainSequence) -> TrainSequence:
+    """Sequence whose support is its own tokens, with the logprobs of the engine that sampled them."""
+    if sequence.behaviour_logprobs is None:
+        raise AssertionError("rollouts of the teacher have its logprobs")
+    ids, logprobs = sequence.tokens[:, None], sequence.behaviour_logprobs[:, None]
+    return replace(sequence, gather_ids=ids, teacher_logprobs=logprobs)
+
+
+def _overlap(sequence: TrainSequence, ids: TokenIds) -> torch.Tensor:
+    """Share of the support of each trained token that is among `ids` `[L, K]`."""
+    if sequence.gather_ids is None:
+        raise AssertionError("a sequence without a support")
+    mask = sequence.loss_mask
+    return overlap(torch.from_numpy(sequence.gather_ids[mask]), torch.from_numpy(ids[mask]))

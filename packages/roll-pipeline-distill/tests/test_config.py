@@ -1,0 +1,188 @@
+"""Combinations of the distillation keys that train nothing or something else are refused, with the key."""
+
+import json
+
+import pytest
+import yaml
+
+from roll_core.config import load
+from roll_core.data.rows import Rows
+from roll_core.errors import ConfigError, DataError
+from roll_core.plugins.registry import load_registry
+from roll_core.spec.config import DataArguments
+from roll_pipeline_distill.config import DistillConfig
+from roll_testing.errors import raises_error
+
+ROLE = {"model_args": {"random_init": {"model_type": "qwen3"}}, "device_mapping": [0]}
+TEACHER = ROLE | {"strategy_args": {"strategy_name": "hf_infer"}}
+TOPK = {"kd_support": "teacher_topk"}
+ENGINE = {"strategy_args": {"strategy_name": "hf_infer"}, "device_mapping": [0]}
+SERVED = {"served_teachers": {"main": ENGINE | ROLE}, "teachers": None}
+DATASET = {"distill_data": "dataset", "actor_infer": None}
+STORED = DATASET | {"kd_support": "stored", "teachers": None}
+EMA = {"self_teacher": "ema", "teacher_prompt": "hint", "teachers": None}
+ON_MEGATRON = {
+    "actor_train": ROLE
+    | {"strategy_args": {"strategy_name": "megatron_train"}, "data_args": {"file_name": "rows.jsonl"}}
+}
+FROM_TEACHER = {"distill_data": "teacher", "actor_infer": None, "teacher_infer": ENGINE}
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return load_registry()
+
+
+@pytest.fixture
+def loaded(tmp_path, registry):
+    """`loaded(key=...)`, the config with these keys; None removes one."""
+
+    def make(**given):
+        strategy = {"strategy_args": {"strategy_name": "hf_train"}}
+        base = {
+            "pipeline": "distill",
+            "rollout_batch_size": 4,
+            "num_return_sequences_in_group": 2,
+            "tokenizer": {"kind": "byte"},
+            "actor_train": ROLE | strategy | {"data_args": {"file_name": "rows.jsonl"}},
+            "actor_infer": ENGINE,
+            "teachers": {"main": TEACHER},
+        }
+        config = {key: value for key, value in (base | given).items() if value is not None}
+        path = tmp_path / "distill.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        return load(path, [], registry)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("keys", "located"),
+    [
+        (TOPK | {"kd_placement": "advantage"}, "kd_placement"),
+        ({"kd_support": "student_topk", "kd_placement": "advantage"}, "kd_placement"),
+        (TOPK | {"kd_objective": "reverse_kl", "kd_tail": "drop"}, "kd_tail"),
+        ({"kd_support": "student_topk", "kd_tail": "drop"}, "kd_tail"),
+        (STORED | {"kd_objective": "skewed_reverse_kl", "kd_tail": "drop"}, "kd_tail"),
+        (TOPK | {"kd_discount": 0.5}, "kd_discount"),
+        ({"kd_objective": "forward_kl"}, "kd_objective"),
+        ({"distill_data": "mix"}, "distill_data"),
+        ({"kd_temperature": 2.0}, "kd_temperature"),
+        ({"distill_data": "dataset"} | TOPK, "actor_infer"),
+        ({"actor_infer": None}, "distill_data"),
+        ({"task_coef": 1.0}, "task_coef"),
+        ({"difficulty_mask": True}, "difficulty_mask"),
+        ({"js_beta": 1.0}, "js_beta"),
+        ({"teachers": {}}, "teachers"),
+        ({"critic": ROLE | {"strategy_args": {"strategy_name": "hf_train"}}}, "critic"),
+        (FROM_TEACHER | {"teacher_infer": None}, "teacher_infer"),
+        (FROM_TEACHER, "teachers"),
+        (FROM_TEACHER | TOPK | {"teachers": {"a": TEACHER, "b": TEACHER}}, "teachers"),
+        (FROM_TEACHER | {"teachers": {}, "kd_placement": "advantage"}, "kd_placement"),
+        (FROM_TEACHER | {"teachers": {}, "kd_objective": "reverse_kl"}, "kd_objective"),
+        (FROM_TEACHER | {"teachers": {}, "actor_infer": ENGINE}, "actor_infer"),
+        ({"teacher_infer": ENGINE}, "teacher_infer"),
+        (EMA | ON_MEGATRON, "actor_train.strategy_args.strategy_name"),
+        (EMA | {"teacher_prompt": None}, "self_teacher"),
+        (EMA | {"ema_decay": 1.0}, "ema_decay"),
+        (EMA | {"portable_checkpoints": True}, "portable_checkpoints"),
+        (EMA | {"kd_support": "full"}, "self_teacher"),
+        ({"kd_support": "full", "teachers": {"a": TEACHER, "b": TEACHER}}, "teachers"),
+        ({"kd_support": "full", "kd_placement": "advantage"}, "kd_placement"),
+        ({"nll_coef": 0.5}, "nll_coef"),
+        (TOPK | {"nll_coef": 0.5, "kd_temperature": 2.0}, "nll_coef"),
+        (TOPK | {"distill_on_prompt": True}, "distill_on_prompt"),
+        (SERVED | {"kd_support": "student_topk"}, "kd_support"),
+        (SERVED | {"kd_support": "full"}, "kd_support"),
+        (SERVED | DATASET, "distill_data"),
+        (SERVED | TOPK | {"kd_temperature": 2.0}, "temperature"),
+        (SERVED | TOPK | {"kd_placement": "advantage"}, "kd_placement"),
+        (SERVED | {"teachers": {"main": TEACHER}}, "teachers"),
+        (SERVED | {"actor_infer": ENGINE | {"generating_args": {"temperature": 0.7}}}, "temperature"),
+        ({"self_teacher": "policy", "teacher_prompt": "hint"}, "teachers"),
+        ({"self_teacher": "policy", "teachers": None}, "teacher_prompt"),
+        ({"self_teacher": "base", "teachers": None}, "lora_target"),
+        ({"self_teacher": "policy", "teacher_prompt": "a", "teachers": None, "kd_support": "full"}, "self_teacher"),
+        (TOPK | DATASET | {"distill_on_prompt": True, "teacher_prompt": "hint"}, "teacher_prompt"),
+        (STORED | {"teachers": {"main": TEACHER}}, "teachers"),
+        (STORED | {"kd_temperature": 2.0}, "kd_temperature"),
+        (STORED | {"teacher_prompt": "hint"}, "teacher_prompt"),
+        ({"kd_support": "stored", "teachers": None}, "distill_data"),
+        ({"logits_topk": 0}, "logits_topk"),
+    ],
+)
+def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, keys, located):
+    with pytest.raises(ConfigError) as caught:
+        loaded(**keys)
+    assert any(located in f"{problem.key} {problem.message}" for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ("reverse_kl", "advantage", True)),
+        (TOPK, ("forward_kl", "loss", True)),
+        ({"kd_support": "student_topk"}, ("reverse_kl", "loss", True)),
+        ({"kd_support": "full"}, ("reverse_kl", "loss", True)),
+        ({"kd_support": "full", "distill_data": "dataset", "actor_infer": None}, ("forward_kl", "loss", False)),
+        ({"kd_placement": "loss"}, ("reverse_kl", "loss", True)),
+        ({"distill_data": "dataset", "actor_infer": None} | TOPK, ("forward_kl", "loss", False)),
+        (FROM_TEACHER | {"teachers": {}, "teacher_infer": ENGINE | ROLE}, ("forward_kl", "loss", False)),
+        (FROM_TEACHER | {"kd_support": "student_topk"}, ("reverse_kl", "loss", False)),
+        (STORED, ("forward_kl", "loss", False)),
+        (SERVED, ("reverse_kl", "advantage", True)),
+        (SERVED | TOPK, ("forward_kl", "loss", True)),
+        (SERVED | TOPK | DATASET, ("forward_kl", "loss", False)),
+        ({"self_teacher": "policy", "teacher_prompt": "hint", "teachers": None}, ("reverse_kl", "advantage", True)),
+    ],
+)
+def test_defaults_follow_the_support(loaded, keys, expected):
+    config = loaded(**keys).config
+    assert (config.objective, config.placement, config.generates) == expected
+
+
+def test_the_teachers_engine_has_the_teachers_model(loaded):
+    teacher = TEACHER | {"model_args": {"model_name_or_path": "/models/teacher"}}
+    config = loaded(**FROM_TEACHER | TOPK, teachers={"main": teacher}).config
+    assert config.teacher_infer.model_args.model_name_or_path == "/models/teacher"
+
+
+def write_model(folder, vocabulary, size):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}), encoding="utf-8")
+    stored = {"model": {"vocab": vocabulary}}
+    (folder / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    return {"model_args": {"model_name_or_path": str(folder)}}
+
+
+def test_vocabularies_are_compared_before_anything_is_built(loaded, tmp_path):
+    """A padded vocabulary is the same one; another tokenizer, and more tokens than the vocabulary, are refused."""
+    vocabulary = {f"t{at}": at for at in range(64)}
+    student = ROLE | {"strategy_args": {"strategy_name": "hf_train"}, "data_args": {"file_name": "rows.jsonl"}}
+    given = {
+        "tokenizer": None,
+        "actor_train": student | write_model(tmp_path / "student", vocabulary, 64),
+        "teachers": {"main": TEACHER | write_model(tmp_path / "padded", vocabulary, 128)},
+    }
+    loaded(**given | TOPK)
+    with raises_error(ConfigError, "teachers.main.model_args", 128, 64, "student_topk"):
+        loaded(**given | {"kd_support": "full"})
+    other = {"teachers": {"main": TEACHER | write_model(tmp_path / "other", {**vocabulary, "t63": 70}, 64)}}
+    with raises_error(ConfigError, "teachers.main.model_args", 64, "'t63'", 63):
+        loaded(**given | other)
+    with raises_error(ConfigError, "logits_topk", 65, "actor_train", 64):
+        loaded(**given | TOPK | {"logits_topk": 65})
+
+
+def test_rows_are_checked_for_what_the_config_reads(tmp_path):
+    def check(values, row):
+        rows = Rows([("rows.jsonl", [row])], DataArguments())
+        DistillConfig.check_rows("actor_train", rows, DataArguments(), values)
+
+    check({}, {"prompt": "1"})
+    with raises_error(DataError, "hint"):
+        check({"teacher_prompt": "hint"}, {"prompt": "1"})
+    with raises_error(DataError, "response"):
+        check({"distill_data": "dataset"}, {"prompt": "1"})
+    with raises_error(DataError, "ids"):
+        check({"distill_data": "dataset", "kd_support": "stored", "kd_ids": "ids"}, {"prompt": "1", "response": "2"})

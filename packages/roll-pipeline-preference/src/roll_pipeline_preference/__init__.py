@@ -1,0 +1,1 @@
+"""Pipelines for preference training and reward models."""

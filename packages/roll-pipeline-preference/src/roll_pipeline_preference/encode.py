@@ -1,0 +1,199 @@
+"""Encodes pairs of responses, and labelled responses, as training sequences.
+
+Both responses of a pair follow exactly the same prompt tokens: the prompt is encoded apart from its responses, and only
+responses are truncated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.data.encode import Counts, Encoder, Overlong, report_counts
+from roll_core.data.rows import are_chats, tools_of
+from roll_core.errors import DataError
+from roll_core.types import TrainSequence
+from roll_pipeline_preference.rows import are_pairs, labelled_of, need_preferences, number_of, pair_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.data.rows import Message, Row, Rows
+    from roll_core.spec.config import DataArguments
+    from roll_core.types import Floats
+
+CHOSEN = "chosen"
+"""Stream: 1 at the tokens of chosen or desirable responses."""
+DESIRABLE = "desirable"
+"""Stream of labelled responses: 1 at the last token of desirable ones, so that its total counts them."""
+MARGIN = "margin"
+"""Stream of pairs: the pair's margin at the last token of the chosen response."""
+
+
+@dataclass(slots=True)
+class PairCounts(Counts):
+    """Numbers of kept, dropped and truncated pairs or labelled responses."""
+
+    identical: int = 0
+    """Dropped: a pair whose responses are equal after truncation."""
+
+
+def encode_pairs(
+    rows: Rows,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_length: int,
+    response_length: int,
+    overlong: Overlong = "drop",
+    margin: str | None = None,
+) -> tuple[list[TrainSequence], PairCounts]:
+    """Encode pairs as sequences: the chosen one, then the rejected one, for each kept row.
+
+    A pair is dropped if its prompt exceeds `prompt_length`, or with `drop` if a response exceeds `response_length`.
+    `truncate` cuts responses at their end, and drops pairs that are then equal. `margin` names a column of numbers.
+    Raises `DataError`.
+    """
+    need_preferences(rows, data, unpaired=False)
+    encode = _PreferenceEncoder(rows, data, tokenizer, prompt_length, response_length, overlong)
+    sequences: list[TrainSequence] = []
+    for row in rows:
+        prompt, *responses = pair_of(row, data, rows)
+        value = number_of(row, margin, rows) if margin is not None else 0.0
+        found = [encode(row, prompt, response) for response in responses]
+        if encode.keeps(row, found):
+            (tokens, mask), (other, other_mask) = (each for each in found if each is not None)
+            sequences.append(_sequence(f"{row.id}/chosen", tokens, mask, chosen=True, margin=value))
+            sequences.append(_sequence(f"{row.id}/rejected", other, other_mask, chosen=False))
+    report_counts("pairs", rows, encode.counts)
+    return sequences, encode.counts
+
+
+def encode_labelled(
+    rows: Rows,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_length: int,
+    response_length: int,
+    overlong: Overlong = "drop",
+) -> tuple[list[TrainSequence], PairCounts]:
+    """Encode labelled responses as sequences. A pair becomes a desirable and an undesirable response.
+
+    Lengths as in `encode_pairs`, for each response on its own. Raises `DataError`.
+    """
+    need_preferences(rows, data, unpaired=True)
+    encode = _PreferenceEncoder(rows, data, tokenizer, prompt_length, response_length, overlong)
+    paired = are_pairs(rows, data)
+    sequences: list[TrainSequence] = []
+    for row in rows:
+        if paired:
+            prompt, chosen, rejected = pair_of(row, data, rows)
+            labelled = [("/chosen", chosen, True), ("/rejected", rejected, False)]
+        else:
+            prompt, response, label = labelled_of(row, data, rows)
+            labelled = [("", response, label)]
+        for suffix, response, desirable in labelled:
+            found = encode(row, prompt, response)
+            if found is not None and encode.keeps(row, [found]):
+                sequences.append(_sequence(f"{row.id}{suffix}", *found, chosen=desirable, counted=True))
+    report_counts("responses", rows, encode.counts)
+    return sequences, encode.counts
+
+
+def mismatched(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Each prompt with the response of the next sequence that has another prompt, cyclically.
+
+    The pairing depends only on the data, not on batches. Raises `DataError` if all sequences have the same prompt.
+    """
+    starts = [int(each.loss_mask.argmax()) for each in sequences]
+    prompts = [each.tokens[:start].tobytes() for each, start in zip(sequences, starts, strict=True)]
+    count = len(sequences)
+    if len(set(prompts)) < 2:
+        raise DataError(f"all {count} responses have the same prompt, expected at least two prompts: kto's KL term")
+    partner = [0] * count
+    for at in reversed(range(2 * count)):  # twice around: the last ones find theirs at the beginning
+        i, following = at % count, (at + 1) % count
+        partner[i] = following if prompts[i] != prompts[following] else partner[following]
+    return [
+        TrainSequence(
+            id=f"{sequence.id}/mismatched",
+            tokens=np.concatenate([sequence.tokens[: starts[i]], sequences[j].tokens[starts[j] :]]),
+            loss_mask=np.concatenate([sequence.loss_mask[: starts[i]], sequences[j].loss_mask[starts[j] :]]),
+        )
+        for i, (sequence, j) in enumerate(zip(sequences, partner, strict=True))
+    ]
+
+
+class _PreferenceEncoder:
+    """Encodes a prompt and a response, within the lengths, and counts dropped rows."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        data: DataArguments,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_length: int,
+        response_length: int,
+        overlong: Overlong,
+    ) -> None:
+        columns = (data.prompt, data.chosen, data.response)
+        chats = are_chats(data) or any(isinstance(rows[0].values.get(column), list) for column in columns)
+        self.encoder = Encoder(tokenizer, data, chats=chats)
+        self.rows, self.data, self.counts = rows, data, PairCounts()
+        self.prompt_length, self.response_length, self.overlong = prompt_length, response_length, overlong
+
+    def __call__(self, row: Row, prompt: list[Message], response: list[Message]) -> tuple[Any, Any] | None:
+        """Tokens and mask of the response's own tokens. None, counted, if the row is too long."""
+        context = sum(each["role"] == "assistant" for each in prompt)
+        tools = tools_of(row, self.data, self.rows)
+        tokens, mask = self.encoder.conversation([*prompt, *response], row.where, tools, context=context)
+        start = int(mask.argmax())
+        if start == 0:
+            raise DataError(f"{row.where}: the prompt has no token")
+        if start > self.prompt_length:
+            self.counts.overlong_prompts += 1
+            return None
+        end = start + self.response_length
+        if len(tokens) > end:
+            if self.overlong == "drop":
+                self.counts.overlong_responses += 1
+                return None
+            self.counts.truncated_responses += 1
+        return tokens[:end], mask[:end]
+
+    def keeps(self, row: Row, found: Sequence[tuple[Any, Any] | None]) -> bool:
+        """Count the row, and return True if all its responses were encoded and differ."""
+        encoded = [each for each in found if each is not None]
+        if len(encoded) < len(found):
+            return False
+        if len(encoded) == 2:
+            (tokens, mask), (other, other_mask) = encoded
+            start = int(mask.argmax())
+            if start != int(other_mask.argmax()) or not np.array_equal(tokens[:start], other[:start]):
+                raise DataError(
+                    f"{row.where}: the chat template renders the prompt differently for the two responses: set"
+                    " data_args.template to a named template"
+                )
+            if np.array_equal(tokens, other):
+                self.counts.identical += 1
+                return False
+        self.counts.kept += 1
+        return True
+
+
+def _sequence(
+    id: str, tokens: Any, mask: Any, *, chosen: bool, margin: float = 0.0, counted: bool = False
+) -> TrainSequence:
+    last = np.zeros(len(tokens), dtype=np.float32)
+    streams: dict[str, Floats] = {CHOSEN: mask.astype(np.float32) if chosen else last.copy()}
+    last[-1] = 1.0
+    if margin:
+        streams[MARGIN] = last * np.float32(margin)
+    if counted and chosen:
+        streams[DESIRABLE] = last
+    return TrainSequence(id=id, tokens=tokens, loss_mask=mask, streams=streams)
