@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from roll_core.data.rows import messages_of, need_column, read_rows, text_of
+from roll_core.data.rows import messages_of, need_column, read_rows, text_of, tools_of
+from roll_core.data.templates import NAMED
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
@@ -158,6 +159,8 @@ def test_messages_are_a_list_or_its_json(tmp_path, stored):
         ('[{"role": "user"}]', ("1", "'chat'")),
         ('[{"role": "user", "content": 3}]', ("text",)),
         ('[{"role": "user", "content": "a"}]', ("assistant",)),
+        ('[{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]', ("1", "tool_calls")),
+        ('[{"role": "assistant", "content": null, "tool_calls": [{}]}]', ("1", "tool_calls")),
     ],
 )
 def test_broken_messages_name_their_row(tmp_path, stored, facts):
@@ -166,6 +169,44 @@ def test_broken_messages_name_their_row(tmp_path, stored, facts):
     with raises_error(DataError, *facts) as caught:
         messages_of(rows[0], data, rows, response=True)
     assert "a.jsonl row 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tools", "facts"),
+    [("[{", ("JSON", "'tools'")), ({"name": "add"}, ("list", "'tools'")), (["add"], ("list", "'tools'"))],
+)
+def test_broken_tools_name_their_row(tmp_path, tools, facts):
+    path = write(tmp_path / "a.jsonl", [{"chat": CHAT, "tools": tools}])
+    data = DataArguments(file_name=path, messages="chat", tools="tools")
+    rows = read_rows(data)
+    with raises_error(DataError, *facts) as caught:
+        tools_of(rows[0], data, rows)
+    assert "a.jsonl row 1" in str(caught.value)
+
+
+def test_tool_calls_keep_their_keys(tmp_path):
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1, "ß": [2.5]}'}}
+    result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "3"}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call], "other": 1}, result, CHAT[1]]
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": chat}]), messages="chat", tools=None)
+    rows = read_rows(data)
+    function = {"name": "add", "arguments": {"a": 1, "ß": [2.5]}}
+    kept = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    assert messages_of(rows[0], data, rows, response=True) == [CHAT[0], kept, result, CHAT[1]]
+    assert tools_of(rows[0], data, rows) == []
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml"])
+def test_named_templates_refuse_tools(tmp_path, name):
+    call = {"id": "1", "function": {"name": "add", "arguments": {}}}
+    chat = [CHAT[0], {"role": "assistant", "tool_calls": [call]}]
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": chat}]), messages="chat")
+    rows = read_rows(data)
+    template = NAMED[name]("<eos>")
+    with raises_error(DataError, "tool_calls", "native"):
+        template.segments(messages_of(rows[0], data, rows, response=True))
+    with raises_error(DataError, "tools", "native"):
+        template.prompt(CHAT[:1], [{"type": "function"}])
 
 
 def test_prompt_and_response_columns_make_two_messages(tmp_path):

@@ -39,6 +39,8 @@ REWARD = """
                 raise RewardFailure("the sandbox died")
             if request.response == "number":
                 return 1.0
+            if request.response == "component":
+                return Reward(value=1.0, detail={"part": float("nan")})
             value = len(request.response) + int(request.sample.response_ids.sum()) + request.metadata["extra"]
             return Reward(value=value, detail={"pid": float(os.getpid()), "started": self.started, "tag": "x"})
 
@@ -109,10 +111,12 @@ def test_an_exception_is_a_failure_that_names_reward_package_and_line_and_its_tr
     worker_of, asking, caplog
 ):
     caplog.set_level(logging.INFO, "roll_core")
-    raised, failed, number = scored(worker_of(), [asking(each, extra=0) for each in ("raise", "fail", "number")])
+    responses = ("raise", "fail", "number", "component")
+    raised, failed, number, component = scored(worker_of(), [asking(each, extra=0) for each in responses])
     assert raised.failure.startswith(f"{OWNER}: KeyError: 'oops' (user_rewards_")
     assert failed.failure == "the sandbox died"
     assert mentions(number.failure, OWNER, "TypeError")
+    assert mentions(component.failure, "part", "nan")
     assert mentions(caplog.text, "Traceback")
 
 

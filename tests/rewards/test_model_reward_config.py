@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.cli.files import FileCheck
+from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry, load_registry

@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,8 @@ from rollout_fleet import ask, engine, plan, request
 import roll_core.runtime
 from roll_core import openmp
 from roll_core.runtime.cluster.concurrency import background
-from roll_core.runtime.cluster.executors import isolated_env_process
 from roll_core.runtime.cluster.executors.calls import CallFailed
 from roll_core.runtime.cluster.executors.host import WorkerThread
-from roll_core.runtime.cluster.executors.ray_worker import RayWorker
-from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
@@ -48,12 +44,13 @@ TASKS = {
 itself or by whoever it is handed to."""
 THREADS = {
     ("cluster/concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
-    ("cluster/doctor.py", "guarded"): "waits with a limit of its own",
-    ("cluster/executors/isolated_env_main.py", "main"): "ends the process",
+    ("planning/doctor.py", "guarded"): "waits with a limit of its own",
+    ("cluster/executors/worker_main.py", "main"): "ends the process",
     ("cluster/executors/host.py", "__init__"): "exceptions are answers: see below",
+    ("run/stopping.py", "_run_on_a_thread"): "raised in the calling thread",
     ("records/manifest.py", "_in_parallel"): "map raises in the caller",
-    ("weights/transports/store.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
-    ("weights/transports/store.py", "_accept"): "its client loses its connection",
+    ("../rendezvous.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
+    ("../rendezvous.py", "_accept"): "its client loses its connection",
     ("workers/reward_process.py", "main"): "in a child process, whose parent keeps the deadline",
     ("workers/reward_pool.py", "_take"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
@@ -62,9 +59,9 @@ THREADS = {
 
 
 def calls(*names):
-    """(file, function) of every call of these names in the runtime."""
+    """(file, function) of every call of these names in the runtime, and in the store of its workers."""
     found = Counter()
-    for file in sorted(RUNTIME.rglob("*.py")):
+    for file in [*sorted(RUNTIME.rglob("*.py")), RUNTIME / "../rendezvous.py"]:
         for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
@@ -100,11 +97,6 @@ async def boom_async(*args, **given):
     raise Boom
 
 
-async def completion_that_the_caller_cannot_use():
-    task = asyncio.ensure_future(RequestQueue([engine("0")]).generate([request("r1")], boom))
-    await asyncio.wait([task])
-
-
 async def dispatch_to_a_replica():
     replica = engine("0")
     replica.submit = boom
@@ -112,12 +104,12 @@ async def dispatch_to_a_replica():
 
 
 async def answer_of_a_worker():
-    replica = WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=lambda *a, **k: asyncio.sleep(0)), 0)
+    replica = WorkerReplica(SimpleNamespace(role="actor_infer", call=lambda *a: asyncio.sleep(0, [None])), 0)
     replica.submit([request("r1")], boom)
 
 
 async def request_that_a_worker_should_cancel():
-    WorkerReplica(SimpleNamespace(role="actor_infer", call_rank=boom_async), 0).cancel(["r1"])
+    WorkerReplica(SimpleNamespace(role="actor_infer", call=boom_async), 0).cancel(["r1"])
 
 
 async def progress_of_a_replica():
@@ -133,17 +125,9 @@ async def rewards_of_a_group():
         return Group(id="a0", samples=())
 
     scheduler = RolloutScheduler(plan(), RequestQueue([engine("0", base_s=1e-6)]), score, seed=1)
-    scheduler._settle = scheduler._fail = boom
+    scheduler._changed = SimpleNamespace(set=boom)
     scheduler._wanted = True
     scheduler._admit()
-
-
-async def answer_of_an_actor():
-    worker = object.__new__(RayWorker)
-    worker._pending = SimpleNamespace(pop=boom)
-    future = asyncio.get_running_loop().create_future()
-    future.add_done_callback(worker._forget)
-    future.set_result(None)
 
 
 async def background_task():
@@ -153,13 +137,11 @@ async def background_task():
 @pytest.mark.parametrize(
     "inject",
     [
-        completion_that_the_caller_cannot_use,
         dispatch_to_a_replica,
         answer_of_a_worker,
         request_that_a_worker_should_cancel,
         progress_of_a_replica,
         rewards_of_a_group,
-        answer_of_an_actor,
         background_task,
     ],
 )
@@ -195,28 +177,6 @@ def test_a_failure_while_the_run_ends_does_not_interrupt_its_cleanup():
     assert closed == [True]
 
 
-def test_an_answer_that_cannot_be_had_from_ray_is_an_error_of_the_call():
-    """Ray calls back from a thread of its own, and swallows what is raised there."""
-
-    class Cancelled:
-        def add_done_callback(self, callback):
-            threading.Thread(target=callback, args=(self,)).start()
-
-        def result(self):
-            raise asyncio.CancelledError
-
-    async def main():
-        worker = object.__new__(RayWorker)
-        worker._loop = asyncio.get_running_loop()
-        told = worker._loop.create_future()
-        worker._when_done(
-            SimpleNamespace(future=Cancelled), lambda answer, error: told.set_result((answer, type(error)))
-        )
-        return await asyncio.wait_for(told, 30)
-
-    assert asyncio.run(main()) == (None, asyncio.CancelledError)
-
-
 class Unprintable(Exception):
     def __str__(self):
         raise Boom
@@ -237,20 +197,3 @@ def test_a_workers_thread_answers_whatever_is_raised_and_goes_on(monkeypatch):
         thread.stop()
 
     asyncio.run(main())
-
-
-def test_calls_of_a_process_whose_answers_cannot_be_read_fail(monkeypatch):
-    monkeypatch.setattr(isolated_env_process, "read_frame", boom_async)
-    killed = []
-
-    async def main():
-        process = isolated_env_process.IsolatedEnvProcess({"role": "actor_infer", "rank": 0})
-        process._process = SimpleNamespace(kill=lambda: killed.append(True), wait=lambda timeout=None: -9)
-        process._writer = SimpleNamespace(write=lambda data: None, close=lambda: None)
-        call = process.request("stack")
-        background(process._read(asyncio.StreamReader()), name="answers")
-        with pytest.raises(ProcessEndedError):
-            await asyncio.wait_for(call, 30)
-
-    asyncio.run(main())
-    assert killed == [True]

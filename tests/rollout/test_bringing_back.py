@@ -11,6 +11,7 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.spec.config import WorkerConfig
+from roll_core.spec.providers import InferCapabilities
 from roll_testing.errors import raises_error
 
 
@@ -157,12 +158,14 @@ class Group:
         self.world_size, self.dying, self.survives = 3, dying, survives
         self.lost, self.asked = frozenset(), []
 
-    async def call_rank(self, rank, method, *args, deadline_s=None):
+    async def call(self, method, calls, deadline_s=None):
         await asyncio.sleep(0)
+        (rank,) = calls
         self.asked.append((rank, method))
         if rank in self.dying:
             self.lost |= {rank} if self.survives else set()
             raise death(rank)
+        return [None]
 
 
 @pytest.mark.parametrize("method", ["offload", "onload"])
@@ -185,6 +188,8 @@ def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_i
 class Published:
     """An engine of two replicas, of which the second dies during the first attempt to publish."""
 
+    capabilities = InferCapabilities(in_flight_update=True)
+
     class group:
         lost = frozenset()
 
@@ -203,8 +208,6 @@ class Published:
 
 
 class Link:
-    in_flight = True
-
     def __init__(self, publish):
         self.broadcaster = self
         self.publish = publish

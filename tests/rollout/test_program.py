@@ -10,6 +10,7 @@ import pytest
 from rollout_fleet import PROMPT, check_requests, engine, in_virtual_time, length_of, plan
 
 from roll_core.errors import ContractError
+from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.rollout import RolloutProgram
@@ -153,6 +154,36 @@ def test_resumed_episodes_repeat_no_finished_turn(concurrent):
         assert len(finished) > 20
         assert len(RESTORED) > 5
         assert set(RESTORED) == {"counting"}
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_greedy_responses_are_scored_with_their_group_and_survive_a_checkpoint(ahead):
+    async def score_all(prompt, group):
+        rewards = range(len(group.samples))
+        samples = (each.with_reward(Reward(value=float(r))) for each, r in zip(group.samples, rewards, strict=True))
+        return Group(id=group.id, samples=tuple(samples))
+
+    async def main():
+        state, chosen = {}, plan(ahead=ahead, program=GreedyBaseline)
+        for step in range(4):
+            replica = engine("0")
+            queue = RequestQueue([replica])
+            scheduler = RolloutScheduler(chosen, queue, score_all, seed=1)
+            scheduler.load_state(state)
+            groups, facts = await scheduler.batch(step)
+            assert [group.id for group in groups] == [f"a{6 * step + i}" for i in range(6)]
+            for group in groups:
+                assert [each.id for each in group.samples] == [f"{group.id}/{i}" for i in range(chosen.n)]
+                assert group.baseline.id == f"{group.id}/greedy"
+                assert group.baseline.reward.value == chosen.n
+                assert len(group.baseline.response_ids) == max(1, length_of(f"{group.id}:greedy", 0))
+            assert facts.rewards.scored % (chosen.n + 1) == 0
+            await asyncio.sleep(3.0)
+            state = json.loads(json.dumps(scheduler.state()))
+            await scheduler.close()
+            await queue.close()
 
     in_virtual_time(main)
 

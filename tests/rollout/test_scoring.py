@@ -24,11 +24,12 @@ class Workers:
         self.asked, self.times = [], {}
         self.replaced, self.started = [], []
 
-    async def call_rank(self, rank, method, *args, deadline_s=None):
+    async def call(self, method, calls, deadline_s=None):
         await asyncio.sleep(0)
+        ((rank, args),) = calls.items()
         if method == "start":
             self.started.append(rank)
-            return None
+            return [None]
         (requests,) = args
         self.asked.append((rank, list(requests)))
         found = []
@@ -38,7 +39,7 @@ class Workers:
         if "dies" in found:
             self.lost |= {rank} if self.survives else set()
             raise WorkerDiedError("rewards.math", rank, "here", "score", "it was killed", "")
-        return found
+        return [found]
 
     async def replace(self, rank):
         await asyncio.sleep(0)
@@ -130,12 +131,12 @@ def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
     class Slow(Workers):
         busy = 0
 
-        async def call_rank(self, rank, method, *args, deadline_s=None):
+        async def call(self, method, calls, deadline_s=None):
             self.busy += 1
             most.append(self.busy)
             await asyncio.sleep(0.001)
             self.busy -= 1
-            return await super().call_rank(rank, method, *args)
+            return await super().call(method, calls)
 
     async def main():
         role = role_of(Slow(1, lambda rank, request, time: value(request)))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.preference_rows import pair_of
-from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages
+from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
 from roll_core.data.templates import JinjaTemplate, Template, load_template, texts_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
+    from roll_core.data.rows import Message, Row
     from roll_core.spec.config import DataArguments
     from roll_core.spec.rollout import Prompt
     from roll_core.types import TokenIds
@@ -43,8 +44,6 @@ class Counts:
     """Dropped: no token to train on."""
     without_response: int = 0
     """Dropped: no response, where a response is optional."""
-    identical: int = 0
-    """Dropped: a pair whose responses are equal after truncation."""
 
     def __str__(self) -> str:
         named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
@@ -66,12 +65,16 @@ class Encoder:
         # A chat template writes the beginning-of-sequence token itself. In plain text the tokenizer adds it.
         self.begins_with: list[int] = list(first) if first and first[0] == tokenizer.bos_token_id else []
 
-    def prompt(self, messages: Sequence[dict[str, str]], where: str) -> tuple[str, TokenIds]:
+    def prompt(
+        self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, TokenIds]:
         """Prompt text, up to where generation starts, and its tokens. Raises `DataError`."""
-        text = self.template.prompt(messages)
-        return text, self._begin(np.asarray(self.encode(text, where), dtype=np.int64))
+        text = self.template.prompt(messages, tools)
+        return text, self.begun(np.asarray(self.encode(text, where), dtype=np.int64))
 
-    def conversation(self, messages: Sequence[dict[str, str]], where: str, *, context: int = 0) -> tuple[TokenIds, Any]:
+    def conversation(
+        self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0
+    ) -> tuple[TokenIds, Any]:
         """Tokens `[L]`, and a bool mask `[L]` of the model's own tokens. Segments are encoded separately.
 
         The first `context` turns of the assistant belong to the prompt: the mask excludes them.
@@ -79,21 +82,21 @@ class Encoder:
         pieces: list[int] = []
         written: list[bool] = []
         turns = 0
-        for segment in self.template.segments(messages):
+        for segment in self.template.segments(messages, tools):
             ids = self.encode(segment.text, where)
             ids += [self.tokenizer.eos_token_id] if segment.ends else []
             pieces += ids
             turns += segment.written
             written += [segment.written and turns > context] * len(ids)
-        tokens = self._begin(np.asarray(pieces, dtype=np.int64))
+        tokens = self.begun(np.asarray(pieces, dtype=np.int64))
         mask = np.asarray([False] * (len(tokens) - len(written)) + written, dtype=np.bool_)
         return tokens, mask
 
-    def rendered(self, messages: Sequence[dict[str, str]], where: str) -> TokenIds:
+    def rendered(self, messages: Sequence[Message], where: str) -> TokenIds:
         """Tokens `[L]` of a conversation as the template renders it, including text after the last response."""
         if not isinstance(self.template, JinjaTemplate):
             return self.conversation(messages, where)[0]
-        return self._begin(np.asarray(self.encode(self.template.conversation(messages), where), dtype=np.int64))
+        return self.begun(np.asarray(self.encode(self.template.conversation(messages), where), dtype=np.int64))
 
     def encode(self, text: str, where: str) -> list[int]:
         """Tokens of a text. Raises `DataError` for characters that the tokenizer does not cover."""
@@ -108,7 +111,8 @@ class Encoder:
             raise DataError(f"{where}: {self._uncovered(text)}")
         return ids
 
-    def _begin(self, tokens: TokenIds) -> TokenIds:
+    def begun(self, tokens: TokenIds) -> TokenIds:
+        """Tokens after the beginning-of-sequence token, if the tokenizer adds one that the text lacks."""
         if not self.begins_with or (len(tokens) and tokens[0] == self.begins_with[0]):
             return tokens
         return np.concatenate([np.asarray(self.begins_with, dtype=np.int64), tokens])
@@ -140,7 +144,7 @@ def encode_prompts(
     prompts: list[Prompt] = []
     for row in rows:
         messages = messages_of(row, data, rows, response=False)
-        text, tokens = encoder.prompt(messages, row.where)
+        text, tokens = encoder.prompt(messages, row.where, tools_of(row, data, rows))
         if len(tokens) == 0:
             raise DataError(f"{row.where}: the prompt has no token")
         if len(tokens) > prompt_length:
@@ -157,15 +161,24 @@ def encode_prompts(
 def tokenizer_texts(rows: Rows, data: DataArguments) -> Iterator[str]:
     """All texts of the rows as formatted by the template, which a tokenizer built for them must cover."""
     for row in rows:
-        if data.chosen in rows.columns and data.rejected in rows.columns:
-            prompt, chosen, rejected = pair_of(row, data, rows)
-            yield from texts_of([*prompt, *chosen], data.template)
-            messages = rejected
-        elif data.messages is not None:
-            messages = stored_messages(row, data, rows)
+        if tools := tools_of(row, data, rows):
+            yield json.dumps(tools, ensure_ascii=False)
+        for messages in _conversations(row, data, rows):
+            yield from texts_of(messages, data.template)
+
+
+def _conversations(row: Row, data: DataArguments, rows: Rows) -> Iterator[list[Message]]:
+    """The prompt with its response, and the chosen and the rejected response of a pair."""
+    pair = [column for column in (data.chosen, data.rejected) if column in rows.columns]
+    prompt = data.messages or data.prompt
+    for column in [*([prompt] if prompt in rows.columns or not pair else []), *pair]:
+        value = row.values.get(column)
+        if column == data.messages or isinstance(value, list):
+            yield stored_messages(row, data.model_copy(update={"messages": column}), rows)
+        elif column == prompt:
+            yield messages_of(row, data, rows, response=isinstance(row.values.get(data.response), str))
         else:
-            messages = messages_of(row, data, rows, response=isinstance(row.values.get(data.response), str))
-        yield from texts_of(messages, data.template)
+            yield [{"role": "assistant", "content": text_of(row, column, rows)}]
 
 
 def encode_sft(
@@ -199,7 +212,7 @@ def encode_sft(
             counts.without_response += 1
             continue
         messages = messages_of(row, data, rows, response=True)
-        tokens, mask = encoder.conversation(messages, row.where)
+        tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
         num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
         if num_prompt > prompt_length:
             counts.overlong_prompts += 1

@@ -1,4 +1,6 @@
-"""Packs `TrainSequence`s end to end into flat microbatches, balanced over data-parallel ranks.
+"""From samples to training sequences, and from these to flat microbatches, balanced over data-parallel ranks.
+
+    CompletionOutput ── sample_of ──► Sample ── sequence_of ──► TrainSequence ── balance, pack ──► MicroBatch
 
 T flat tokens of a microbatch, S sequences.
 """
@@ -11,20 +13,70 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import DataError
-from roll_core.types import Totals
+from roll_core.types import Sample, Totals, TrainSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from roll_core.spec.train import MicroBatch
-    from roll_core.types import Floats, TrainSequence
+    from roll_core.types import CompletionOutput, Floats, TokenIds
 
 FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Per-token fields that a microbatch has as float32 tensors `<name>_T`, if all its sequences have them."""
-GATHERED: dict[str, type[np.generic]] = {"gather_ids": np.int64, "teacher_logprobs": np.float32}
-"""Fields `[L, K]` that a microbatch has as tensors `<name>_TK`, with their dtypes."""
+GATHERED: dict[str, tuple[str, type[np.generic]]] = {
+    "gather_ids": ("gather_ids_TK", np.int64),
+    "teacher_logprobs": ("teacher_logprobs_TK", np.float32),
+    "teacher_hidden": ("teacher_hidden_TH", np.float32),
+}
+"""Fields `[L, K]`, with the names and dtypes of their tensors in a microbatch."""
+
+
+def sample_of(
+    output: CompletionOutput,
+    *,
+    id: str,
+    group_id: str,
+    prompt_ids: TokenIds,
+    tag: str = "",
+    metadata: Mapping[str, Any] | None = None,
+) -> Sample:
+    """Convert one output of a completion to a sample whose loss mask covers every generated token."""
+    return Sample(
+        id=id,
+        group_id=group_id,
+        prompt_ids=prompt_ids,
+        response_ids=output.token_ids,
+        logprobs=output.logprobs,
+        loss_mask=np.ones(len(output.token_ids), dtype=np.bool_),
+        versions=output.versions,
+        finish_reason=output.finish_reason,
+        routed_experts=output.routed_experts,
+        tag=tag,
+        metadata=metadata or {},
+    )
+
+
+def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
+    """Convert a sample to one sequence of length L = P + R. Raises `DataError` if its arrays have different lengths."""
+    num_response = len(sample.response_ids)
+    for name in ("logprobs", "loss_mask", "versions"):
+        if len(getattr(sample, name)) != num_response:
+            raise DataError(
+                f"sample {sample.id}: {num_response} response tokens but {len(getattr(sample, name))} {name}"
+            )
+    if len(sample.prompt_ids) == 0:
+        raise DataError(f"sample {sample.id} has an empty prompt: a response's first token needs context")
+    num_prompt = len(sample.prompt_ids)
+    return TrainSequence(
+        id=sample.id,
+        tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False),
+        loss_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sample.loss_mask]),
+        behaviour_logprobs=np.concatenate([np.zeros(num_prompt, dtype=np.float32), sample.logprobs.astype(np.float32)]),
+        routed_experts=sample.routed_experts,
+        group=group,
+    )
 
 
 def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
@@ -91,7 +143,7 @@ def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
     if ranks < 1:
         raise ValueError(f"sequences cannot be shared by {ranks} ranks")
     whole = units(sequences)
-    shares = _balance([sum(len(sequences[i]) for i in unit) for unit in whole], ranks)
+    shares = balance_sizes([sum(len(sequences[i]) for i in unit) for unit in whole], ranks)
     return [sorted(i for unit in share for i in whole[unit]) for share in shares]
 
 
@@ -144,14 +196,14 @@ def pack_evenly(
     # No two units longer than half of the budget fit into one microbatch.
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * each > max_tokens for each in lengths))
     for number in range(min(fewest, len(whole)), len(whole) + 1) if whole else ():
-        shares = _balance(lengths, min(number + -number % multiple, len(whole)))
+        shares = balance_sizes(lengths, min(number + -number % multiple, len(whole)))
         if all(len(share) == 1 or sum(lengths[i] for i in share) <= max_tokens for share in shares):
             return [_flatten([sequences[i] for unit in share for i in whole[unit]], denominators) for share in shares]
     return []
 
 
-def _balance(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Distribute units of these lengths by Graham's rule; returns each share's units in ascending order."""
+def balance_sizes(lengths: Sequence[int], shares: int) -> list[list[int]]:
+    """Distribute units of these lengths by Graham's rule (see `balance`); returns each share's ascending units."""
     found: list[list[int]] = [[] for _ in range(shares)]
     load = [(0, 0, share) for share in range(shares)]
     for unit in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -244,7 +296,8 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         if with_it and name in FLOATS:
             optional[f"{name}_T"] = flat(name, np.float32)
         elif with_it:
-            optional[f"{name}_TK"] = _flat_rows(batch, name, GATHERED[name])
+            tensor, dtype = GATHERED[name]
+            optional[tensor] = _flat_rows(batch, name, dtype)
     if (routed_TMK := _routed_experts(batch)) is not None:
         optional["routed_experts_TMK"] = torch.from_numpy(routed_TMK)
     return MicroBatch(
@@ -257,18 +310,18 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         loss_mask_T=flat("loss_mask", np.bool_),
         groups_S=torch.tensor([each.group for each in batch], dtype=torch.int64),
         rollouts_S=torch.tensor(_keys([each.rollout for each in batch]), dtype=torch.int64),
-        rollout_tokens_S=torch.tensor([_rollout_tokens(each, totals) for each in batch], dtype=torch.int64),
+        rollout_tokens_S=torch.tensor(
+            [
+                int(each.loss_mask.sum()) if each.rollout is None else totals.rollout_tokens[each.rollout]
+                for each in batch
+            ],
+            dtype=torch.int64,
+        ),
         units_S=torch.tensor(_keys([each.unit for each in batch]), dtype=torch.int64),
         streams={name: torch.from_numpy(_stream(batch, name)) for name in totals.streams},
         totals=totals,
         **optional,
     )
-
-
-def _rollout_tokens(sequence: TrainSequence, totals: Totals) -> int:
-    if sequence.rollout is None:
-        return int(sequence.loss_mask.sum())
-    return totals.rollout_tokens[sequence.rollout]
 
 
 def _stream(batch: Sequence[TrainSequence], name: str) -> Floats:

@@ -7,7 +7,6 @@ of a file, a run reads all of them.
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import importlib
 import io
@@ -20,7 +19,7 @@ from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from roll_core.errors import DataError
+from roll_core.errors import DataError, closest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +41,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(strict=False)
 
-Message = dict[str, str]
+Message = dict[str, Any]
 """Chat message with the keys `role` and `content`."""
 Values = Mapping[str, Any]
 
@@ -154,14 +153,14 @@ def has_response(row: Row, data: DataArguments, rows: Rows) -> bool:
     """True if the row has a response: a value in its column, or a last message of the assistant. Raises `DataError`."""
     if data.messages is None:
         return row.values.get(data.response) is not None
-    return stored_messages(row, data, rows)[-1]["role"] == "assistant"
+    return bool(stored_messages(row, data, rows)[-1]["role"] == "assistant")
 
 
 def need_column(column: str, rows: Rows) -> None:
     """Raise `DataError` unless the rows have the column."""
     if column not in rows.columns:
-        close = difflib.get_close_matches(column, rows.columns, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, rows.columns))}"
+        close = closest(column, rows.columns)
+        hint = f"did you mean {close!r}?" if close else f"there are {', '.join(map(repr, rows.columns))}"
         raise DataError(f"{rows[0].where.rsplit(' row ', 1)[0]}: no column {column!r}; {hint}")
 
 
@@ -179,25 +178,71 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
     need_column(column, rows)
     value = row.values.get(column)
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{row.where}: column {column!r} is text but not JSON: {error}") from error
+        value = _from_json(value, f"{row.where}: column {column!r}")
     if not isinstance(value, list) or not value:
         raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {_short(value)}")
-    messages: list[Message] = []
-    for at, each in enumerate(value, start=1):
-        if (
-            not isinstance(each, dict)
-            or not isinstance(each.get("role"), str)
-            or not isinstance(each.get("content"), str)
-        ):
-            raise DataError(
-                f"{row.where}: message {at} of column {column!r} must have a role and a content, both text,"
-                f" but is {_short(each)}"
-            )
-        messages.append({"role": each["role"], "content": each["content"]})
+    messages = [_message(each, f"{row.where}: message {at} of column {column!r}") for at, each in enumerate(value, 1)]
     return _with_system(messages, row, data, rows)
+
+
+def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
+    """Schemas of the row's tools, in the format of OpenAI's API: a list or JSON; empty without tools.
+
+    Raises `DataError`.
+    """
+    if data.tools is None:
+        return []
+    need_column(data.tools, rows)
+    value = row.values.get(data.tools)
+    if isinstance(value, str):
+        value = _from_json(value, f"{row.where}: column {data.tools!r}")
+    tools = value or []
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise DataError(f"{row.where}: column {data.tools!r} must be a list of tools' schemas, but has {_short(value)}")
+    return tools
+
+
+def _message(value: object, where: str) -> Message:
+    """A message with the keys that chat templates read. Raises `DataError`."""
+    found = value if isinstance(value, dict) else {}
+    calls = found.get("tool_calls") or []
+    content = found.get("content")
+    if not isinstance(found.get("role"), str) or not (isinstance(content, str) or (calls and content is None)):
+        raise DataError(f"{where} must have a role and a content, both text, but is {_short(value)}")
+    message: Message = {"role": found["role"], "content": content or ""}
+    if calls:
+        message["tool_calls"] = [_tool_call(each, where) for each in calls] if isinstance(calls, list) else None
+        if found["role"] != "assistant" or message["tool_calls"] is None:
+            raise DataError(f"{where} has tool_calls, expected a list, in a message of the assistant: {_short(value)}")
+    for key in ("tool_call_id", "name", "reasoning_content"):
+        if found.get(key) is not None:
+            if not isinstance(found[key], str):
+                raise DataError(f"{where}: {key} must be text, but is {_short(found[key])}")
+            message[key] = found[key]
+    return message
+
+
+def _tool_call(value: object, where: str) -> dict[str, Any]:
+    """A tool call in the format of OpenAI's API, whose arguments are an object or its JSON. Raises `DataError`."""
+    function = value.get("function") if isinstance(value, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments, f"{where}: arguments in tool_calls")
+    if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
+        raise DataError(
+            f"{where}: an item of tool_calls must be {{'function': {{'name': ..., 'arguments': {{...}}}}}},"
+            f" but is {_short(value)}"
+        )
+    if not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: the function of an item of tool_calls must have a name, but is {_short(function)}")
+    return {**value, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _from_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where} is text but not JSON: {error}") from error
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -358,5 +403,5 @@ def _where_else(path: Path) -> str:
     if matches:
         shown = ", ".join(matches[:3]) + (", …" if len(matches) > 3 else "")
         return f"no such file; names are not patterns, so list the files: file_name: [{shown}]"
-    close = difflib.get_close_matches(path.name, [each.name for each in folder.iterdir()], n=1)
-    return f"no such file; did you mean {close[0]!r}?" if close else f"no such file in {folder.resolve()}"
+    close = closest(path.name, [each.name for each in folder.iterdir()])
+    return f"no such file; did you mean {close!r}?" if close else f"no such file in {folder.resolve()}"

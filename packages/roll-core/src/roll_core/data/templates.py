@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -81,9 +81,9 @@ class Plain:
 
     eos_token: str | None = None
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Join all contents."""
-        return _joined(self.segments(messages), self.eos_token)
+        return _joined(self.segments(messages, tools), self.eos_token)
 
     def jinja(self) -> str:
         """Equivalent Jinja template for `tokenizer.chat_template`."""
@@ -92,8 +92,9 @@ class Plain:
             "{% endfor %}"
         )
 
-    def segments(self, messages: Sequence[Message]) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """Alternating segments: text that the model reads, and responses."""
+        _refuse_tools(messages, tools)
         found: list[Segment] = []
         pending = ""
         for each in messages:
@@ -120,10 +121,10 @@ class Turns:
     system: str = ""
     """Default system message for conversations without one; empty for none."""
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """All turns, followed by the opening of the assistant's turn."""
         empty: Message = {"role": "assistant", "content": ""}
-        *read, _ = self.segments([*messages, empty])
+        *read, _ = self.segments([*messages, empty], tools)
         return _joined(read, self.eos_token)
 
     def jinja(self) -> str:
@@ -142,8 +143,9 @@ class Turns:
             f"{{% if add_generation_prompt %}}{{{{ {before} ~ 'assistant' ~ {after} }}}}{{% endif %}}"
         )
 
-    def segments(self, messages: Sequence[Message]) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """Alternating segments: text that the model reads, and responses."""
+        _refuse_tools(messages, tools)
         found: list[Segment] = []
         pending = ""
         for segment in self._read(messages):
@@ -171,13 +173,31 @@ class Turns:
         return found
 
 
+def _refuse_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    if tools or any(message.get("tool_calls") for message in messages):
+        raise DataError(
+            "a named chat template can neither describe tools nor render tool_calls: set data_args.template to native,"
+            " with a tokenizer whose own chat template does, or write tools and calls into the contents"
+        )
+
+
 def texts_of(messages: Sequence[Message], name: str) -> list[str]:
     """Texts that a tokenizer must cover to encode the messages with this template; `native` counts as plain text."""
     template = NAMED.get(name, Plain)(None)
-    texts = [segment.text for segment in template.segments(messages)]
+    texts = [segment.text for segment in template.segments([_plain(each) for each in messages])]
     for token in control_tokens(name):
         texts = [text.replace(token, "") for text in texts]
     return texts
+
+
+def _plain(message: Message) -> Message:
+    """A message whose content ends with its tool calls, as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    return {
+        "role": message["role"],
+        "content": message["content"] + json.dumps(message["tool_calls"], ensure_ascii=False),
+    }
 
 
 _CHATML = partial(Turns, opening="<|im_start|>{role}\n", closing="<|im_end|>", between="\n")
@@ -204,51 +224,114 @@ class JinjaTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        marks = [tokenizer.eos_token, *tokenizer.all_special_tokens, *(str(each) for each in added if each.special)]
+        self._marks = tuple(dict.fromkeys(str(each) for each in marks if each))
+        """Special tokens, which mark turns; the end-of-sequence token is the first."""
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Prompt text, including the template's generation prompt."""
-        return self._render(messages, add_generation_prompt=True)
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Prompt text with the template's generation prompt. `tools` are schemas in the format of OpenAI's API."""
+        return self._render(messages, add_generation_prompt=True, tools=[dict(tool) for tool in tools] or None)
 
-    def conversation(self, messages: Sequence[Message]) -> str:
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Text of a whole conversation."""
-        return self._render(messages, add_generation_prompt=False)
+        return self._render(messages, add_generation_prompt=False, tools=[dict(tool) for tool in tools] or None)
 
-    def segments(self, messages: Sequence[Message]) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """Split where responses begin and end. Raises `DataError` if the template rewrites earlier turns."""
-        whole = self.conversation(messages)
+        whole = self.conversation(messages, tools)
         found: list[Segment] = []
         at = 0
         for index, each in enumerate(messages):
             if each["role"] != "assistant":
                 continue
-            before = self._render(messages[:index], add_generation_prompt=True)
-            after = self._render(messages[: index + 1], add_generation_prompt=False)
-            if not (whole.startswith(before) and after.startswith(before) and whole.startswith(after)):
+            before, after = self.prompt(messages[:index], tools), self.conversation(messages[: index + 1], tools)
+            if whole.startswith(before) and after.startswith(before) and whole.startswith(after):
+                end = len(before) + self._end(after[len(before) :], whole[len(after) :])
+            elif whole.startswith(before) and (length := self._end_in_history(each, whole[len(before) :])):
+                end = len(before) + length
+            else:
                 raise DataError(
                     "the tokenizer's chat template renders a prompt differently if a response follows (message"
                     f" {index + 1}), so the model would be trained on prompts that it never gets in generation: use a"
                     " named template, or train on single turns"
                 )
-            response = after[len(before) :]
-            eos = self.tokenizer.eos_token
-            cut = response.rfind(eos) + len(eos) if eos and eos in response else len(response.rstrip())
+            response = whole[len(before) : end]
+            # In the middle, the template's own token ends a turn: a prompt of the next turn has no other.
+            ends = not response.endswith(self._marks if whole[end:].strip() else self._marks[:1])
             found.append(Segment(whole[at : len(before)], written=False))
-            found.append(Segment(response[:cut], written=True, ends=not (eos and response[:cut].endswith(eos))))
-            at = len(before) + cut
+            found.append(Segment(response, written=True, ends=ends))
+            at = end
         if whole[at:].strip():
             found.append(Segment(whole[at:], written=False))
         return found
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _end(self, response: str, rest: str) -> int:
+        """Length of the text that the model writes, to its end-of-turn token. `response` is the template's rendering of
+        the reply, and `rest` that of what follows: some templates end a turn by the first token of the next."""
+        eos = self.tokenizer.eos_token
+        if eos and eos in response:
+            return response.rfind(eos) + len(eos)
+        if not response.rstrip().endswith(self._marks):
+            for mark in self._marks:
+                if rest.startswith(mark):
+                    return len(response) + len(mark)
+        return len(response.rstrip())
+
+    def _end_in_history(self, message: Message, text: str) -> int:
+        """Like `_end`, for a template that renders a last reply in another way than an earlier one, for example with an
+        empty block of reasoning. 0 if the reply's content or reasoning is missing in `text`, or its end is unknown."""
+        eos = str(self.tokenizer.eos_token)
+        length = text.find(eos) + len(eos) if eos in text else 0
+        parts = (message.get("content") or "", message.get("reasoning_content") or "")
+        return length if all(part.strip() in text[:length] for part in parts) else 0
+
+    def _render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None
+    ) -> str:
         from jinja2 import TemplateError
 
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+        has_calls = any(message.get("tool_calls") for message in messages)
         try:
-            text: Any = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            try:
+                return str(render([_given(message, parsed=True) for message in messages]))
+            except (TemplateError, ValueError, TypeError):
+                if not has_calls:
+                    raise
+                return str(render([_given(message, parsed=False) for message in messages]))
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the tokenizer's chat template cannot render the messages: {error}") from error
-        return str(text)
+
+
+def _given(message: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
+    """A message for a chat template: most expect the arguments of tool calls as objects (`parsed`), a few as text, and
+    reasoning under one of two keys."""
+    given = {**message, "content": message.get("content") or ""}
+    if "reasoning_content" in given:
+        given["thinking"] = given["reasoning_content"]
+    if calls := given.get("tool_calls"):
+        given["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"], parsed=parsed)}}
+            for call in calls
+        ]
+    return given
+
+
+def _arguments(function: Mapping[str, Any], *, parsed: bool) -> Any:
+    """Arguments of a call as an object (`parsed`) or as JSON; unchanged if they are no JSON."""
+    arguments: Any = function.get("arguments")
+    if isinstance(arguments, str) is not parsed:
+        return arguments
+    try:
+        return json.loads(arguments) if parsed else json.dumps(arguments, ensure_ascii=False)
+    except ValueError:
+        return arguments
 
 
 def _joined(segments: Sequence[Segment], eos_token: str | None) -> str:

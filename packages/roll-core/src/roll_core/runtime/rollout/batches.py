@@ -1,22 +1,20 @@
-"""Rollout batches for pipelines: checked by the run's guards, with metrics, and recorded if configured."""
+"""Facts about rollout batches: their rewards, ages and metrics, and problems of their samples."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from typing_extensions import override
+import numpy as np
 
 from roll_core.errors import DataError
-from roll_core.spec.pipeline import Rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from roll_core.spec.pipeline import RolloutPlan, Run
-    from roll_core.types import Group
+    from roll_core.spec.pipeline import RolloutPlan
+    from roll_core.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,8 @@ class RewardStats:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> RewardStats:
         """Count the samples of `groups` that were sent to a reward worker."""
-        rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        samples = [sample for group in groups for sample in (*group.samples, group.baseline) if sample is not None]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
         failures = [reward.failure for reward in rewards if reward.failed]
         return cls(scored=len(rewards), failed=len(failures), first_failure=failures[0] if failures else "")
 
@@ -76,50 +75,6 @@ class BatchSource(Protocol):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `Rollouts.load_state`."""
-
-
-class RunRollouts(Rollouts):
-    """The batches of a `BatchSource`, with the checks and metrics of a run."""
-
-    def __init__(
-        self,
-        run: Run,
-        role: str,
-        plan: RolloutPlan,
-        source: BatchSource,
-        *,
-        check: Callable[[Sequence[Group], RewardStats], None],
-        metrics: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """`check` runs the guards on tokens and rewards. `metrics` returns additional metrics of the step."""
-        self._run, self._role, self._plan, self._source = run, role, plan, source
-        self._check, self._further_metrics = check, metrics
-
-    @override
-    async def batch(self) -> list[Group]:
-        run = self._run
-        with run.stage("rollout"):
-            groups, facts = await self._source.batch(run.step)
-        self._check(groups, facts.rewards)
-        if self._plan.routed_experts:
-            check_experts(groups, f"step {run.step + 1}: {self._role}")
-        bound = math.ceil(self._plan.ahead)
-        oldest = max(facts.ages, default=0)
-        run.guard(
-            "staleness",
-            oldest <= bound or self._plan.stale == "reuse",
-            f"step {run.step + 1}: a group was started {oldest} steps ago, but at most {bound} are allowed",
-        )
-        run.log({**batch_metrics(self._plan, groups, facts), **self._further_metrics()})
-        return list(groups)
-
-    @override
-    def state(self) -> Mapping[str, Any]:
-        return self._source.state()
-
-    @override
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._source.load_state(state)
 
 
 def batch_metrics(plan: RolloutPlan, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
@@ -168,3 +123,26 @@ def check_experts(groups: Sequence[Group], who: str) -> None:
             f"{who} returned no routed experts, which router_replay.mode R3 needs. Recorded rollouts have them only if"
             " the recorded run had mode R3, too"
         )
+
+
+def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
+    """Describe what is wrong with a sample's response tokens; empty if they are valid.
+
+    Checks that logprobs, loss mask and versions have one value per token, that ids are below `vocab_size`, and that
+    logprobs are finite and not positive. Sampled tokens must be of weight version `version`. If `mixed`, versions may
+    also increase along the response up to `version`.
+    """
+    ids = sample.response_ids
+    for name in ("logprobs", "loss_mask", "versions"):
+        if len(getattr(sample, name)) != len(ids):
+            return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        return f"token ids from {ids.min()} to {ids.max()}, but the vocabulary size is {vocab_size}"
+    if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
+        return "logprobs that are not finite or are positive"
+    versions = sample.versions[sample.loss_mask]
+    if mixed and len(versions) and versions.max() <= version and (np.diff(versions) >= 0).all():
+        return ""
+    if (versions != version).any():
+        return f"tokens sampled at weight versions {sorted(set(versions.tolist()))}, expected {version}"
+    return ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.data.sequences import sample_of
+from roll_core.data.pack import sample_of
 from roll_core.errors import ContractError
 from roll_core.runtime.cluster.concurrency import gather
 from roll_core.runtime.rollout.requests import stable_seed
@@ -149,11 +149,36 @@ class SingleTurn(RolloutProgram):
         return {}
 
 
+class GreedyBaseline(SingleTurn):
+    """`SingleTurn` with one more response, of the most likely tokens, as the group's baseline (ReMax)."""
+
+    @override
+    async def run(self, context: RolloutContext, prompt: Prompt) -> Group:
+        most_likely = replace(context.params, temperature=0.0)
+        sampled, greedy = await gather(
+            [
+                context.generate(prompt.tokens, n=context.n),
+                context.generate(prompt.tokens, params=most_likely, key="greedy"),
+            ]
+        )
+        baseline = replace(group_of(prompt, greedy).samples[0], id=f"{prompt.id}/greedy")
+        together = Group(id=prompt.id, samples=(*group_of(prompt, sampled).samples, baseline))
+        scored = (await context.score(together)).samples
+        return Group(id=prompt.id, samples=scored[:-1], baseline=scored[-1])
+
+
 async def run_groups(
-    queue: RequestQueue, prompts: Sequence[Prompt], terms: GroupTerms, scorer: Scorer | None
+    queue: RequestQueue,
+    prompts: Sequence[Prompt],
+    terms: GroupTerms,
+    scorer: Scorer | None,
+    program: Callable[[], RolloutProgram] | None = None,
 ) -> list[Group]:
-    """Sample one single-turn group per prompt, all concurrently, and return them in prompt order."""
-    contexts = [GroupContext(queue, prompt, terms, scorer) for prompt in prompts]
+    """Sample one group per prompt, all concurrently, and return them in prompt order."""
+    programs = [None if program is None else program() for _ in prompts]
+    contexts = [
+        GroupContext(queue, prompt, terms, scorer, program=each) for prompt, each in zip(prompts, programs, strict=True)
+    ]
     return await gather([each.program.run(each, prompt) for each, prompt in zip(contexts, prompts, strict=True)])
 
 

@@ -136,7 +136,6 @@ class RequestQueue:
     async def generate(
         self,
         requests: Sequence[GenerateRequest],
-        on_completion: Callable[[Completion], None] | None = None,
         *,
         replica: Replica | None = None,
     ) -> list[Completion]:
@@ -145,8 +144,6 @@ class RequestQueue:
         try:
             for request in requests:
                 pending.append(self.submit(request, replica=replica))
-                if on_completion is not None:
-                    pending[-1].done.add_done_callback(partial(_completed, on_completion))
             return list(await asyncio.gather(*[each.done for each in pending]))
         finally:
             self.cancel(pending)
@@ -334,7 +331,7 @@ class RequestQueue:
             self._fail(pending, outcome)
         else:
             if outcome.prompt_logprobs is not None:
-                pending.prompt_logprobs = outcome.prompt_logprobs
+                pending.prompt_logprobs, pending.prompt_topk = outcome.prompt_logprobs, outcome.prompt_topk
             self._extend(sub, outcome.outputs)
             self._continue(pending, sub.outputs)
         self._dispatch_soon()
@@ -417,7 +414,12 @@ class RequestQueue:
             self._close(pending, "completed")
             if not pending.done.done():
                 sampled = tuple(output.sampled for output in pending.outputs if output.sampled is not None)
-                completion = Completion(id=pending.request.id, outputs=sampled, prompt_logprobs=pending.prompt_logprobs)
+                completion = Completion(
+                    id=pending.request.id,
+                    outputs=sampled,
+                    prompt_logprobs=pending.prompt_logprobs,
+                    prompt_topk=pending.prompt_topk,
+                )
                 pending.done.set_result(completion)
         elif pending.wants_tokens and not all(output.complete for output in outputs):
             self._enqueue(pending, outputs)
@@ -443,11 +445,6 @@ def _without(items: list[QueueItem], requests: set[PendingRequest]) -> list[Queu
     left = [item for item in items if item[-1].parent not in requests]
     heapq.heapify(left)
     return left
-
-
-def _completed(on_completion: Callable[[Completion], None], done: asyncio.Future[Completion]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        on_completion(done.result())
 
 
 def _not_running(replica: Any) -> WorkerDiedError:

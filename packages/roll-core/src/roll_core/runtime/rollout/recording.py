@@ -21,11 +21,12 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from typing_extensions import override
 
+from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import RecordingError, RunDirectoryError, UnsupportedError
 from roll_core.runtime.records.tracking import ranges
 from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.spec.pipeline import InferRole
-from roll_core.types import CompletionOutput, Group, Reward, Sample
+from roll_core.types import CompletionOutput, Group, Reward, Rollout, Sample, TurnRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import RolloutPlan
     from roll_core.spec.rollout import Prompt
-    from roll_core.types import Completion, GenerateRequest
+    from roll_core.types import GenerateRequest
 
 SCHEMA = 2
 FOLDER = "rollouts"
@@ -45,6 +46,9 @@ REPLAYED = "replayed"
 """Key of the state of replayed rollouts, which have no group queues."""
 ARRAYS = {"response_ids": "<i8", "logprobs": "<f4", "loss_mask": "|b1", "versions": "<i4"}
 OUTPUT_ARRAYS = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
+TURN_ARRAYS = {"context_ids": "<i8", "sampled_ids": "<i8", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
+OBSERVED = {"observation_mask": "|b1"}
+TURN_VALUES = ("parent", "finish_reason", "reward", "state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,8 @@ class Recorder:
                 "id": group.id,
                 "tag": group.samples[0].tag,
                 "position": position,
-                "prompt_ids": saved_array(group.samples[0].prompt_ids, TOKENS),
+                # The prompts of multi-turn rollouts belong to their turns.
+                "prompt_ids": saved_array(group.samples[0].prompt_ids, TOKENS) if not group.multi_turn else "",
                 **saved_group(group),
             }
             for group, position in zip(batch.groups, batch.facts.positions, strict=True)
@@ -224,7 +229,9 @@ def steps_in(run: Path) -> dict[int, Path]:
 
 def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path) -> Group:
     expected = prompt(line["tag"], line["position"])
-    if expected.id != line["id"] or not np.array_equal(expected.tokens, array_from(line["prompt_ids"], TOKENS)):
+    multi_turn = any("turns" in sample for sample in line["samples"])
+    same = multi_turn or np.array_equal(expected.tokens, array_from(line["prompt_ids"], TOKENS))
+    if expected.id != line["id"] or not same:
         raise RecordingError(
             f"{path} has responses to prompt {line['id']}, but this run has prompt {expected.id}"
             f"{'' if expected.id != line['id'] else ' with other tokens'} there: replay with the data, tokenizer and"
@@ -238,17 +245,10 @@ class ReplayedRole(InferRole):
 
     def __init__(self, name: str, config: WorkerConfig) -> None:
         self.name, self.config = name, config
-        self.version = 0
-
-    @property
-    @override
-    def weight_version(self) -> int:
-        return self.version
+        self.weight_version = 0
 
     @override
-    async def generate(
-        self, requests: Sequence[GenerateRequest], on_completion: Callable[[Completion], None] | None = None
-    ) -> NoReturn:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> NoReturn:
         raise UnsupportedError(f"{self.name} cannot generate: replay_rollouts does not start it")
 
 
@@ -280,35 +280,65 @@ class Replay:
 
 def saved_group(group: Group) -> dict[str, Any]:
     """A group as JSON, without the fields that its prompt already has."""
-    return {
-        "samples": [
-            {
-                "id": sample.id,
-                "finish": sample.finish_reason,
-                "reward": _saved_reward(sample.reward),
-                **_saved_arrays(sample, ARRAYS),
-            }
-            for sample in group.samples
-        ]
-    }
+    baseline = {} if group.baseline is None else {"baseline": _saved_sample(group.baseline)}
+    return {"samples": [_saved_sample(each) for each in group.samples]} | baseline
 
 
 def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
     """Restore a group of `prompt` from the result of `saved_group`."""
-    samples = tuple(
-        Sample(
-            id=each["id"],
-            group_id=prompt.id,
-            prompt_ids=prompt.tokens,
-            finish_reason=each["finish"],
-            tag=prompt.tag,
-            metadata=prompt.metadata,
-            reward=None if each["reward"] is None else Reward(**each["reward"]),
-            **_arrays_from(each, ARRAYS),
-        )
-        for each in saved["samples"]
+    baseline = _sample_from(saved["baseline"], prompt) if "baseline" in saved else None
+    return Group(
+        id=prompt.id, samples=tuple(_sample_from(each, prompt) for each in saved["samples"]), baseline=baseline
     )
-    return Group(id=prompt.id, samples=samples)
+
+
+def _saved_sample(sample: Sample) -> dict[str, Any]:
+    tokens = _saved_arrays(sample, ARRAYS) if sample.rollout is None else {"turns": _saved_turns(sample.rollout)}
+    return {
+        "id": sample.id,
+        "finish": sample.finish_reason,
+        "reward": _saved_reward(sample.reward),
+        **tokens,
+    }
+
+
+def _sample_from(saved: Mapping[str, Any], prompt: Prompt) -> Sample:
+    common: dict[str, Any] = {
+        "id": saved["id"],
+        "group_id": prompt.id,
+        "finish_reason": saved["finish"],
+        "tag": prompt.tag,
+        "metadata": prompt.metadata,
+        "reward": None if saved["reward"] is None else Reward(**saved["reward"]),
+    }
+    if "turns" in saved:
+        return sample_of_rollout(_rollout_from(saved["turns"]), **common)
+    return Sample(prompt_ids=prompt.tokens, **common, **_arrays_from(saved, ARRAYS))
+
+
+def _saved_turns(rollout: Rollout) -> list[dict[str, Any]]:
+    return [
+        {
+            **{name: getattr(turn, name) for name in TURN_VALUES},
+            "metrics": dict(turn.metrics),
+            **_saved_arrays(turn, TURN_ARRAYS),
+            **({} if turn.observation_mask is None else _saved_arrays(turn, OBSERVED)),
+        }
+        for turn in rollout.turns
+    ]
+
+
+def _rollout_from(saved: Sequence[Mapping[str, Any]]) -> Rollout:
+    return Rollout(
+        turns=tuple(
+            TurnRecord(
+                metrics=each["metrics"],
+                **{name: each[name] for name in TURN_VALUES},
+                **_arrays_from(each, TURN_ARRAYS | (OBSERVED if "observation_mask" in each else {})),
+            )
+            for each in saved
+        )
+    )
 
 
 def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, Any] | None]:
@@ -337,7 +367,7 @@ def _saved_reward(reward: Reward | None) -> dict[str, Any] | None:
     return {"value": reward.value, "failure": reward.failure, "detail": dict(reward.detail)}
 
 
-def _saved_arrays(record: Sample | CompletionOutput, dtypes: Mapping[str, str]) -> dict[str, Any]:
+def _saved_arrays(record: Sample | CompletionOutput | TurnRecord, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """The arrays of a record as JSON, and its routed experts, if it has any."""
     saved: dict[str, Any] = {}
     if (experts := record.routed_experts) is not None:

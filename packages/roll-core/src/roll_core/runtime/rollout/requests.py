@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any, TypeAlias
 
-    from roll_core.types import Floats, TokenIds
+    from roll_core.types import Floats, TokenIds, TopTokens
 
     FindStop: TypeAlias = Callable[[TokenIds, int, Sequence[str]], "tuple[int, str] | None"]
     """Takes tokens, the number of tokens before the interruption, and stop strings. Returns the end of a stop string
@@ -98,6 +98,7 @@ class PendingRequest:
     running: dict[str, Any] = field(default_factory=dict)
     """`ReplicaSlot` of each running sub-request, by the request id that the replica received."""
     prompt_logprobs: Floats | None = None
+    prompt_topk: TopTokens | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a pausing request is paused or finished."""
 
@@ -208,6 +209,7 @@ def rest_of(request: GenerateRequest, output: PartialOutput, id: str) -> Generat
         ),
         n=1,
         prompt_logprobs=False,
+        prompt_topk=0,
     )
 
 

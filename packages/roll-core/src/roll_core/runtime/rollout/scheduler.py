@@ -280,14 +280,18 @@ class RolloutScheduler:
             slot.group = group_from(saved["group"], prompt)
         elif calls or "program" in saved:
             slot.saved = SavedRollout(calls, saved.get("program", {}))
-        if slot.group is not None:
+        if slot.group is not None and slot.group.multi_turn:
+            lengths = [
+                max((len(t.sampled_ids) for t in s.rollout.turns), default=0) for s in slot.group.samples if s.rollout
+            ]
+        elif slot.group is not None:
             lengths = [len(sample.response_ids) for sample in slot.group.samples]
         else:
             lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
         if lengths and len(lengths) != self.plan.n:
             raise CheckpointMismatchError(
                 f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, but this config samples"
-                f" {self.plan.n}: set num_return_sequences_in_group to {len(lengths)}"
+                f" {self.plan.n}: set the size of groups to {len(lengths)}"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
@@ -323,7 +327,7 @@ class RolloutScheduler:
         plan = self.plan
         for queue, slot in slots:
             saved, slot.saved = slot.saved, None
-            if saved is None or not saved.sampled:
+            if saved is None:
                 slot.born = self._step
             terms = GroupTerms(
                 params=plan.params,
@@ -348,9 +352,17 @@ class RolloutScheduler:
                     f"{type(rollout.program).__name__} returned {len(group.samples)} samples of group {group.id!r},"
                     f" expected {self.plan.n} of {slot.prompt.id!r}"
                 )
-            self._settle(queue, slot, group)
+            self._stats += RewardStats.of([group])
+            kept = self.plan.keep is None or self.plan.keep(group)
+            self._counts["left out"] += not kept
+            queue.finish(slot, group if kept else None)
+            if self._wanted or self.plan.concurrent:
+                self._admit()
+            if queue.is_complete:
+                self._changed.set()
         except Exception as error:
-            self._fail(error)
+            self._failure = self._failure or error
+            self._changed.set()
 
     def _cancel(self, slot: GroupSlot) -> None:
         """Cancel the running program of a group, if any. The group can be started again."""
@@ -387,20 +399,6 @@ class RolloutScheduler:
             is_paused = slot.rollout is not None and any(each.state is PAUSED for each in rollout.pending)
             if is_paused and not (self.plan.keep_partials and rollout.has_tokens):
                 self._cancel(slot)
-
-    def _settle(self, queue: GroupQueue, slot: GroupSlot, group: Group) -> None:
-        self._stats += RewardStats.of([group])
-        kept = self.plan.keep is None or self.plan.keep(group)
-        self._counts["left out"] += not kept
-        queue.finish(slot, group if kept else None)
-        if self._wanted or self.plan.concurrent:
-            self._admit()
-        if queue.is_complete:
-            self._changed.set()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._changed.set()
 
 
 def _saved_slot(slot: GroupSlot) -> dict[str, Any]:

@@ -1,0 +1,334 @@
+"""Finds what rows, tokenizer and chat template do to the tokens of a run, before anything starts.
+
+`audit_template` encodes small conversations: do later turns keep the recorded tokens, does reasoning survive, which
+token ends a turn. `audit_rows` encodes the rows as the run does: lengths, duplicates, empty rows, trained stop tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from roll_core.data.chat_encoder import ChatEncoder
+from roll_core.data.encode import Encoder
+from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
+from roll_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.data.chat_encoder import EncodedChat
+    from roll_core.data.rows import Row, Rows
+    from roll_core.spec.config import DataArguments
+    from roll_core.spec.environment import Message
+
+Level = Literal["ok", "note", "warning", "error"]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFinding:
+    """Result of a check."""
+
+    check: str
+    subject: str
+    """What was checked: a key of the config, or a file."""
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """Text of an encoded row, cut where training begins and ends."""
+
+    where: str
+    pieces: tuple[tuple[str, bool], ...]
+    """Texts, and True for those whose tokens are trained."""
+
+
+def audit_template(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataArguments,
+    *,
+    subject: str,
+    multi_turn: bool = False,
+    tool_format: str = "auto",
+    thinking: Any = "template",
+) -> Iterator[AuditFinding]:
+    """Check the chat template on small conversations. With `multi_turn`, later turns matter to the run."""
+    try:
+        chats = ChatEncoder(tokenizer, data, where=subject, tool_format=tool_format, thinking=thinking)
+        trial = _Trial(chats, Encoder(tokenizer, data, chats=True), subject, "warning" if multi_turn else "note")
+        trial.opening = chats.encode([trial.question])
+    except DataError as error:
+        level: Level = "warning" if multi_turn else "note"
+        yield AuditFinding(check="chat_template", subject=subject, level=level, found=f"cannot render chats: {error}")
+        return
+    yield trial.end_of_turn()
+    yield trial.keeps("turns_keep_tokens", "messages", {"content": trial.answer}, trial.question)
+    if chats.describes_tools:
+        call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        result = {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": trial.answer}
+        reply = {"content": "", "tool_calls": [call]}
+        yield trial.keeps("tool_turns_keep_tokens", "tool results", reply, result, [TOOL])
+    else:
+        yield trial.finding("tool_turns_keep_tokens", "note", "the chat template describes no tools")
+    yield trial.reasoning(thinking)
+
+
+def audit_rows(
+    rows: Rows,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    subject: str,
+    prompt_length: int,
+    response_length: int | None,
+    truncate: bool = False,
+    seconds: float | None = None,
+) -> Iterator[AuditFinding]:
+    """Check encoded rows. With `response_length` they are training sequences (sft), otherwise prompts.
+
+    With `truncate`, responses longer than `response_length` lose their stop token instead of being dropped.
+    `seconds` ends the audit of further rows; the findings then name the number of rows.
+    """
+    begin, encoder = time.monotonic(), Encoder(tokenizer, data)
+    prompts: list[int] = []
+    responses: list[int] = []
+    seen: dict[bytes, Row] = {}
+    duplicates: list[tuple[Row, Row]] = []
+    empty: list[Row] = []
+    unstopped: list[Row] = []
+    errors: list[DataError] = []
+    long: Counter[str] = Counter()
+    without_response = 0
+    special = set(tokenizer.all_special_ids)
+    for row in rows:
+        if seconds is not None and time.monotonic() - begin > seconds:
+            break
+        try:
+            if response_length is None:
+                messages = messages_of(row, data, rows, response=False)
+                tokens = encoder.prompt(messages, row.where, tools_of(row, data, rows))[1]
+                num_prompt, is_empty = len(tokens), not any(_said(each) for each in messages if each["role"] == "user")
+            elif not has_response(row, data, rows):
+                without_response += 1
+                continue
+            else:
+                messages = messages_of(row, data, rows, response=True)
+                tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
+                num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
+                is_empty = not _said(messages[-1])
+                responses.append(len(tokens) - num_prompt)
+                long["response"] += responses[-1] > response_length
+                trained = np.flatnonzero(mask)
+                is_cut = truncate and responses[-1] > response_length
+                if is_cut or not len(trained) or int(tokens[trained[-1]]) not in special:
+                    unstopped.append(row)
+        except DataError as error:
+            errors.append(error)
+            continue
+        prompts.append(num_prompt)
+        long["prompt"] += num_prompt > prompt_length
+        if is_empty:
+            empty.append(row)
+        first = seen.setdefault(tokens.tobytes(), row)
+        if first is not row:
+            duplicates.append((first, row))
+    num = len(prompts)
+    part = "" if num + len(errors) + without_response == len(rows) else f" of the first {num}"
+
+    def finding(check: str, level: Level, found: str, remedy: str = "") -> AuditFinding:
+        return AuditFinding(check=check, subject=subject, level=level, found=found, remedy=remedy)
+
+    if errors:
+        yield finding("encoding", "error", f"{len(errors)}{part} rows cannot be encoded; the first: {errors[0]}")
+    if not num:
+        none = f", {without_response} without a response" if without_response else ""
+        yield finding("rows", "error", f"none of {len(rows)} rows can be used{none}")
+        return
+    counted = f"the first {num} of {len(rows)} rows" if part else f"{num} rows"
+    if without_response:
+        counted += f", and {without_response} without a response"
+    yield finding("rows", "note" if without_response else "ok", counted)
+    for what, lengths, limit in (
+        ("prompt", prompts, prompt_length),
+        *([("response", responses, response_length)] if response_length is not None else []),
+    ):
+        over = long[what]
+        level: Level = "ok" if not over else "error" if over == num else "warning"
+        yield finding(
+            f"{what}_length",
+            level,
+            f"{_percentiles(lengths)} tokens; {over} of {num} exceed {what}_length {limit}",
+            f"increase {what}_length; these rows are dropped" + (" or cut" if what == "response" else "")
+            if over
+            else "",
+        )
+    if duplicates:
+        first, again = duplicates[0]
+        yield finding(
+            "duplicates",
+            "warning",
+            f"{len(duplicates)} of {num} rows repeat an earlier one, for example {again.where} that of {first.where}",
+            "remove them, or they count several times in each pass",
+        )
+    else:
+        yield finding("duplicates", "ok", "none")
+    what = "prompt" if response_length is None else "response"
+    if empty:
+        yield finding(
+            "empty", "warning", f"{len(empty)} of {num} rows have an empty {what}, for example {empty[0].where}"
+        )
+    else:
+        yield finding("empty", "ok", "none")
+    if response_length is not None:
+        yield finding(
+            "stop_token",
+            "ok" if not unstopped else "error" if len(unstopped) == num else "warning",
+            f"trained in {num - len(unstopped)} of {num} rows"
+            + (f", not in {unstopped[0].where}" if unstopped else ""),
+            "the model does not learn to end its responses: the template must end a response with the"
+            f" end-of-sequence token {tokenizer.eos_token}"
+            if unstopped
+            else "",
+        )
+
+
+def masked_rows(
+    rows: Rows, data: DataArguments, tokenizer: PreTrainedTokenizerBase, *, num: int, trains: bool
+) -> Iterator[MaskedRow]:
+    """The first rows as the run encodes them. Rows that cannot be encoded are left out."""
+    encoder = Encoder(tokenizer, data)
+    for row in rows[:num]:
+        try:
+            tools = tools_of(row, data, rows)
+            if trains and has_response(row, data, rows):
+                tokens, mask = encoder.conversation(messages_of(row, data, rows, response=True), row.where, tools)
+            else:
+                tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where, tools)[1]
+                mask = np.zeros(len(tokens), dtype=np.bool_)
+        except DataError:
+            continue
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+        pieces = [(_text(tokenizer, tokens[a:b]), bool(mask[a])) for a, b in itertools.pairwise(cuts) if b > a]
+        yield MaskedRow(row.where, tuple(pieces))
+
+
+class _Trial:
+    """Small conversations, encoded with a chat template."""
+
+    def __init__(self, chats: ChatEncoder, encoder: Encoder, subject: str, bad: Level) -> None:
+        """`bad` is the level of what matters only to conversations of several turns."""
+        self.chats, self.encoder, self.subject, self.bad = chats, encoder, subject, bad
+        tokenizer = encoder.tokenizer
+        # A tokenizer of characters may have few of them.
+        known = sorted(each for each in tokenizer.get_vocab() if len(each) == 1 and each.isascii() and each.isalnum())
+        one, two = (known * 2)[1:3] if known else ("1", "2")
+        self.question: Message = {"role": "user", "content": one}
+        self.answer = two
+        self.opening: EncodedChat
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = [str(token) for token in added.values() if token.special]
+        self.stops = [each for each in dict.fromkeys([str(tokenizer.eos_token), *special]) if each]
+        self.end = ""
+        """Text that ends a reply."""
+
+    def finding(self, check: str, level: Level, found: str, remedy: str = "") -> AuditFinding:
+        """A finding about the chat template."""
+        return AuditFinding(check=check, subject=self.subject, level=level, found=found, remedy=remedy)
+
+    def end_of_turn(self) -> AuditFinding:
+        """The token that ends a reply, and whether generation stops at it."""
+        text = self.chats.encode([self.question, {"role": "assistant", "content": self.answer}, self.question]).text
+        rest = text.removeprefix(self.opening.text).partition(self.answer)[2]
+        ends = [(rest.find(each), each) for each in self.stops if each in rest]
+        if not ends:
+            return self.finding("end_of_turn", "note", "the chat template ends replies with no special token")
+        at, self.end = min(ends)
+        stop = str(self.encoder.tokenizer.eos_token)
+        if rest[at + len(self.end) :].startswith(stop) and self.end != stop:
+            self.end += stop
+        if self.end.endswith(stop):
+            return self.finding("end_of_turn", "ok", f"{stop}, at which generation stops")
+        return self.finding(
+            "end_of_turn",
+            "warning",
+            f"the chat template ends replies with {self.end}, generation stops at {stop}",
+            f"set the tokenizer's eos_token to {self.end}",
+        )
+
+    def keeps(
+        self, check: str, what: str, reply: Mapping[str, Any], follows: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> AuditFinding:
+        """Whether a second prompt begins with the first and a reply as the template writes it."""
+        try:
+            chat = self.chats.encode([self.question], tools)
+            text = self.chats.encode([self.question, {"role": "assistant", **reply}, follows], tools).text
+            rest = text[len(chat.text) :] if text.startswith(chat.text) else ""
+            cuts = {at.end() for stop in self.stops for at in re.finditer(re.escape(stop), rest)}
+            for cut in sorted(cuts):
+                ids = np.asarray(self.encoder.encode(rest[:cut], self.subject), dtype=np.int64)
+                if self.chats.extend(chat, ids, [follows]) is not None:
+                    return self.finding(check, "ok", f"prompts after {what} begin with the recorded tokens")
+        except DataError as error:
+            return self.finding(check, self.bad, f"the chat template cannot render {what}: {error}")
+        return self.finding(
+            check,
+            self.bad,
+            f"the chat template changes earlier turns when {what} follow: each turn becomes a training row",
+            "set thinking: keep if the template removes reasoning, or use a template that keeps earlier turns",
+        )
+
+    def reasoning(self, thinking: str) -> AuditFinding:
+        """Whether the reasoning of a reply is part of later prompts."""
+        opened = self.opening.text.rstrip().endswith("<think>")
+        text = f"{'' if opened else '<think>'}\n{self.answer}\n</think>\n\n{self.answer}{self.end}"
+        if self.chats.tool_format == "harmony":
+            analysis = f"<|channel|>analysis<|message|>{self.answer}<|end|><|start|>assistant"
+            text = f"{analysis}<|channel|>final<|message|>{self.answer}{self.end}"
+        try:
+            ids = np.asarray(self.encoder.encode(text, self.subject), dtype=np.int64)
+            kept = self.chats.extend(self.opening, ids, [self.question]) is not None
+        except DataError:
+            return self.finding("reasoning", "note", "the tokenizer does not cover reasoning blocks")
+        found = (
+            "reasoning of earlier replies stays in later prompts"
+            if kept
+            else "reasoning of earlier replies is removed: a user's message begins a new training row"
+        )
+        return self.finding("reasoning", "note", f"{found} (thinking: {thinking})")
+
+
+def _said(message: Any) -> bool:
+    return bool(str(message["content"]).strip())
+
+
+def _percentiles(lengths: Sequence[int]) -> str:
+    median, high, longest = (int(each) for each in np.percentile(lengths, [50, 95, 100], method="higher"))
+    return f"median {median}, 95 % at most {high}, longest {longest}"
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def is_chat_data(data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if prompts pass through a chat template."""
+    return are_chats(data) or data.template not in ("plain", "native") or bool(tokenizer.chat_template)

@@ -1,0 +1,259 @@
+"""Token-exact conversations: the prompt of the next turn is the recorded tokens of this turn, then the new messages.
+
+    text of the last prompt │ text of the sampled reply │ end of the turn, new messages, begin of the next reply
+    ──────── recorded token ids: never encoded again ───│──────────── encoded
+
+The chat template proves that this is its own prompt: its rendering of all messages must begin with its rendering of
+the last prompt, continue with the reply, and end with a text that does not depend on the reply. The template may write
+the reply in another way than the model, for example with other blanks in the JSON of a tool call. It may not change
+earlier messages when later ones follow: if it removes reasoning or moves a system message, `extend` returns None.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from roll_core.data.encode import Encoder
+from roll_core.data.templates import JinjaTemplate
+from roll_core.data.tool_calls import parse_tool_calls, tool_format_of, without_reasoning
+from roll_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.data.tool_calls import ParsedReply
+    from roll_core.spec.config import DataArguments
+    from roll_core.spec.environment import Message
+    from roll_core.types import TokenIds
+
+
+Thinking = Literal["template", "keep", "strip"]
+"""What later prompts contain of the reasoning in earlier replies: what the chat template keeps, all, or nothing."""
+SENTINELS = ("a1z", "b2y")
+"""Two replies without a common first or last character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedChat:
+    """Messages of a conversation, and the tokens after which the model generates its reply."""
+
+    messages: tuple[Message, ...]
+    text: str
+    """The chat template's rendering of `messages`. `ids` encode it, but contain each reply as it was sampled."""
+    ids: TokenIds
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+class ChatEncoder:
+    """Encodes conversations with the chat template of `data_args.template`."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataArguments,
+        *,
+        where: str,
+        tool_format: str = "auto",
+        thinking: Thinking = "template",
+    ) -> None:
+        """`where` names the conversations in errors. `tool_format` is `auto` or of `tool_calls.TOOL_FORMATS`.
+
+        Raises `DataError` without a usable chat template.
+        """
+        self._tokenizer, self._where, self._thinking = tokenizer, where, thinking
+        self._encoder = Encoder(tokenizer, data, chats=True)
+        source = str(tokenizer.chat_template) if isinstance(self._encoder.template, JinjaTemplate) else ""
+        self.tool_format = tool_format_of(source) if tool_format == "auto" else tool_format
+        """How replies write tool calls."""
+        self.describes_tools = bool(source) and self.tool_format != "none"
+        """True if the chat template describes tools to the model, in a format whose calls are parsed."""
+        self._renders_calls = "tool_calls" in source
+        self._reasoning_keys = [key for key in ("reasoning_content", "thinking") if key in source]
+        """Keys of a message under which the template finds its reasoning."""
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        """Ids of tokens that mark turns and are no part of a message."""
+        self._atoms = tuple(str(token) for token in added.values()) or tuple(tokenizer.all_special_tokens)
+        """Tokens at which the tokenizer splits any text before it encodes the parts."""
+
+    def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedChat:
+        """Encode a whole conversation. Raises `DataError`."""
+        text = self._render(messages, tools)
+        ids = self._encoder.begun(np.asarray(self._encoder.encode(text, self._where), dtype=np.int64))
+        if len(ids) == 0:
+            raise DataError(f"{self._where}: the chat template renders the messages as an empty text")
+        return EncodedChat(messages=tuple(messages), text=text, ids=ids, tools=tuple(tools))
+
+    def parse(self, ids: TokenIds, chat: EncodedChat | None = None) -> ParsedReply:
+        """Content, tool calls and reasoning of a sampled reply, whose prompt is `chat`. Never raises."""
+        messages = chat.messages if chat else ()
+        num_calls = sum(len(each.get("tool_calls") or ()) for each in messages)
+        return parse_tool_calls(
+            self._text(self._unended(ids)),
+            self.tool_format,
+            tools=chat.tools if chat else (),
+            reasoning_open=chat is not None and _opens_reasoning(chat.text),
+            first_id=max(num_calls, sum(each["role"] == "tool" for each in messages)),
+        )
+
+    def reply(self, ids: TokenIds, chat: EncodedChat | None = None) -> Message:
+        """The message of a sampled reply, for `encode`: what the chat template renders by keys, and else its text.
+
+        Has the keys `tool_calls` and `reasoning_content` of OpenAI's API if the reply and the template have them. Give
+        its prompt `chat` to number tool calls over the conversation.
+        """
+        parsed, text = self.parse(ids, chat), self._text(self._unended(ids))
+        if not parsed.tool_calls and not parsed.reasoning and self.tool_format != "harmony":
+            return {"role": "assistant", "content": text}
+        is_open = chat is not None and _opens_reasoning(chat.text)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if self.tool_format != "harmony" and not (parsed.tool_calls and self._renders_calls):
+            message["content"] = without_reasoning(text, reasoning_open=is_open)
+        if parsed.tool_calls:
+            message["tool_calls"] = parsed.tool_calls
+        if self._thinking == "strip" or not parsed.reasoning:
+            return message
+        if self._reasoning_keys:
+            return message | {"reasoning_content": parsed.reasoning}
+        return message | {"content": f"<think>\n{parsed.reasoning}\n</think>\n\n{message['content']}"}
+
+    def extend(self, chat: EncodedChat, reply_ids: TokenIds, messages: Sequence[Message]) -> EncodedChat | None:
+        """Append a sampled reply and the messages that follow it. The ids begin with `chat.ids` and `reply_ids`.
+
+        None if the template does not prove that this is its prompt, or if the new tokens could depend on the reply's
+        last token. Then encode the messages: the replies in them are no longer the tokens that the model sampled.
+
+        With `thinking: keep`, the proof ignores reasoning and white space: the template would remove the reasoning.
+        """
+        for reply in self._variants(chat, reply_ids):
+            history = (*chat.messages, reply, *messages)
+            try:
+                text = self._render(history, chat.tools)
+                rest = self._rest(chat, reply, reply_ids, messages, text)
+            except DataError:  # the template has no such messages; another variant may be its own
+                continue
+            if rest is None:
+                continue
+            new = np.asarray(self._encoder.encode(rest, self._where), dtype=np.int64)
+            if self._text(new) != rest:  # tokenizers that add a blank at the beginning, or normalise text
+                continue
+            ids = np.concatenate([chat.ids, reply_ids, new])
+            return EncodedChat(messages=history, text=text, ids=ids, tools=chat.tools)
+        return None
+
+    def _variants(self, chat: EncodedChat, reply_ids: TokenIds) -> Iterator[Message]:
+        """Messages that a template may render as the reply."""
+        message = self.reply(reply_ids, chat)
+        has_reasoning = bool(self.parse(reply_ids, chat).reasoning)
+        if self._thinking == "template" or not has_reasoning:
+            yield {"role": "assistant", "content": self._text(self._unended(reply_ids))}
+        if self._thinking != "keep" or not has_reasoning:
+            yield message
+            return
+        without = {key: value for key, value in message.items() if key != "reasoning_content"}
+        yield without | {"content": without_reasoning(str(without["content"]))}
+
+    def _rest(
+        self, chat: EncodedChat, reply: Message, reply_ids: TokenIds, messages: Sequence[Message], text: str
+    ) -> str | None:
+        """The text after the sampled reply, whose message is `reply`, in the rendering `text` of the whole history."""
+        sampled, ended = self._text(reply_ids), int(reply_ids[-1]) in self._special
+        if text.startswith(chat.text + sampled):
+            rest = text[len(chat.text) + len(sampled) :]
+            return rest if ended or rest.startswith(self._atoms) else None
+        # The template writes the reply in another way. What follows the reply is what no reply changes.
+        renderings = [text]
+        for sentinel in SENTINELS:
+            message = dict(reply)
+            if calls := reply.get("tool_calls"):
+                function = calls[-1]["function"] | {"arguments": json.dumps({"value": sentinel})}
+                message["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
+            else:
+                message["content"] = sentinel
+            renderings.append(self._render((*chat.messages, message, *messages), chat.tools))
+        after = _common_end(renderings)
+        if ended:
+            end = self._text(reply_ids[-1:])
+            _, found, rest = after.partition(end)
+            if not found:
+                return None  # the model ended its turn by another token than the template
+            after = end + rest
+        elif not after.startswith(self._atoms):
+            return None
+        else:
+            rest = after
+        return rest if self._is_reply(text.removesuffix(after), chat, reply_ids) else None
+
+    def _is_reply(self, text: str, chat: EncodedChat, reply_ids: TokenIds) -> bool:
+        """True if a rendering up to the end of the reply is `chat` and a reply of the same meaning."""
+        sampled = self._text(self._unended(reply_ids))
+        if self._thinking == "keep":
+            is_open = _opens_reasoning(chat.text)
+            before = _squeezed(without_reasoning(chat.text))
+            return _squeezed(without_reasoning(text)) == before + _squeezed(
+                without_reasoning(sampled, reasoning_open=is_open)
+            )
+        if not text.startswith(chat.text):
+            return False
+        ours, theirs = (
+            parse_tool_calls(each, self.tool_format, tools=chat.tools, reasoning_open=_opens_reasoning(chat.text))
+            for each in (sampled, text[len(chat.text) :])
+        )
+        return _meaning(ours) == _meaning(theirs)
+
+    def _unended(self, ids: TokenIds) -> TokenIds:
+        """A reply without the tokens that end the turn."""
+        end = len(ids)
+        while end and int(ids[end - 1]) in self._special and self._text(ids[end - 1 : end]) not in KEPT:
+            end -= 1
+        return ids[:end]
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        if tools and not isinstance(self._encoder.template, JinjaTemplate):
+            raise DataError(
+                f"{self._where}: the environment has tools, which a named chat template cannot describe: set"
+                " data_args.template to native, with a tokenizer whose own template describes tools"
+            )
+        given = [dict(message) for message in messages]
+        if not isinstance(self._encoder.template, JinjaTemplate):  # it renders calls as part of the contents
+            given = [{key: each[key] for key in ("role", "content")} for each in given]
+        return self._encoder.template.prompt(given, tools)
+
+    def _text(self, ids: TokenIds) -> str:
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+KEPT = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
+"""Special tokens that end tool calls, not turns."""
+
+
+def _opens_reasoning(prompt: str) -> bool:
+    """True if a prompt ends inside a reasoning block, which the reply continues."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def _common_end(texts: Sequence[str]) -> str:
+    """The longest text that all texts end with."""
+    number = 0
+    for characters in zip(*(reversed(text) for text in texts), strict=False):
+        if len(set(characters)) > 1:
+            break
+        number += 1
+    return texts[0][len(texts[0]) - number :]
+
+
+def _squeezed(text: str) -> str:
+    """Text without white space."""
+    return "".join(text.split())
+
+
+def _meaning(parsed: ParsedReply) -> tuple[object, ...]:
+    """What two ways to write a reply have in common."""
+    calls = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in parsed.tool_calls]
+    return _squeezed(parsed.content), calls, _squeezed(parsed.reasoning)

@@ -1,0 +1,207 @@
+"""Multi-turn rollouts: from a tree of turns to training rows.
+
+    turn 0 ── turn 1 ── turn 2        row 0: turns 0, 1 and 2
+         └─── turn 3                  row 1: turns 0 and 3; turn 0 is context there, because row 0 trains on it
+
+A row ends at each turn that no other turn continues. Every sampled token is trained in exactly one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.data.pack import sequence_of
+from roll_core.errors import DataError
+from roll_core.types import Rollout, Sample, TrainSequence, TurnRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from roll_core.types import (
+        Bools,
+        CompletionOutput,
+        FinishReason,
+        Floats,
+        Reward,
+        RoutedExperts,
+        TokenIds,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """A path of turns as one sequence of length L."""
+
+    tokens: TokenIds
+    """`[L]`."""
+    loss_mask: Bools
+    """`[L]`, True for the sampled tokens that this row trains."""
+    logprobs: Floats
+    """`[L]`, as reported by the engine; 0 for tokens that the model read."""
+    versions: npt.NDArray[np.int32]
+    """`[L]`; -1 for tokens that the model read."""
+    observation_mask: Bools
+    """`[L]`, True for the text of messages after the first turn's; in one row each."""
+    turns: npt.NDArray[np.int64]
+    """`[L]`, index of the turn that read or sampled the token."""
+    routed_experts: RoutedExperts | None
+    """`[L - 1, M, K]` or fewer rows."""
+
+
+def record_turn(
+    output: CompletionOutput, prompt_ids: TokenIds, rollout: Rollout, parent: int | None, **fields: Any
+) -> TurnRecord:
+    """Record an output that was generated from `prompt_ids`, which begin with the sequence of `parent`.
+
+    `fields` are further fields of the record. By default, all sampled tokens are in the loss mask. Raises `DataError`
+    if the prompt does not begin with that sequence.
+    """
+    known = np.zeros(0, dtype=np.int64) if parent is None else tokens_of(rollout, parent)
+    num_known = len(known)
+    if len(prompt_ids) <= num_known - (parent is not None) or not np.array_equal(prompt_ids[:num_known], known):
+        raise DataError(
+            f"the prompt of a turn has {len(prompt_ids)} tokens, which do not continue the {num_known} tokens of turn"
+            f" {parent}: record it as a turn without a parent"
+        )
+    experts = output.routed_experts
+    return TurnRecord(
+        parent=parent,
+        context_ids=prompt_ids[num_known:],
+        sampled_ids=output.token_ids,
+        logprobs=output.logprobs,
+        versions=output.versions,
+        finish_reason=output.finish_reason,
+        routed_experts=None if experts is None else experts[max(num_known - 1, 0) :],
+        **{"loss_mask": np.ones(len(output.token_ids), dtype=np.bool_)} | fields,
+    )
+
+
+def path_to(rollout: Rollout, index: int) -> list[int]:
+    """Indices of the turns from the first one to turn `index`. Raises `DataError` if a parent is no earlier turn."""
+    path = [index]
+    while (parent := _parent(rollout, path[-1])) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+def _parent(rollout: Rollout, index: int) -> int | None:
+    parent = rollout.turns[index].parent
+    if parent is not None and not 0 <= parent < index:
+        raise DataError(f"turn {index} of a rollout has parent {parent}, expected an earlier turn")
+    return parent
+
+
+def tokens_of(rollout: Rollout, index: int) -> TokenIds:
+    """Whole sequence that ends with turn `index`: the prompt of the next turn begins with it."""
+    turns = [rollout.turns[each] for each in path_to(rollout, index)]
+    return np.concatenate([ids for turn in turns for ids in (turn.context_ids, turn.sampled_ids)])
+
+
+def rows(rollout: Rollout) -> list[RolloutRow]:
+    """Training rows of a rollout, in the order of their last turns. Raises `DataError` for an invalid turn.
+
+    Each token that a turn sampled and does not mask is in the loss mask of exactly one row. A row with nothing to train
+    is left out, unless it is the only one.
+    """
+    continued = {_parent(rollout, index) for index in range(len(rollout.turns))}
+    found: list[RolloutRow] = []
+    trained: set[int] = set()
+    for leaf in range(len(rollout.turns)):
+        if leaf not in continued:
+            path = path_to(rollout, leaf)
+            found.append(_row(rollout, path, trained))
+            trained.update(path)
+    return [row for row in found if row.loss_mask.any()] or found[:1]
+
+
+def _row(rollout: Rollout, path: list[int], trained: set[int]) -> RolloutRow:
+    pieces: dict[str, list[npt.NDArray[Any]]] = {
+        name: [] for name in ("tokens", "loss_mask", "logprobs", "versions", "observation_mask", "turns")
+    }
+    experts: list[RoutedExperts] = []
+    complete = True
+    for index in path:
+        turn = rollout.turns[index]
+        num_read, num_sampled = len(turn.context_ids), len(turn.sampled_ids)
+        for name in ("logprobs", "versions", "loss_mask"):
+            if len(getattr(turn, name)) != num_sampled:
+                raise DataError(
+                    f"turn {index} of a rollout has {num_sampled} sampled tokens but {len(getattr(turn, name))} {name}"
+                )
+        mask = turn.loss_mask if index not in trained else np.zeros(num_sampled, dtype=np.bool_)
+        observed = turn.observation_mask if index not in trained else None
+        observed = np.zeros(num_read, dtype=np.bool_) if observed is None else observed
+        pieces["tokens"] += [turn.context_ids, turn.sampled_ids]
+        pieces["loss_mask"] += [np.zeros(num_read, dtype=np.bool_), mask]
+        pieces["logprobs"] += [np.zeros(num_read, dtype=np.float32), turn.logprobs.astype(np.float32)]
+        pieces["versions"] += [np.full(num_read, -1, dtype=np.int32), turn.versions]
+        pieces["observation_mask"] += [observed, np.zeros(num_sampled, dtype=np.bool_)]
+        pieces["turns"] += [np.full(num_read + num_sampled, index, dtype=np.int64)]
+        if complete and turn.routed_experts is not None:
+            experts.append(turn.routed_experts)
+        # Experts of later turns have their positions only if those of this turn are complete.
+        num_processed = num_read + num_sampled - (turn.parent is None)
+        complete &= turn.routed_experts is not None and len(turn.routed_experts) >= num_processed
+    return RolloutRow(
+        **{name: np.concatenate(arrays) for name, arrays in pieces.items()},
+        routed_experts=np.concatenate(experts) if experts else None,
+    )
+
+
+def sample_of_rollout(
+    rollout: Rollout,
+    *,
+    id: str,
+    group_id: str,
+    finish_reason: FinishReason,
+    reward: Reward | None = None,
+    tag: str = "",
+    metadata: Mapping[str, Any] | None = None,
+) -> Sample:
+    """The sample of a rollout. Its response is a transcript of the turns after the first turn's prompt."""
+    none = np.zeros(0, dtype=np.int64)
+    read = [turn.context_ids if index else none for index, turn in enumerate(rollout.turns)]
+    pairs = list(zip(read, rollout.turns, strict=True))
+
+    def joined(name: str, fill: Any, dtype: Any) -> npt.NDArray[Any]:
+        arrays = [each for ids, turn in pairs for each in (np.full(len(ids), fill, dtype=dtype), getattr(turn, name))]
+        return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
+
+    return Sample(
+        id=id,
+        group_id=group_id,
+        prompt_ids=rollout.turns[0].context_ids if rollout.turns else none,
+        response_ids=np.concatenate([none, *(ids for read, turn in pairs for ids in (read, turn.sampled_ids))]),
+        logprobs=joined("logprobs", 0.0, np.float32),
+        loss_mask=joined("loss_mask", False, np.bool_),
+        versions=joined("versions", -1, np.int32),
+        finish_reason=finish_reason,
+        tag=tag,
+        reward=reward,
+        metadata=metadata or {},
+        rollout=rollout,
+    )
+
+
+def sequences_of(sample: Sample, *, group: int, rollout: int) -> list[TrainSequence]:
+    """Training sequences of a sample: one, or the rows of its rollout, which then name `rollout`."""
+    if sample.rollout is None:
+        return [sequence_of(sample, group=group)]
+    found = rows(sample.rollout)
+    return [
+        TrainSequence(
+            id=sample.id if len(found) == 1 else f"{sample.id}#{index}",
+            tokens=row.tokens,
+            loss_mask=row.loss_mask,
+            behaviour_logprobs=row.logprobs,
+            routed_experts=row.routed_experts,
+            group=group,
+            rollout=rollout,
+        )
+        for index, row in enumerate(found)
+    ]

@@ -1,0 +1,384 @@
+"""Parses a reply of a model: its content, its tool calls and its reasoning, in the formats that chat templates use.
+
+    text of a reply ── reasoning block ──► reasoning
+                    ── tool calls ───────► tool_calls   in the shape of OpenAI's API
+                    ── the rest ─────────► content      with the text of each malformed call
+
+Nothing in a reply raises. Give the text with its special tokens, which some formats are made of, but without the tokens
+that end the turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+ToolFormat = Literal["none", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "glm45", "harmony"]
+"""How a model writes tool calls. The names are those of vLLM's parsers where it has one.
+
+* `hermes`: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen 2.5 and Qwen 3.
+* `qwen3_coder`: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, as Qwen 3.5.
+* `llama3_json`: the whole reply is `{"name": …, "parameters": {…}}`, several separated by `;`.
+* `mistral`: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]NAME[ARGS]{…}` of newer models.
+* `deepseek`: calls between special tokens, as DeepSeek V3, R1 and V3.1.
+* `glm45`: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+* `harmony`: messages with channels, as gpt-oss.
+"""
+TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormat)
+
+ToolCall: TypeAlias = dict[str, Any]
+"""`{"id": …, "type": "function", "function": {"name": …, "arguments": JSON text}}`."""
+
+
+class ParsedReply(NamedTuple):
+    """Parts of a reply."""
+
+    content: str
+    """Text outside of reasoning and of well-formed tool calls."""
+    tool_calls: list[ToolCall]
+    """In the order of the text."""
+    reasoning: str
+    """Text of the reasoning block; empty for none."""
+    error: str | None = None
+    """Why the first malformed tool call, or a reasoning block without an end, is malformed."""
+
+
+def parse_tool_calls(
+    text: str,
+    format: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    reasoning_open: bool = False,
+    first_id: int = 0,
+) -> ParsedReply:
+    """Parse a reply. Never raises for any `text`; raises `ValueError` for an unknown `format`.
+
+    A malformed call stays in the content, with its reason in `error`; calls beside it are parsed.
+
+    Args:
+        tools: schemas in the format of OpenAI's API. `qwen3_coder` and `glm45` write strings without quotes: a
+            parameter with `type: string` is taken literally, other values are read as JSON where they are JSON.
+        reasoning_open: True if the prompt already wrote `<think>`.
+        first_id: number of the first call, which becomes part of its id: count the conversation's earlier calls.
+    """
+    if format not in TOOL_FORMATS:
+        raise ValueError(f"unknown tool_format {format!r}, expected {', '.join(TOOL_FORMATS)}")
+    if format == "harmony":
+        found = _harmony(text)
+    else:
+        rest, reasoning, error = _split_reasoning(text, open=reasoning_open)
+        found = _PARSERS[format](rest, _string_parameters(tools))
+        found = _Found(found.content, found.calls, found.error or error, reasoning)
+    calls = [
+        {
+            # Nine letters and digits, which Mistral's templates demand.
+            "id": f"call{first_id + number:05d}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for number, (name, arguments) in enumerate(found.calls)
+    ]
+    return ParsedReply(found.content, calls, found.reasoning, found.error)
+
+
+def tool_format_of(chat_template: str | None) -> ToolFormat:
+    """The format that a chat template describes to the model; `none` if it knows no tool calls."""
+    text = chat_template or ""
+    return next((name for name, marks in _MARKS if all(mark in text for mark in marks)), "none")
+
+
+def without_reasoning(text: str, *, reasoning_open: bool = False) -> str:
+    """Remove all reasoning from a rendered conversation or a reply, and the white space around it.
+
+    `reasoning_open` is that of `parse_tool_calls`. A block without an end reaches to the end of the text.
+    """
+    return _REASONING.sub("", f"<think>{text}" if reasoning_open else text)
+
+
+class _Found(NamedTuple):
+    content: str
+    calls: list[tuple[str, str]]
+    """Names and arguments as JSON text."""
+    error: str | None = None
+    reasoning: str = ""
+
+
+class _Malformed(Exception):
+    """Why a call cannot be parsed."""
+
+
+_REASONING = re.compile(
+    r"\s*<think>.*?(?:</think>\s*|\Z)"
+    # of gpt-oss: a message before the one that is the reply
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)",
+    re.DOTALL,
+)
+_MARKS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|start|>")),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("llama3_json", ("<|start_header_id|>", "parameters")),
+)
+
+
+def _split_reasoning(text: str, *, open: bool) -> tuple[str, str, str | None]:
+    """The text after the reasoning block, the reasoning, and why the block is malformed."""
+    head = text.lstrip()
+    if head.startswith("<think>"):
+        head = head[len("<think>") :]
+    elif not open and "</think>" not in text.partition("<think>")[0]:
+        return text, "", None
+    else:
+        head = text
+    reasoning, end, rest = head.partition("</think>")
+    return rest.lstrip("\n"), reasoning.strip("\n"), None if end else "the reasoning block has no </think>"
+
+
+def _string_parameters(tools: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """`(tool, parameter)` of all parameters of type string."""
+    found = set()
+    for tool in tools:
+        function = tool.get("function", tool)
+        for name, schema in ((function.get("parameters") or {}).get("properties") or {}).items():
+            if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
+                found.add((str(function.get("name")), str(name)))
+    return found
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def _none(text: str, strings: set[tuple[str, str]]) -> _Found:
+    return _Found(text, [])
+
+
+def _tagged(begin: str, end: str, parse: Callable[[str, set[tuple[str, str]]], tuple[str, str]]) -> Any:
+    """Parser of calls that each stand between two tags."""
+    pattern = re.compile(f"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\\Z)", re.DOTALL)
+
+    def parser(text: str, strings: set[tuple[str, str]]) -> _Found:
+        calls: list[tuple[str, str]] = []
+        error: str | None = None
+        content, at = "", 0
+        for match in pattern.finditer(text):
+            before = text[at : match.start()]
+            at = match.end()
+            try:
+                if not match[0].endswith(end):
+                    raise _Malformed(f"a tool call has no {end}")
+                calls.append(parse(match[1], strings))
+                content += before.rstrip("\n")  # separates the call
+            except _Malformed as reason:
+                error = error or str(reason)
+                content += before + match[0]
+        return _Found((content + text[at:]).strip("\n") if calls else content + text[at:], calls, error)
+
+    return parser
+
+
+def _hermes_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+    return _call_of(_loads(body.strip()), "arguments")
+
+
+def _qwen3_coder_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+    match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", body, re.DOTALL)
+    if match is None:
+        raise _Malformed("a tool call has no <function=NAME> … </function>")
+    name, rest = match[1].strip(), match[2]
+    pairs = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", rest, re.DOTALL)
+    if re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", rest, flags=re.DOTALL).strip():
+        raise _Malformed(f"the call of {name!r} has text outside of <parameter=KEY> … </parameter>")
+    # The template writes each value on lines of its own.
+    return name, _arguments(
+        {key.strip(): _value(name, key.strip(), _between_lines(value), strings) for key, value in pairs}
+    )
+
+
+def _glm45_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+    name, tag, rest = body.partition("<arg_key>")
+    name = name.strip()
+    if not name:
+        raise _Malformed("a tool call has no name")
+    pattern = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    pairs = re.findall(pattern, tag + rest, re.DOTALL)
+    if re.sub(pattern, "", tag + rest, flags=re.DOTALL).strip() or "<" in name:
+        raise _Malformed(f"the call of {name!r} has text outside of <arg_key> and <arg_value>")
+    return name, _arguments({key.strip(): _value(name, key.strip(), value, strings) for key, value in pairs})
+
+
+def _deepseek_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+    before, separator, after = body.partition("<｜tool▁sep｜>")
+    fenced = re.fullmatch(r"([^\n]*)\n```json\n(.*)\n```\s*", after, re.DOTALL)
+    if not separator:
+        raise _Malformed("a tool call has no <｜tool▁sep｜>")
+    name, arguments = (fenced[1], fenced[2]) if fenced and before.strip() == "function" else (before, after)
+    return _call_of({"name": name.strip(), "arguments": _loads(arguments)}, "arguments")
+
+
+_deepseek_calls = _tagged("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
+
+
+def _deepseek(text: str, strings: set[tuple[str, str]]) -> _Found:
+    content, begin, rest = text.partition("<｜tool▁calls▁begin｜>")
+    if not begin:
+        return _Found(text, [])
+    found: _Found = _deepseek_calls(rest.replace("<｜tool▁calls▁end｜>", ""), strings)
+    if not found.calls:
+        return _Found(text, [], found.error or "a block of tool calls has no call")
+    return _Found(content + found.content, found.calls, found.error)
+
+
+def _llama3_json(text: str, strings: set[tuple[str, str]]) -> _Found:
+    body = text.strip().removeprefix("<|python_tag|>").lstrip()
+    marked = "<|python_tag|>" in text
+    if not body.startswith("{"):
+        return _Found(text, [], "text after <|python_tag|> is not JSON" if marked else None)
+    calls: list[tuple[str, str]] = []
+    try:
+        for value in _values(body):
+            if not marked and isinstance(value, dict) and "name" not in value:
+                return _Found(text, [])  # a reply in JSON that is no call
+            calls.append(_call_of(value, "parameters", "arguments"))
+    except _Malformed as reason:
+        return _Found(text, [], str(reason) if marked or '"name"' in body else None)
+    return _Found("", calls)
+
+
+def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
+    content, mark, rest = text.partition("[TOOL_CALLS]")
+    if not mark:
+        return _Found(text, [])
+    calls: list[tuple[str, str]] = []
+    try:
+        if rest.lstrip().startswith("["):
+            values = _loads(rest.strip())
+            calls = [_call_of(value, "arguments") for value in values]
+        else:
+            for each in rest.split("[TOOL_CALLS]"):
+                name, separator, arguments = each.partition("[ARGS]")
+                if not separator:
+                    name, brace, arguments = each.partition("{")
+                    arguments = brace + arguments
+                name = re.sub(r"\[CALL_ID\].*", "", name, flags=re.DOTALL)
+                calls.append(_call_of({"name": name.strip(), "arguments": _loads(arguments.strip())}, "arguments"))
+    except _Malformed as reason:
+        return _Found(text, [], str(reason))
+    return _Found(content, calls, None if calls else "[TOOL_CALLS] has no call")
+
+
+def _harmony(text: str) -> _Found:
+    """Messages of gpt-oss: `header<|message|>body`, each ended by `<|end|>`, `<|call|>` or `<|return|>`."""
+    calls: list[tuple[str, str]] = []
+    content, reasoning, error = [], [], None
+    text = text.removeprefix("<|start|>assistant")
+    for message in re.split(r"(?:<\|(?:end|call|return)\|>)?<\|start\|>assistant", text):
+        header, separator, body = message.partition("<|message|>")
+        body = re.sub(r"<\|(?:end|call|return)\|>\Z", "", body)
+        recipient = re.search(r"\bto=functions\.([^\s<]+)", header)
+        channel = re.search(r"<\|channel\|>(\w+)", header)
+        if not separator:
+            content.append(message)
+            error = error or ("a message has no <|message|>" if "<|" in message else None)
+        elif recipient:
+            try:
+                calls.append(_call_of({"name": recipient[1], "arguments": _loads(body)}, "arguments"))
+            except _Malformed as reason:
+                error = error or str(reason)
+                content.append(message)
+        elif channel and channel[1] == "analysis":
+            reasoning.append(body)
+        else:
+            content.append(body)
+    return _Found("".join(content), calls, error, "\n".join(reasoning))
+
+
+_PARSERS: dict[str, Callable[[str, set[tuple[str, str]]], _Found]] = {
+    "none": _none,
+    "hermes": _tagged("<tool_call>", "</tool_call>", _hermes_call),
+    "qwen3_coder": _tagged("<tool_call>", "</tool_call>", _qwen3_coder_call),
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "glm45": _tagged("<tool_call>", "</tool_call>", _glm45_call),
+}
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _call_of(value: Any, *keys: str) -> tuple[str, str]:
+    """Name and arguments of an object with a `name` and one of the keys, an object or its JSON text."""
+    if not isinstance(value, dict):
+        raise _Malformed("a tool call is not an object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name or not _is_utf8(name):
+        raise _Malformed("a tool call has no name")
+    key = next((key for key in keys if key in value), None)
+    arguments = {} if key is None and "parameters" not in keys else value.get(key or "")
+    if isinstance(arguments, str):
+        arguments = _loads(arguments)
+    if not isinstance(arguments, dict):
+        raise _Malformed(f"the arguments of {name!r} are not an object")
+    return name, _arguments(arguments)
+
+
+def _arguments(values: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return text if _is_utf8(text) else json.dumps(values, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"arguments are not JSON: {error}") from error
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"a tool call is not JSON: {error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _values(text: str) -> Iterator[Any]:
+    """JSON values, separated by white space or `;`."""
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    at = 0
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise _Malformed(f"a tool call is not JSON: {error}") from error
+        yield value
+        while at < len(text) and text[at] in " \t\r\n;":
+            at += 1
+
+
+def _value(tool: str, key: str, text: str, strings: set[tuple[str, str]]) -> Any:
+    """A value that is written without quotes if it is a string."""
+    if (tool, key) in strings:
+        return text
+    try:
+        return _loads(text.strip())
+    except _Malformed:
+        return text
+
+
+def _between_lines(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

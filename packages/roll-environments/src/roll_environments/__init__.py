@@ -1,0 +1,1 @@
+"""Environments for the pipeline `agentic`, and adapters for environments of other packages."""

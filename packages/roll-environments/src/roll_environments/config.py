@@ -1,0 +1,241 @@
+"""Options of the environments. Light."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from roll_core.spec.config import Config, EnvVars, PositiveInt
+from roll_environments.targets import described, importable, load
+
+Target = Annotated[str, AfterValidator(importable)]
+"""`module:attribute` of a function or class, also of a file in the working directory."""
+
+
+class MathWithPythonConfig(Config):
+    """`math_with_python`."""
+
+    num_operations: Annotated[int, Field(ge=1, le=20)] = 3
+    """Operators in a problem."""
+    digits: Annotated[int, Field(ge=1, le=9)] = 3
+    """Digits of the numbers in a problem."""
+
+
+class LocalSearchConfig(Config):
+    """`local_search`."""
+
+    corpus: str | None = None
+    """JSON Lines file of documents with `title` and `text`. Default: the corpus of the package."""
+    num_results: PositiveInt = 3
+    """Documents per search."""
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> LocalSearchConfig:
+        if self.corpus is not None:
+            from roll_environments.local_search import read_corpus
+
+            read_corpus(self.corpus)
+        return self
+
+
+class TextGameConfig(Config):
+    """`text_game`."""
+
+    rooms: Annotated[int, Field(ge=3, le=20)] = 6
+    """Rooms of the house."""
+    key_reward: float = 0.0
+    """Reward of finding the key. The open chest has 1."""
+
+
+class ToolsConfig(Config):
+    """`tools`."""
+
+    target: Target = Field(alias="class")
+    """Your class, `module:Class`, or a function that returns an object. Its public methods are tools."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    rewards: list[Target] = Field(default_factory=list)
+    """Reward functions, `module:function`, called as TRL calls them. Their rewards are added to `get_reward`'s."""
+    tool_errors: Literal["reply", "fail"] = "reply"
+    """`reply`: the policy gets the message of an exception in a tool, as in TRL. `fail`: the episode fails."""
+
+    @model_validator(mode="after")
+    def _has_reset_and_a_reward(self) -> ToolsConfig:
+        found = load(self.target)
+        if not isinstance(found, type):
+            return self
+        if not callable(getattr(found, "reset", None)):
+            raise ValueError(f"{self.target} has no method reset")
+        if not self.rewards and not callable(getattr(found, "get_reward", None)):
+            raise ValueError(f"there is no reward: {self.target} has no method get_reward, and rewards is empty")
+        return self
+
+
+class GymnasiumConfig(Config):
+    """`gymnasium`."""
+
+    make: str = "gymnasium:make"
+    """Function or class that makes the environment, `module:attribute`. For GEM: `gem:make`."""
+    id: str | None = None
+    """Name of the environment, passed to `make`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `make`."""
+    prompt: str | None = None
+    """Text before the first observation. Default: what the action space expects."""
+    actions: list[str] = Field(default_factory=list)
+    """Words for the numbers of a discrete action space, in order."""
+    observation: str = "text"
+    """`text`: texts as they are, other values as JSON. `render`: what `render` returns as text. Or your own function,
+    `module:function`, from an observation to a text."""
+    action: Target | None = None
+    """Your own function, `module:function`, from a reply's text to an action, or None for an invalid reply."""
+    invalid_reward: float = 0.0
+    """Reward of a reply without a valid action."""
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> GymnasiumConfig:
+        if self.make == "gymnasium:make":
+            _installed("gymnasium", "gymnasium")
+            if self.id is None:
+                raise ValueError("id is missing, expected the name of a gymnasium environment")
+            import gymnasium
+
+            try:
+                gymnasium.spec(self.id)
+            except gymnasium.error.Error as error:
+                raise ValueError(f"id: {error}") from error
+        else:
+            importable(self.make)
+        if self.observation not in ("text", "render"):
+            importable(self.observation)
+        return self
+
+
+class ReasoningGymConfig(Config):
+    """`reasoning_gym`."""
+
+    dataset: str
+    """Name of the dataset."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the dataset. The seed is the episode's."""
+    prompt: str | None = None
+    """Text after the question. Default: write the answer between tags."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> ReasoningGymConfig:
+        _installed("reasoning_gym", "reasoning-gym")
+        return self
+
+
+class TextArenaConfig(Config):
+    """`textarena`."""
+
+    id: str
+    """Name of the game."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `textarena.make`."""
+    num_players: PositiveInt = 1
+    """Players of the game."""
+    player: Annotated[int, Field(ge=0)] = 0
+    """Number of the policy's player."""
+    opponent: Target | None = None
+    """Your function, `module:function`, from what another player sees to the action. Needed with several players."""
+
+    @model_validator(mode="after")
+    def _has_players(self) -> TextArenaConfig:
+        _installed("textarena", "textarena")
+        if self.player >= self.num_players:
+            raise ValueError(f"player is {self.player}, expected less than num_players {self.num_players}")
+        if self.num_players > 1 and self.opponent is None:
+            raise ValueError(f"num_players is {self.num_players}, but there is no opponent")
+        return self
+
+
+class McpConfig(Config):
+    """`mcp`."""
+
+    command: list[str] = Field(default_factory=list)
+    """Command of a stdio server, started for each episode and killed at its end."""
+    url: str | None = None
+    """Address of a server with streamable HTTP, instead of `command`. Episodes share it."""
+    env: EnvVars = Field(default_factory=dict)
+    """Environment variables of the stdio server."""
+    prompt: str | None = None
+    """First message. Default: the column `prompt` of the task."""
+    tools: list[str] = Field(default_factory=list)
+    """Tools that the policy may call. Default: all."""
+    reset_tool: str | None = None
+    """Tool that begins the episode. Gets `seed` and columns of the task, if it has such parameters. Its text is added
+    to the messages."""
+    reward_tool: str | None = None
+    """Tool without parameters that returns the reward of the episode."""
+    reward: Target | None = None
+    """Your function instead, `module:function(task, messages)`, that returns the reward."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> McpConfig:
+        _installed("mcp", "mcp")
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("expected either command or url")
+        if (self.reward_tool is None) == (self.reward is None):
+            raise ValueError("there is no reward: expected either reward_tool or reward")
+        return self
+
+
+class OpenEnvConfig(Config):
+    """`openenv`."""
+
+    url: str | None = None
+    """Address of a running server. Each episode is a session."""
+    command: list[str] = Field(default_factory=list)
+    """Command of a server instead, started for each episode. `{port}` in it is replaced by a free port."""
+    action: str | None = None
+    """Field of the action that is the text of a reply."""
+    observation: str | None = None
+    """Field of the observation that is the text for the policy. Default: the whole observation as JSON."""
+    tools: bool = False
+    """Offer the server's MCP tools. Without `action`, a reply without a tool call ends the episode."""
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of `reset`, beside the seed and the columns of the task."""
+    prompt: str = ""
+    """Text before the first observation. Default: the column `prompt` of the task."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> OpenEnvConfig:
+        _installed("websockets", "openenv")
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("expected either url or command")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url}, expected http:// or https://")
+        if self.action is None and not self.tools:
+            raise ValueError("action is missing: name the field of the action, or set tools: true")
+        return self
+
+
+class VerifiersConfig(Config):
+    """`verifiers`, an agent."""
+
+    env: dict[str, Any]
+    """The block `env` of verifiers: `taskset`, `agent` and others. Modules of the working directory are found."""
+    select: dict[str, Any] = Field(default_factory=dict)
+    """The block `select` of verifiers: which tasks. Default: all. An endless taskset needs `limit`."""
+
+    @model_validator(mode="after")
+    def _can_be_loaded(self) -> VerifiersConfig:
+        if importlib.util.find_spec("verifiers") is None:
+            raise ValueError("verifiers is not installed: pip install 'verifiers>=0.4,<0.5'")
+        from roll_environments.verifiers_adapter import env_config, select_config
+
+        for key, check in (("env", env_config), ("select", select_config)):
+            try:
+                check(getattr(self, key))
+            except (Exception, SystemExit) as error:  # the taskset's module may raise anything
+                raise ValueError(f"{key}: {described(error)}") from error
+        return self
+
+
+def _installed(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{module} is not installed: pip install 'roll-environments[{extra}]'")

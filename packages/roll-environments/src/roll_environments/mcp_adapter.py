@@ -1,0 +1,161 @@
+"""`mcp`: the tools of an MCP server are the policy's tools. Each episode has a connection, and its own stdio server."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.spec.environment import Environment, Opening, Turn
+from roll_core.types import Reward
+from roll_environments.supervised import supervised
+from roll_environments.targets import WrappedError, calls_to, load
+from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from roll_core.spec.environment import Message, Reply, Task
+    from roll_environments.tool_calls import ToolCall
+
+INVALID_PARAMS = -32602
+"""JSON-RPC's code of a call with wrong arguments: a mistake of the model. Other codes are failures of the server."""
+
+
+class McpServer(Environment):
+    """A reply without a tool call ends the episode. `reset_tool` and `reward_tool` are hidden from the policy."""
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = (),
+        url: str | None = None,
+        env: Mapping[str, str] | None = None,
+        prompt: str | None = None,
+        tools: Sequence[str] = (),
+        reset_tool: str | None = None,
+        reward_tool: str | None = None,
+        reward: str | None = None,
+    ) -> None:
+        self.command, self.url, self.env, self.prompt = list(command), url, dict(env or {}), prompt
+        self.tools, self.reset_tool, self.reward_tool, self.reward = tools, reset_tool, reward_tool, reward
+        self.what = f"MCP server {url or ' '.join(command)}"
+        self.open: list[AbstractContextManager[Any]] = []
+
+    @override
+    def reset(self, task: Task, seed: int) -> Opening:
+        self.task = dict(task)
+        with calls_to(self.what, "start"):
+            self._connect()
+        with calls_to(self.what, "tools/list"):
+            listed = self._list_tools()
+        hidden = {each for each in (self.reset_tool, self.reward_tool) if each}
+        if missing := sorted((hidden | set(self.tools)) - set(listed)):
+            raise WrappedError(f"{self.what} has no tool {missing[0]}; it has {', '.join(listed)}")
+        self.visible = {
+            name: each for name, each in listed.items() if name not in hidden and (not self.tools or name in self.tools)
+        }
+        prompt = self.prompt if self.prompt is not None else self.task.get("prompt")
+        messages: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+        )
+        if self.reset_tool is not None:
+            properties = listed[self.reset_tool].get("properties", {})
+            arguments = {key: value for key, value in {"seed": seed, **self.task}.items() if key in properties}
+            if text := self._own_call(self.reset_tool, arguments):
+                messages.append({"role": "user", "content": text})
+        if not messages:
+            raise WrappedError(f"{self.what}: there is no prompt: set prompt, reset_tool, or a column prompt")
+        self.messages = list(messages)
+        return Opening(messages=messages, tools=[self.schemas[name] for name in self.visible])
+
+    @override
+    def step(self, reply: Reply) -> Turn:
+        calls = list(tool_calls(reply))
+        self.messages.append(assistant_message(reply))
+        if not calls:
+            return correction(reply) or Turn(done=True)
+        results, failed = zip(*map(self._run, calls), strict=True)
+        self.messages.extend(results)
+        return Turn(messages=list(results), metrics={"tool_errors": sum(failed) / len(calls)})
+
+    @override
+    def score(self) -> Reward | None:
+        if self.reward_tool is not None:
+            text = self._own_call(self.reward_tool, {})
+            with calls_to(self.what, self.reward_tool):
+                return Reward(value=float(text))
+        if self.reward is not None:
+            function = load(self.reward)
+            with calls_to(self.reward, "reward"):
+                return Reward(value=float(function(task=self.task, messages=self.messages)))
+        return None
+
+    @override
+    def close(self) -> None:
+        while self.open:
+            self.open.pop().__exit__(None, None, None)
+
+    def _connect(self) -> None:
+        """Start an event loop in a thread, and on it the client, which starts the server."""
+        mcp = importlib.import_module("mcp")
+        from anyio.from_thread import start_blocking_portal
+
+        server: Any = self.url
+        if self.url is None:
+            command = supervised(self.command)
+            server = mcp.stdio_client(mcp.StdioServerParameters(command=command[0], args=command[1:], env=self.env))
+        manager: AbstractContextManager[Any] = start_blocking_portal()
+        self.portal = manager.__enter__()
+        self.open.append(manager)
+        client = self.portal.wrap_async_context_manager(mcp.Client(server))
+        self.client = client.__enter__()
+        self.open.append(client)
+
+    def _list_tools(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the parameters of all tools, by name."""
+        tools, cursor = [], None
+        while True:
+            page = self.portal.call(lambda cursor=cursor: self.client.list_tools(cursor=cursor))
+            tools.extend(page.tools)
+            if (cursor := page.next_cursor) is None:
+                break
+        self.schemas = {
+            each.name: {
+                "type": "function",
+                "function": {"name": each.name, "description": each.description or "", "parameters": each.input_schema},
+            }
+            for each in tools
+        }
+        return {each.name: each.input_schema for each in tools}
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """The text of a result, and True if the tool reported an error."""
+        with calls_to(self.what, f"tools/call {name}"):
+            result = self.portal.call(self.client.call_tool, name, dict(arguments))
+            texts = [each.text for each in result.content if each.type == "text"]
+            if not texts and result.structured_content is not None:
+                texts = [as_text(result.structured_content)]
+        return "\n".join(texts), bool(result.is_error)
+
+    def _own_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        text, failed = self._call(name, arguments)
+        if failed:
+            raise WrappedError(f"{self.what}: {name}: {text}")
+        return text
+
+    def _run(self, call: ToolCall) -> tuple[Message, float]:
+        """The result of a call of the policy, and 1 if it failed."""
+        try:
+            if call.name not in self.visible:
+                raise ToolCallError(f"there is no tool {call.name}; there are {', '.join(self.visible)}")
+            text, failed = self._call(call.name, call.arguments)
+        except ToolCallError as error:
+            return call.error(error), 1.0
+        except WrappedError as error:
+            if getattr(getattr(error.__cause__, "error", None), "code", None) == INVALID_PARAMS:
+                return call.error(error.__cause__), 1.0
+            raise
+        return (call.error(text), 1.0) if failed else (call.result(text), 0.0)

@@ -1,0 +1,104 @@
+"""`textarena`: games of TextArena. The policy is one player; a function plays the others."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.spec.environment import Environment, Opening, Turn
+from roll_core.types import Reward
+from roll_environments.targets import WrappedError, calls_to, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from roll_core.spec.environment import Reply, Task
+
+MAX_OPPONENT_TURNS = 100
+"""Turns of other players in a row. More are an error of the game."""
+
+
+class TextArena(Environment):
+    """One game. Its rewards are those of the player at the end; a draw is what the game says, usually 0."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        options: Mapping[str, Any] | None = None,
+        num_players: int = 1,
+        player: int = 0,
+        opponent: str | None = None,
+    ) -> None:
+        self.id, self.options, self.num_players, self.player = id, dict(options or {}), num_players, player
+        self.opponent = opponent
+        self.state = random.Random(0).getstate()
+        self.env: Any = None
+        self.done = False
+
+    @override
+    def reset(self, task: Task, seed: int) -> Opening:
+        textarena = importlib.import_module("textarena")
+        self.plays = None if self.opponent is None else load(self.opponent)
+        self.state = random.Random(seed).getstate()
+        with calls_to(f"textarena {self.id}", "make"):
+            self.env = textarena.make(self.id, **self.options)
+        with self._random(), calls_to(self._game(), "reset"):
+            self.env.reset(num_players=self.num_players, seed=seed)
+            text = self._next()
+        if self.done:
+            raise WrappedError(f"textarena {self.id}: the game ended before the first turn of player {self.player}")
+        return Opening(messages=[{"role": "user", "content": text}])
+
+    @override
+    def step(self, reply: Reply) -> Turn:
+        with self._random(), calls_to(self._game(), "step"):
+            self.done, _ = self.env.step(action=reply.text)
+            text = "" if self.done else self._next()
+        return Turn(messages=[{"role": "user", "content": text}], done=self.done)
+
+    @override
+    def score(self) -> Reward | None:
+        with self._random(), calls_to(self._game(), "close"):
+            rewards, info = self.env.close()
+        if rewards is None:  # the limit of turns ended the episode before the game had an outcome
+            return Reward(value=0.0, detail={"finished": 0.0})
+        invalid = float(bool(info[self.player].get("invalid_move")))
+        return Reward(value=float(rewards[self.player]), detail={"finished": 1.0, "invalid_move": invalid})
+
+    def _game(self) -> Any:
+        game = self.env
+        while hasattr(game, "env"):
+            game = game.env
+        return game
+
+    def _next(self) -> str:
+        """Play the other players' turns, and return what the player sees."""
+        for _ in range(MAX_OPPONENT_TURNS):
+            player, observation = self.env.get_observation()
+            text = observation if isinstance(observation, str) else "\n".join(str(each[1]) for each in observation)
+            if player == self.player:
+                return text.strip() or "Your turn."
+            if self.plays is None:
+                raise ValueError(f"player {player} has no opponent function: set opponent")
+            with calls_to(self.opponent or "", "opponent"):
+                action = str(self.plays(text))
+            self.done, _ = self.env.step(action=action)
+            if self.done:
+                return ""
+        raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns in a row")
+
+    @contextmanager
+    def _random(self) -> Iterator[None]:
+        """Give the game a state of Python's `random` of its own: games use the one of the process."""
+        before = random.getstate()
+        random.setstate(self.state)
+        try:
+            yield
+        finally:
+            self.state = random.getstate()
+            random.setstate(before)

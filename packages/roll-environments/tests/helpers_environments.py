@@ -1,0 +1,163 @@
+"""Replies with tool calls, episodes without a pipeline, and classes of a user."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from roll_core.spec.environment import Opening, Reply, Turn
+from roll_core.types import Reward
+
+
+def call(tool: str, *, id: str = "call00000", **arguments: Any) -> Reply:
+    function = {"name": tool, "arguments": json.dumps(arguments)}
+    return Reply(text="", tool_calls=[{"id": id, "type": "function", "function": function}])
+
+
+def called(environment: Any, method: str, *arguments: Any) -> Any:
+    """The result of a method, coroutine function or not."""
+    result = getattr(environment, method)(*arguments)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def play(
+    environment: Any, replies: list[str | Reply], *, seed: int = 0, task: dict[str, Any] | None = None
+) -> tuple[Opening, list[Turn], Reward | None]:
+    """A whole episode."""
+    try:
+        opening = called(environment, "reset", task or {}, seed)
+        turns = []
+        for each in replies:
+            turns.append(called(environment, "step", each if isinstance(each, Reply) else Reply(text=each)))
+            if turns[-1].done or turns[-1].truncated:
+                break
+        return opening, turns, called(environment, "score")
+    finally:
+        called(environment, "close")
+
+
+class Counter:
+    """An environment as a user of TRL writes it."""
+
+    def reset(self, prompt: Any = None, goal: int = 3, **row: Any) -> str:
+        self.goal, self.count = goal, 0
+        return f" Count to {self.goal}."
+
+    def add(self, number: int) -> int:
+        """
+        Add a number to the count.
+
+        Args:
+            number: The number to add.
+
+        Returns:
+            The new count.
+        """
+        if number < 0:
+            raise ValueError("only forward")
+        self.count += number
+        return self.count
+
+    async def undo(self) -> str:
+        """
+        Set the count to 0.
+
+        Returns:
+            The word done.
+        """
+        self.count = 0
+        return "done"
+
+    def get_reward(self) -> float:
+        return float(self.count == self.goal)
+
+    def _secret(self) -> None:
+        pass
+
+
+class Silent(Counter):
+    """Without a reward of its own."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
+def closeness(prompts: Any, completions: Any, environments: Any, goal: Any, **columns: Any) -> list[float]:
+    """A reward function as TRL calls it."""
+    assert len(prompts) == len(completions) == len(environments) == len(goal) == 1
+    assert completions[0][0]["tool_calls"][0]["function"]["arguments"] == {"number": 4}
+    return [0.5 * len(completions[0]) + environments[0].count / goal[0]]
+
+
+class Faulty:
+    """Raises in one stage."""
+
+    def __init__(self, at: str = "") -> None:
+        self.at = at
+        self._fail("init")
+
+    def _fail(self, stage: str) -> None:
+        if stage == self.at:
+            raise ValueError("no such level")
+
+    def reset(self, **row: Any) -> str:
+        self._fail("reset")
+        return "go"
+
+    def act(self) -> str:
+        """
+        Act.
+
+        Returns:
+            Nothing.
+        """
+        self._fail("act")
+        return ""
+
+    def get_reward(self) -> float:
+        self._fail("reward")
+        return 1.0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait_for_port(port: int) -> None:
+    limit = time.monotonic() + 60
+    while True:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                return
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+def pids(file: Path) -> list[int]:
+    limit = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    return [int(each) for each in file.read_text().split()]
+
+
+def end(numbers: list[int]) -> bool:
+    """True if all processes end within a while."""
+    limit = time.monotonic() + 30
+    while living := [each for each in numbers if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"]:
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return not living

@@ -1,0 +1,164 @@
+"""Environments of gymnasium and GEM: real ones, and wrong ones of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers_environments import called, play
+
+from roll_core.spec.environment import Reply
+from roll_environments.gymnasium_adapter import GymnasiumAdapter
+from roll_environments.targets import WrappedError
+from roll_testing import EnvironmentConformance
+from roll_testing.errors import raises_error
+
+NAMES = ["left", "down", "right", "up"]
+engine = pytest.mark.engine("gymnasium")
+
+
+@engine
+class TestFrozenLake(EnvironmentConformance):
+    varies = False  # the map and the start are always the same
+
+    def create(self) -> GymnasiumAdapter:
+        options = {"is_slippery": False}
+        return GymnasiumAdapter(id="FrozenLake-v1", options=options, actions=NAMES, observation="render")
+
+    def replies(self, seed: int) -> Sequence[str]:
+        return ["down", "I go down.", "RIGHT", "right", "down", "right"]
+
+
+@engine
+def test_a_lake_is_shown_as_text_and_reaches_its_goal() -> None:
+    environment = TestFrozenLake().create()
+    opening, turns, score = play(environment, list(TestFrozenLake().replies(0)))
+    assert opening.messages[0]["content"].endswith("SFFF\nFHFH\nFFFH\nHFFG")
+    assert [turn.reward for turn in turns] == [0, 0, 0, 0, 0, 1]
+    assert (turns[-1].done, turns[-1].truncated, score) == (True, False, None)
+
+
+@engine
+def test_a_limit_of_gymnasium_truncates_and_does_not_end_the_task() -> None:
+    options = {"is_slippery": False, "max_episode_steps": 2}
+    environment = GymnasiumAdapter(id="FrozenLake-v1", options=options)
+    _, turns, _ = play(environment, ["0", "0", "0"])
+    assert [(turn.done, turn.truncated) for turn in turns] == [(False, False), (False, True)]
+
+
+@engine
+def test_a_reply_without_an_action_steps_nothing() -> None:
+    environment = GymnasiumAdapter(id="FrozenLake-v1", options={"is_slippery": False}, invalid_reward=-0.5)
+    opening = called(environment, "reset", {}, 0)
+    turns = [called(environment, "step", Reply(text=each)) for each in ("", "9", "1.5", "-1", "\x00" * 99, "1e99")]
+    assert {(turn.reward, turn.done, turn.metrics["valid"]) for turn in turns} == {(-0.5, False, 0.0)}
+    assert turns[0].messages[0]["content"] in opening.messages[0]["content"]
+    assert called(environment, "step", Reply(text="1")).messages[0]["content"] == "4"
+    called(environment, "close")
+
+
+@engine
+def test_the_seed_is_gymnasiums() -> None:
+    import gymnasium
+
+    env = gymnasium.make("CartPole-v1")
+    for seed in (0, 5):
+        opening, _, _ = play(GymnasiumAdapter(id="CartPole-v1", prompt=""), [], seed=seed)
+        expected, _ = env.reset(seed=seed)
+        assert np.allclose(np.array(eval(opening.messages[0]["content"])), expected)
+    env.close()
+
+
+@engine
+def test_a_box_takes_numbers_and_a_tuple_is_shown() -> None:
+    environment = GymnasiumAdapter(id="Pendulum-v1")
+    opening, turns, _ = play(environment, ["push with -1.5", "5"])
+    assert "1" in opening.messages[0]["content"].splitlines()[0]
+    assert [turn.metrics["valid"] for turn in turns] == [1.0, 0.0]  # 5 is outside of the space
+    opening, _, _ = play(GymnasiumAdapter(id="Blackjack-v1", actions=["stick", "hit"]), ["stick"], seed=1)
+    assert opening.messages[0]["content"].endswith("[20, 7, 0]")
+
+
+@pytest.mark.engine("gem")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of cellpylib, at its first import
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_game_of_gem_is_played() -> None:
+    environment = GymnasiumAdapter(make="gem:make", id="game:GuessTheNumber-v0-easy", options={"max_turns": 12})
+    opening = called(environment, "reset", {}, 3)
+    assert "number" in opening.messages[0]["content"]
+    low, high, turns = environment.env.min_number, environment.env.max_number, []
+    while not turns or not (turns[-1].done or turns[-1].truncated):
+        guess = (low + high) // 2
+        turns.append(called(environment, "step", Reply(text=f"I say \\boxed{{{guess}}}")))
+        text = turns[-1].messages[0]["content"]
+        low, high = (guess + 1, high) if "higher" in text else (low, guess - 1)
+    called(environment, "close")
+    assert turns[-1].done
+    assert turns[-1].reward == 1
+
+
+class Lines:
+    """An environment of a user, without spaces. Raises where it is told."""
+
+    def __init__(self, at: str = "") -> None:
+        self.at = at
+        self.closed = False
+
+    def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._fail("reset")
+        return {"seed": seed, "grid": np.eye(2, dtype=int)}, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._fail("step")
+        return action.upper(), 0.25, action == "stop", True, {}
+
+    def _fail(self, stage: str) -> None:
+        if stage == self.at:
+            raise ValueError("no such level")
+
+
+def test_a_class_of_the_user_gets_texts() -> None:
+    opening, turns, _ = play(GymnasiumAdapter(make="test_gymnasium:Lines"), ["stop"], seed=7)
+    assert opening.messages[0]["content"] == '{"seed": 7, "grid": [[1, 0], [0, 1]]}'
+    # Terminated and truncated at once is an end by the task.
+    assert (turns[0].reward, turns[0].done, turns[0].truncated) == (0.25, True, False)
+
+
+def shown(observation: Any) -> str:
+    return f"seed {observation['seed']}" if isinstance(observation, dict) else observation
+
+
+def first_word(text: str) -> str | None:
+    return text.split()[0] if text.split() else None
+
+
+def test_functions_of_the_user_show_observations_and_parse_actions() -> None:
+    options = {
+        "make": "test_gymnasium:Lines",
+        "observation": "test_gymnasium:shown",
+        "action": "test_gymnasium:first_word",
+    }
+    opening, turns, _ = play(GymnasiumAdapter(**options), ["", "go on"], seed=7)
+    assert opening.messages[0]["content"] == "seed 7"
+    assert [(turn.metrics["valid"], turn.messages[0]["content"]) for turn in turns][1] == (1.0, "GO")
+    assert turns[0].metrics["valid"] == 0
+
+
+@pytest.mark.parametrize("stage", ["reset", "step"])
+def test_a_failure_names_the_class(stage: str) -> None:
+    with pytest.raises(WrappedError, match=rf"test_gymnasium:Lines.*{stage}.*ValueError"):
+        play(GymnasiumAdapter(make="test_gymnasium:Lines", options={"at": stage}), ["go"])
+
+
+@engine
+def test_a_failure_of_gymnasium_names_its_version() -> None:
+    import gymnasium
+
+    environment = GymnasiumAdapter(id="FrozenLake-v1")
+    called(environment, "reset", {}, 0)
+    environment.env = SimpleNamespace(unwrapped=environment.env.unwrapped, step=lambda action: 1 / 0)
+    with raises_error(WrappedError, gymnasium.__version__, "FrozenLakeEnv", "ZeroDivisionError"):
+        called(environment, "step", Reply(text="1"))

@@ -1,0 +1,1 @@
+"""Pipeline `agentic`: reinforcement learning of agents in multi-turn environments."""

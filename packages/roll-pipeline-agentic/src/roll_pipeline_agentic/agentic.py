@@ -1,0 +1,283 @@
+"""Reinforcement learning in multi-turn environments.
+
+for step in steps:
+    publish the policy's weights to the engine
+    groups      = `group_size` episodes per seed, see `episodes`
+    experience  = the rows of the episodes; the rest of the step is that of `rlvr`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from roll_core.algorithms.losses import CrossEntropy
+from roll_core.data.chat_encoder import ChatEncoder
+from roll_core.data.rollouts import rows
+from roll_core.errors import ContractError
+from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, apportion
+from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.pipelines.stages import score_metrics
+from roll_core.spec.rollout import Prompt
+from roll_pipeline_agentic.agents import AgentHost
+from roll_pipeline_agentic.calls import seed_of
+from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
+from roll_pipeline_agentic.hosting import EnvironmentHost
+from roll_pipeline_agentic.recording_server import RecordingServer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.data.rows import Rows
+    from roll_core.pipelines.experience import Experience
+    from roll_core.spec.pipeline import RolloutPlan, Run
+    from roll_core.types import Group, Sample
+    from roll_pipeline_agentic.config import AgenticConfig, EnvManagerConfig
+
+
+class EpisodeOrder(PromptOrder):
+    """Endless sequence of episodes per tag. `counts` is the number of groups per tag in a batch."""
+
+    def __init__(self, counts: Mapping[str, int], tasks: Mapping[str, Rows], *, seed: int, split: str = "") -> None:
+        """`tasks` are the rows of tags with data. The split `val/` keeps their order."""
+        self.counts, self.split, self.tasks = dict(counts), split, tasks
+        self.orders = {
+            tag: RowOrder(len(rows), seed=seed_of(seed, "tasks", tag), shuffle=not split) for tag, rows in tasks.items()
+        }
+
+    @override
+    def prompt(self, tag: str, position: int) -> Prompt:
+        """Placeholder for the episodes at a position. Its id determines their seed."""
+        task: Mapping[str, Any] = {}
+        id, row_id = f"{self.split}{tag}/{position}", ""
+        if tag in self.tasks:
+            row = self.tasks[tag][self.orders[tag].row(position)]
+            row_id, task = f"{self.split}{tag}/{row.id}", dict(row.values)
+            id = f"{row_id}/{position // len(self.tasks[tag])}"
+        return Prompt(id=id, row=row_id, tokens=np.zeros(0, dtype=np.int64), text="", tag=tag, metadata=task)
+
+
+class AgenticPipeline(RLVRPipeline):
+    """Trains a policy in environments."""
+
+    config: AgenticConfig
+
+    @override
+    def prepare(self, run: Run) -> int:
+        config = self.config
+        tags = list(config.custom_envs)
+        self.hosts = {tag: _host(run, config, tag) for tag in tags if config.custom_envs[tag].environment}
+        endpoint = config.agent_endpoint
+        self.server = RecordingServer(endpoint.host, endpoint.port, endpoint.url)
+        self.encoders = {
+            tag: ChatEncoder(
+                run.tokenizer,
+                config.actor_train.data_args,
+                where=f"custom_envs.{tag}",
+                tool_format=config.tool_format,
+                thinking=config.thinking,
+            )
+            for tag in tags
+        }
+        self.agents = {
+            tag: AgentHost(tag, config, run.agent(entry), self.encoders[tag], self.server)
+            for tag, entry in config.custom_envs.items()
+            if entry.agent
+        }
+        if self.agents:
+            self.server.check()
+        self.episodes = self._episodes(run, config.train_env_manager)
+        self.order = self._order(run, config.train_env_manager, config.num_groups)
+        self.validation_order = None
+        if (manager := config.val_env_manager) is not None:
+            num_groups = config.val_batch_size // manager.group_size
+            self.validation_order = self._order(run, manager, num_groups, split="val/")
+        self.sampling = config.actor_infer.generating_args.sampling_params(
+            default_max_new_tokens=config.response_length
+        )
+        self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
+        self._set_up_objective(run)
+        return config.max_steps
+
+    def _order(self, run: Run, manager: EnvManagerConfig, num_groups: int, split: str = "") -> EpisodeOrder:
+        """Order of the episodes of a manager, with the tasks of environments with data."""
+        shares, tasks = self.config.shares(manager), {}
+        for tag in shares:
+            entry = self.config.custom_envs[tag]
+            data = (entry.val_data_args if split else None) or entry.data_args
+            if data is not None:
+                tasks[tag] = run.rows(data)
+        return EpisodeOrder(apportion(num_groups, shares), tasks, seed=self.config.seed, split=split)
+
+    def _episodes(self, run: Run, manager: EnvManagerConfig) -> Episodes:
+        return Episodes(
+            config=self.config,
+            tokenizer=run.tokenizer,
+            encoders=self.encoders,
+            hosts=self.hosts,
+            agents=self.agents,
+            groups=asyncio.Semaphore(manager.num_env_groups),
+            counts=Counter(),
+            format_penalty=manager.format_penalty,
+        )
+
+    @override
+    def _set_up_objective(self, run: Run) -> None:
+        super()._set_up_objective(run)
+        if coef := self.config.echo_coef:
+            given = self.policy_objective
+            self.policy_objective = replace(
+                given, terms={**given.terms, ECHO: CrossEntropy(stream=ECHO)}, coefs={**given.coefs, ECHO: coef}
+            )
+
+    @override
+    def _chosen(self, run: Run, experience: Experience) -> Experience:
+        chosen = super()._chosen(run, with_echo(experience) if self.config.echo_coef else experience)
+        has_loss = [
+            row.loss_mask.any() or any(weights.any() for weights in row.streams.values()) for row in chosen.sequences
+        ]
+        return chosen if all(has_loss) else chosen.keep_rows(torch.tensor(has_loss))
+
+    @override
+    def _rollout_plan(self) -> RolloutPlan:
+        return replace(super()._rollout_plan(), program=partial(EpisodeGroup, self.episodes))
+
+    @override
+    def _batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        samples = [sample for group in groups for sample in group.samples]
+        return super()._batch_metrics(groups) | episode_metrics(samples) | self._host_metrics()
+
+    def _host_metrics(self) -> dict[str, float]:
+        """Durations of the environments' calls, and numbers of failed and repeated episodes, since the last batch."""
+        found: dict[str, float] = {}
+        for tag, agent in self.agents.items():
+            found |= {f"agent/{tag}/{name}": number for name, number in agent.take_counts().items()}
+        for tag, host in (*self.hosts.items(), *self.agents.items()):
+            for method, seconds in host.take_seconds().items():
+                if seconds:
+                    found[f"env/{tag}/{method}_s/mean"] = statistics.fmean(seconds)
+                    found[f"env/{tag}/{method}_s/max"] = max(seconds)
+        for (tag, what), number in self.episodes.counts.items():
+            found[f"env/{tag}/{what}"] = float(number)
+        self.episodes.counts.clear()
+        return found
+
+    @override
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        config, manager, order = self.config, self.config.val_env_manager, self.validation_order
+        if manager is None or order is None:
+            return {}
+        await run.publish_weights("actor_train", "actor_infer")
+        prompts = [order.prompt(tag, position) for tag, number in order.counts.items() for position in range(number)]
+        params = manager.generating_args.sampling_params(default_max_new_tokens=config.response_length)
+        program = partial(EpisodeGroup, self._episodes(run, manager))
+        groups = await run.rollout("actor_infer", prompts, params, n=manager.group_size, split="val", program=program)
+        samples = [sample for group in groups for sample in group.samples]
+        run.log_samples(samples, split="val")
+        self._host_metrics()  # those of a step do not contain the evaluation
+        return score_metrics(samples) | {f"val/{name}": value for name, value in episode_metrics(samples).items()}
+
+    @override
+    async def close(self) -> None:
+        for host in (*getattr(self, "hosts", {}).values(), *getattr(self, "agents", {}).values()):
+            await host.close()
+        if hasattr(self, "server"):
+            await self.server.close()
+
+
+ECHO = "echo"
+"""Stream of the environments' messages."""
+
+
+def with_echo(experience: Experience) -> Experience:
+    """Set the stream `echo`: 1 on the tokens of the messages that followed a turn, each in one row."""
+    masks = [row.observation_mask for sample in experience.samples if sample.rollout for row in rows(sample.rollout)]
+    sequences = tuple(
+        replace(each, streams={**each.streams, ECHO: mask.astype(np.float32)})
+        for each, mask in zip(experience.sequences, masks, strict=True)
+    )
+    return replace(experience, sequences=sequences)
+
+
+NUM_TURNS = 8
+"""Turns of an episode with metrics of their own."""
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics of episodes per environment, `env/<tag>/…`, and of their rows. Failed episodes count only as failed."""
+    found: dict[str, float] = {}
+    by_tag: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None and not sample.reward.failed:
+            by_tag[sample.tag].append(sample)
+    valid = [sample for each in by_tag.values() for sample in each]
+    if not valid:
+        return found
+    found["rollout/forks"] = float(sum(len(rows(sample.rollout)) - 1 for sample in valid if sample.rollout))
+    for tag, episodes in by_tag.items():
+        turns = [len(sample.rollout.turns) for sample in episodes if sample.rollout]
+        replies = [turn for sample in episodes if sample.rollout for turn in sample.rollout.turns]
+        found |= {
+            f"env/{tag}/score/mean": statistics.fmean(
+                s.reward.value for s in episodes if s.reward and s.reward.value is not None
+            ),
+            f"env/{tag}/turns/mean": statistics.fmean(turns),
+            f"env/{tag}/turns/max": float(max(turns)),
+            f"env/{tag}/truncated_share": statistics.fmean(sample.finish_reason == "length" for sample in episodes),
+            f"env/{tag}/tokens_per_turn/mean": statistics.fmean(len(turn.sampled_ids) for turn in replies),
+            f"env/{tag}/cut_reply_share": statistics.fmean(turn.finish_reason == "length" for turn in replies),
+            f"env/{tag}/trained_share": sum(int(turn.loss_mask.sum()) for turn in replies)
+            / max(1, sum(len(turn.sampled_ids) for turn in replies)),
+        }
+        rollouts = [sample.rollout for sample in episodes if sample.rollout]
+        for index in range(min(max(turns), NUM_TURNS)):
+            reached = [rollout.turns[index] for rollout in rollouts if len(rollout.turns) > index]
+            prefix = f"env/{tag}/turn_{index + 1}"
+            found[f"{prefix}/share"] = len(reached) / len(rollouts)
+            found[f"{prefix}/tokens"] = statistics.fmean(len(turn.sampled_ids) for turn in reached)
+            if given := [turn.reward for turn in reached if turn.reward is not None]:
+                found[f"{prefix}/reward"] = statistics.fmean(given)
+        means: defaultdict[str, list[float]] = defaultdict(list)
+        for sample in episodes:
+            values: defaultdict[str, list[float]] = defaultdict(list)
+            for turn in sample.rollout.turns if sample.rollout else ():
+                for name, value in turn.metrics.items():
+                    values[name].append(value)
+            for name, each in values.items():
+                means[name].append(statistics.fmean(each))
+        # An episode that ends without `success`, for example after its last turn, is none.
+        nums = {name: len(episodes) if name == "success" else len(each) for name, each in means.items()}
+        found |= {f"env/{tag}/{name}": sum(each) / nums[name] for name, each in means.items()}
+    return found
+
+
+def _host(run: Run, config: AgenticConfig, tag: str) -> EnvironmentHost:
+    """Load the class of an environment and check where it can run. Raises `PluginLoadError` and `ContractError`."""
+    entry = config.custom_envs[tag]
+    found = run.environment(entry)
+    provider, cls, owner = found.provider, found.cls, found.owner
+    isolation = entry.isolation or provider.isolation
+    blocking = [name for name in ("reset", "step") if not asyncio.iscoroutinefunction(getattr(cls, name))]
+    if isolation == "inline" and blocking:
+        raise ContractError(
+            f"custom_envs.{tag}: {owner}: isolation is inline, but {', '.join(blocking)} is no coroutine function and"
+            " would block all other episodes: set isolation: thread or process"
+        )
+    return EnvironmentHost(
+        tag,
+        entry,
+        target=provider.target,
+        options=found.options,
+        owner=owner,
+        isolation=isolation,
+        concurrency=entry.concurrency or provider.concurrency,
+        create=partial(cls, **found.options),
+    )

@@ -1,0 +1,313 @@
+"""Configuration schema of the pipeline `agentic`, with ROLL's keys. Light: imports no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from roll_core.data.tool_calls import ToolFormat  # noqa: TC001 - pydantic reads the annotation
+from roll_core.pipelines.config import RLVRConfig
+from roll_core.spec.config import (
+    AdvantageOptions,
+    Config,
+    CustomEnvConfig,
+    DataArguments,
+    Fraction,
+    GeneratingArguments,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from roll_core.spec.providers import Isolation  # noqa: TC001 - pydantic reads the annotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ResponseMaskConfig(Config):
+    """`custom_envs.<tag>.response_mask`: the sampled tokens in the policy's loss. Others are context."""
+
+    turns: Literal["all", "last", "valid"] = "all"
+    """Turns to train on: all, the last one of the episode, or those without an invalid action.
+
+    A turn has an invalid action if the environment's metric `valid` is 0.
+    """
+    pattern: str | None = None
+    """Regular expression: train only on the tokens of its matches in a reply, for example tool calls.
+
+    The reply's text has its special tokens. `.` matches line breaks. Default: the whole reply.
+    """
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_pattern(cls, value: str | None) -> str | None:
+        try:
+            found = None if value is None else re.compile(value, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+        if found is not None and found.fullmatch(""):
+            raise ValueError(f"{value!r} matches the empty text, expected a pattern of at least one character")
+        return value
+
+
+class AgenticEnvConfig(CustomEnvConfig):
+    """`custom_envs.<tag>`: an environment, its options and its limits."""
+
+    max_steps: PositiveInt | None = None
+    """Maximum number of turns of an episode. Default: `max_actions_per_traj`."""
+    max_tokens_per_step: PositiveInt | None = None
+    """Maximum number of tokens of a reply. Default: the run's `max_tokens_per_step`."""
+    response_mask: ResponseMaskConfig = ResponseMaskConfig()
+    """Turns and tokens to train on. Default: all sampled tokens."""
+    data_args: DataArguments | None = None
+    """Rows with tasks, in a random order of each pass: `reset` gets the columns of one row per group.
+
+    Default: no rows, the environment creates tasks from the seed.
+    """
+    val_data_args: DataArguments | None = None
+    """Rows for evaluations, in the order of the files. Default: `data_args`."""
+    isolation: Isolation | None = None
+    """Where the environment runs: `inline`, `thread` or `process`. Default: as its package declares.
+
+    Your own class runs in processes by default. `inline` needs coroutine functions that never block.
+    """
+    concurrency: PositiveInt | None = None
+    """Maximum number of episodes at the same time. Default: as its package declares, or 32 processes."""
+    setup_timeout_s: PositiveFloat = 60.0
+    """Maximum seconds to create the environment and its first messages."""
+    step_timeout_s: PositiveFloat = 60.0
+    """Maximum seconds of one turn of the environment."""
+    score_timeout_s: PositiveFloat = 60.0
+    """Maximum seconds to score an episode."""
+    max_retries: NonNegativeInt = 2
+    """Further attempts after an episode failed. After the last one the episode is excluded."""
+    agent_timeout_s: PositiveFloat = 600.0
+    """Maximum seconds that the agent takes outside of its calls to the policy."""
+    unrecorded_replies: Literal["fail", "allow"] = "fail"
+    """What to do if a call has an assistant message that the policy did not write and the first call did not have.
+
+    The agent then called another model, or changed a reply. `fail` excludes the rollout; `allow` reads the message as
+    context.
+    """
+
+
+class EnvManagerConfig(Config):
+    """`train_env_manager`: the episodes of a step."""
+
+    tags: list[str] = Field(default_factory=list)
+    """Keys of `custom_envs` to use. Default: all."""
+    num_env_groups: PositiveInt = 128
+    """Maximum number of groups whose episodes run at the same time."""
+    group_size: PositiveInt = 1
+    """Episodes per group. All begin with the same seed, and are compared with each other."""
+    format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = 0.0
+    """Added to the reward of each turn with an invalid action, whose metric `valid` is 0."""
+    num_groups_partition: list[PositiveInt] | None = None
+    """Share of each tag in `num_env_groups`, and so in a batch. Default: equal shares."""
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> EnvManagerConfig:
+        shares = self.num_groups_partition
+        if shares is None:
+            return self
+        if self.tags and len(shares) != len(self.tags):
+            raise ValueError(f"num_groups_partition has {len(shares)} numbers, expected one for each of {self.tags}")
+        if sum(shares) != self.num_env_groups:
+            raise ValueError(
+                f"num_groups_partition adds up to {sum(shares)}, expected num_env_groups {self.num_env_groups}"
+            )
+        return self
+
+
+class ValEnvManagerConfig(EnvManagerConfig):
+    """`val_env_manager`: the episodes of an evaluation. Their seeds are the same in every evaluation."""
+
+    generating_args: GeneratingArguments = GeneratingArguments()
+    """Sampling parameters of the evaluation, independent of the rollouts'."""
+
+
+class AgentEndpointConfig(Config):
+    """`agent_endpoint`: where agents reach the policy."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The default admits only processes of this machine."""
+    port: NonNegativeInt = 0
+    """Port to listen on. 0: a free one."""
+    url: str = ""
+    """Base URL for agents on other hosts or in containers, ending with `/v1`. Default: host and port."""
+
+    @model_validator(mode="after")
+    def _url_ends_with_v1(self) -> AgentEndpointConfig:
+        if self.url and not (self.url.startswith(("http://", "https://")) and self.url.endswith("/v1")):
+            raise ValueError(f"url is {self.url!r}, expected http://HOST:PORT/v1")
+        if self.host in ("0.0.0.0", "::") and not self.url:
+            raise ValueError(f"host {self.host} is no address that agents can use: set url as well")
+        return self
+
+
+class CommandConfig(Config):
+    """Options of the agent `command`."""
+
+    command: list[str] = Field(min_length=1)
+    """Program and arguments. Its standard input is the task as JSON, its standard output the reply.
+
+    The environment variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, `ANTHROPIC_BASE_URL`,
+    `ANTHROPIC_API_KEY` and `ANTHROPIC_MODEL` describe the endpoint.
+    """
+    directory: str | None = None
+    """Working directory. Default: the driver's."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables."""
+
+
+UNUSED = {
+    "num_return_sequences_in_group": "set train_env_manager.group_size",
+    "validation": "set val_env_manager",
+    "soft_overlong_penalty": "set the limits of turns and tokens",
+    "error_max_len_clip": "set max_len_mask",
+}
+"""Keys of `rlvr` that have no effect here, with what to do instead."""
+
+
+class AgenticConfig(RLVRConfig):
+    """`pipeline: agentic`: reinforcement learning in multi-turn environments. Other keys are those of `rlvr`."""
+
+    multi_turn: ClassVar[bool] = True
+    group_size_key: ClassVar[str] = "train_env_manager.group_size"
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    custom_envs: dict[str, AgenticEnvConfig]
+    """Environments by tag."""
+    train_env_manager: EnvManagerConfig = EnvManagerConfig()
+    """Episodes of a step."""
+    val_env_manager: ValEnvManagerConfig | None = None
+    """Episodes of an evaluation. Default: no evaluation."""
+    rollout_batch_size: PositiveInt = 128
+    """Episodes per step, a multiple of `train_env_manager.group_size`."""
+    val_batch_size: PositiveInt = 128
+    """Episodes per evaluation, a multiple of `val_env_manager.group_size`."""
+    max_actions_per_traj: PositiveInt = 10
+    """Maximum number of turns of an episode. An episode that reaches it is truncated."""
+    max_tokens_per_step: PositiveInt | None = None
+    """Maximum number of tokens of a reply. Default: `response_length`.
+
+    An episode has at most `prompt_length` + `response_length` tokens, including the environment's messages.
+    """
+    agent_endpoint: AgentEndpointConfig = AgentEndpointConfig()
+    """Where agents reach the policy."""
+    tool_format: Literal["auto"] | ToolFormat = "auto"
+    """How replies write tool calls. `auto`: as the tokenizer's chat template describes them to the model."""
+    thinking: Literal["template", "keep", "strip"] = "template"
+    """Reasoning of earlier replies in later prompts: what the chat template keeps, all, or nothing.
+
+    Where reasoning is removed, the episode continues in another training row, which `rollout/forks` counts.
+    """
+    max_tokens_per_traj: PositiveInt | None = None
+    """Maximum number of sampled tokens of an episode. An episode that reaches it is truncated. Default: no limit."""
+    echo_coef: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy of the environments' messages, which is added to the loss. 0 disables it.
+
+    It trains on messages after the first turn's, averaged over their tokens. Templates' markers do not count.
+    """
+    max_consecutive_failures: PositiveInt = 32
+    """Number of episodes in a row that may fail after their last attempt. One more ends the run."""
+
+    @model_validator(mode="after")
+    def _data_and_rewards_are_given(self) -> AgenticConfig:
+        for key, remedy in UNUSED.items():
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} has no effect in pipeline agentic: {remedy}")
+        if self.actor_train.data_args.file_name:
+            raise ValueError("actor_train.data_args.file_name has no effect: environments create the prompts")
+        if self.rewards and not self.scored_by_rewards:
+            raise ValueError("rewards has no effect in pipeline agentic: environments score their episodes")
+        tags = set(self.rewards) | {tag for reward in self.rewards.values() for tag in reward.tag_included}
+        if len(self.rewards) > 1 and (missing := [tag for tag in self.scored_by_rewards if tag not in tags]):
+            raise ValueError(f"no entry of rewards scores custom_envs.{missing[0]}: set rewards.<domain>.tag_included")
+        agents = [tag for tag, entry in self.custom_envs.items() if entry.agent]
+        penalties = [each.format_penalty for each in (self.train_env_manager, self.val_env_manager) if each]
+        if agents and (self.echo_coef or any(penalties)):
+            key = "echo_coef" if self.echo_coef else "format_penalty"
+            raise ValueError(f"{key} has no effect on custom_envs.{agents[0]}: its agent composes the messages itself")
+        if not self.custom_envs:
+            raise ValueError("custom_envs is empty: configure at least one environment")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> AgenticConfig:
+        for key, size_key in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
+            manager: EnvManagerConfig | None = getattr(self, key)
+            if manager is None:
+                continue
+            size = getattr(self, size_key)
+            if size % manager.group_size:
+                raise ValueError(f"{size_key} {size} is not a multiple of {key}.group_size {manager.group_size}")
+            missing = [tag for tag in manager.tags if tag not in self.custom_envs]
+            if missing:
+                raise ValueError(
+                    f"{key}.tags names {missing[0]!r}, expected keys of custom_envs: {list(self.custom_envs)}"
+                )
+            if not manager.tags and len(manager.num_groups_partition or self.custom_envs) != len(self.custom_envs):
+                raise ValueError(f"{key}.num_groups_partition needs one number for each of custom_envs")
+        return self
+
+    @property
+    def num_groups(self) -> int:
+        """Groups per step."""
+        return self.rollout_batch_size // self.train_env_manager.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Episodes per group."""
+        return self.train_env_manager.group_size
+
+    @property
+    def batch_arithmetic(self) -> str:
+        """Episodes per step, for messages."""
+        return f"rollout_batch_size {self.rollout_batch_size} episodes"
+
+    @property
+    def scored_by_rewards(self) -> list[str]:
+        """Tags whose rollouts `rewards` score, if there are any: agents without an environment."""
+        return [tag for tag, entry in self.custom_envs.items() if not entry.environment]
+
+    def shares(self, manager: EnvManagerConfig) -> dict[str, float]:
+        """Share of each tag in a batch."""
+        tags = manager.tags or list(self.custom_envs)
+        shares = manager.num_groups_partition or [1] * len(tags)
+        return {tag: float(share) for tag, share in zip(tags, shares, strict=True)}
+
+    def max_turns(self, tag: str) -> int:
+        """Maximum number of turns of a tag's episodes."""
+        return self.custom_envs[tag].max_steps or self.max_actions_per_traj
+
+    def max_reply_tokens(self, tag: str) -> int:
+        """Maximum number of tokens of a reply in a tag's episodes."""
+        return self.custom_envs[tag].max_tokens_per_step or self.max_tokens_per_step or self.max_new_tokens
+
+
+class StepReinforceOptions(AdvantageOptions):
+    """Options (`adv_options`) of `step_reinforce`."""
+
+    step_reward_gamma: Fraction = 0.95
+    """Discount per turn."""
+    method: Literal["identity", "mean", "mean_std"] = "identity"
+    """Normalisation of the turns' returns: none, less their mean, or also over their deviation."""
+    grouping: Literal["batch", "group", "state"] = "group"
+    """Turns that are compared: of the batch, of the prompt's rollouts, or of those from the same state."""
+
+
+class GiGPOOptions(AdvantageOptions):
+    """Options (`adv_options`) of `gigpo`."""
+
+    episode_reward_weight: NonNegativeFloat = 1.0
+    """Weight of the rollout's advantage in its group."""
+    step_reward_weight: NonNegativeFloat = 1.0
+    """Weight of the turn's advantage among turns from the same state."""
+    step_reward_gamma: Fraction = 0.95
+    """Discount per turn."""
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
+    """Subtract the mean, or also divide by the standard deviation."""

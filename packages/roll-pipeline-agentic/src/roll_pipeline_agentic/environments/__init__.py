@@ -1,0 +1,1 @@
+"""Environments whose episodes depend only on the seed and the replies. Each has an oracle that solves it."""

@@ -1,0 +1,61 @@
+"""Options of the environments. Light."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from roll_core.spec.config import Config, Fraction
+
+
+class GuessNumberConfig(Config):
+    """`guess_number`."""
+
+    low: int = 1
+    """Smallest number."""
+    high: int = 100
+    """Largest number."""
+    step_penalty: float = 0.0
+    """Subtracted from the reward of each guess that is wrong."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> GuessNumberConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low is {self.low}, expected less than high {self.high}")
+        return self
+
+
+class FrozenLakeConfig(Config):
+    """`frozen_lake`."""
+
+    size: Annotated[int, Field(ge=2, le=32)] = 4
+    """Rows and columns."""
+    holes: Fraction = 0.2
+    """Probability that a field is a hole. Every map has a path to the goal."""
+    slippery: Fraction = 0.0
+    """Probability of a move to one of the two sides instead."""
+    hole_reward: float = 0.0
+    """Reward of falling into a hole. The goal has 1."""
+
+
+class SokobanConfig(Config):
+    """`sokoban`."""
+
+    rows: Annotated[int, Field(ge=5, le=32)] = 6
+    """Rows, walls included."""
+    columns: Annotated[int, Field(ge=5, le=32)] = 6
+    """Columns, walls included."""
+    boxes: Annotated[int, Field(ge=1, le=8)] = 1
+    """Boxes and targets."""
+    box_reward: float = 0.0
+    """Reward of a push onto a target; its negative for a push away from one. A solved level has 1."""
+
+    @model_validator(mode="after")
+    def _has_space(self) -> SokobanConfig:
+        fields = (self.rows - 2) * (self.columns - 2)
+        if 4 * self.boxes > fields:
+            raise ValueError(
+                f"boxes is {self.boxes}, but {fields} fields inside the walls have space for {fields // 4}"
+            )
+        return self

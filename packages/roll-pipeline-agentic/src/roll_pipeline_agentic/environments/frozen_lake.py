@@ -1,0 +1,92 @@
+"""`frozen_lake`: the agent walks on a grid to the goal, and must not step into holes."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from roll_core.spec.environment import Environment, Opening, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll_core.spec.environment import Reply, Task
+
+MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+WORD = re.compile("|".join(MOVES), re.IGNORECASE)
+Field = tuple[int, int]
+
+
+class FrozenLake(Environment):
+    """A map of `size` × `size` fields: P the agent, G the goal, O a hole, _ ice. The goal has reward 1."""
+
+    def __init__(self, *, size: int = 4, holes: float = 0.2, slippery: float = 0.0, hole_reward: float = 0.0) -> None:
+        self.size, self.share, self.slippery, self.hole_reward = size, holes, slippery, hole_reward
+
+    @override
+    async def reset(self, task: Task, seed: int) -> Opening:
+        self.random = random.Random(seed)
+        fields = [(row, column) for row in range(self.size) for column in range(self.size)]
+        while True:
+            self.agent, self.goal = self.random.sample(fields, 2)
+            free = [each for each in fields if each not in (self.agent, self.goal)]
+            self.holes = {each for each in free if self.random.random() < self.share}
+            if self.oracle():
+                break
+        text = f"Walk from P to G. O is a hole. Reply with up, down, left or right.\n{self.text()}"
+        return Opening(messages=[{"role": "user", "content": text}], state=self.text())
+
+    @override
+    async def step(self, reply: Reply) -> Turn:
+        found = WORD.findall(reply.text)
+        if not found:
+            text = f"Reply with up, down, left or right.\n{self.text()}"
+            return Turn(
+                messages=[{"role": "user", "content": text}], reward=0.0, state=self.text(), metrics={"valid": 0.0}
+            )
+        move = MOVES[found[-1].lower()]
+        if self.random.random() < self.slippery:
+            move = self.random.choice([(move[1], move[0]), (-move[1], -move[0])])
+        self.agent = self.neighbour(self.agent, move)
+        if self.agent == self.goal:
+            return Turn(reward=1.0, done=True, metrics={"valid": 1.0, "success": 1.0})
+        if self.agent in self.holes:
+            return Turn(reward=self.hole_reward, done=True, metrics={"valid": 1.0, "success": 0.0})
+        return Turn(
+            messages=[{"role": "user", "content": self.text()}], reward=0.0, state=self.text(), metrics={"valid": 1.0}
+        )
+
+    def neighbour(self, field: Field, move: tuple[int, int]) -> Field:
+        """The field after a move; the same at the border."""
+        row, column = (min(max(at + by, 0), self.size - 1) for at, by in zip(field, move, strict=True))
+        return row, column
+
+    def oracle(self) -> list[str]:
+        """Shortest moves to the goal; empty if there are none."""
+        queue: deque[tuple[Field, list[str]]] = deque([(self.agent, [])])
+        known = {self.agent}
+        while queue:
+            field, moves = queue.popleft()
+            if field == self.goal:
+                return moves
+            for name, each in self._next(field):
+                if each not in known:
+                    known.add(each)
+                    queue.append((each, [*moves, name]))
+        return []
+
+    def _next(self, field: Field) -> Iterator[tuple[str, Field]]:
+        for name, move in MOVES.items():
+            if (each := self.neighbour(field, move)) not in self.holes:
+                yield name, each
+
+    def text(self) -> str:
+        """The map, one row per line."""
+        signs = {self.goal: "G", **dict.fromkeys(self.holes, "O"), self.agent: "P"}
+        return "\n".join(
+            "".join(signs.get((row, column), "_") for column in range(self.size)) for row in range(self.size)
+        )

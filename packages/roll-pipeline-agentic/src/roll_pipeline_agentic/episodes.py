@@ -1,0 +1,298 @@
+"""Episodes as a rollout program: `group_size` episodes with the same seed, token by token.
+
+    environment ── messages ──► ChatEncoder ── prompt ids ──► context.generate ── sampled ids ──► reply
+         ▲                                                          │                               │
+         └───────────────────────────── text ◄──────────────────────┴───────────────────────────────┘
+                                                                    └──► TurnRecord
+
+A resumed run repeats the episode: the environment starts again, and `generate` returns the tokens that were sampled
+before, by the key of the call. If a prompt differs, these tokens are discarded and the episode starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.data.rollouts import record_turn, sample_of_rollout
+from roll_core.errors import EnvironmentFailure, EnvironmentsFailedError
+from roll_core.spec.environment import Reply
+from roll_core.spec.rollout import RolloutProgram
+from roll_core.types import Group, Reward, Rollout
+from roll_pipeline_agentic.calls import digest_of, seed_of, state_of
+from roll_pipeline_agentic.masks import is_invalid, mask_of_messages, mask_rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
+    from roll_core.spec.environment import Message
+    from roll_core.spec.rollout import Prompt, RolloutContext
+    from roll_core.types import Bools, CompletionOutput, Sample, TokenIds
+    from roll_pipeline_agentic.agents import AgentHost
+    from roll_pipeline_agentic.config import AgenticConfig
+    from roll_pipeline_agentic.hosting import EnvironmentHost, HostedEnvironment
+
+
+@dataclass(eq=False, slots=True)
+class Episodes:
+    """What the episodes of one run share. Lives on the driver's event loop."""
+
+    config: AgenticConfig
+    tokenizer: PreTrainedTokenizerBase
+    encoders: Mapping[str, ChatEncoder]
+    """Encoder of each tag, which names it in errors."""
+    hosts: Mapping[str, EnvironmentHost]
+    groups: asyncio.Semaphore
+    """Slots for groups whose episodes run, `num_env_groups`."""
+    counts: Counter[tuple[str, str]]
+    """`(tag, "retries" | "failures" | "repeats" | "echo_skipped")` since the last metrics."""
+    format_penalty: float = 0.0
+    """Added to the reward of turns with an invalid action."""
+    agents: Mapping[str, AgentHost] = field(default_factory=dict)
+    """Agents of the tags that have one."""
+    consecutive_failures: int = 0
+    """Failed episodes since the last one that succeeded."""
+
+    def decode(self, ids: TokenIds) -> str:
+        """Text of token ids, with special tokens."""
+        text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def observed(self, tag: str, ids: TokenIds, messages: Sequence[Message]) -> Bools | None:
+        """Mask of the messages that `ids` end with, if there is a loss for them."""
+        if not self.config.echo_coef:
+            return None
+        mask = mask_of_messages(ids, self.decode, messages)
+        self.counts[tag, "echo_skipped"] += mask is None
+        return mask
+
+    def count_failure(self, tag: str, failure: EnvironmentFailure) -> None:
+        """Count an episode without further attempts. Raises `EnvironmentsFailedError` after too many in a row."""
+        self.counts[tag, "failures"] += 1
+        self.consecutive_failures += 1
+        if self.consecutive_failures > self.config.max_consecutive_failures:
+            raise EnvironmentsFailedError(
+                f"{self.consecutive_failures} episodes failed in a row, more than max_consecutive_failures"
+                f" {self.config.max_consecutive_failures}; the last: {failure}"
+            ) from failure
+
+
+class _PromptChanged(Exception):
+    """A repeated episode has another prompt than the one whose reply was sampled."""
+
+
+class EpisodeGroup(RolloutProgram):
+    """The episodes of one group."""
+
+    def __init__(self, episodes: Episodes) -> None:
+        self._episodes = episodes
+        self._attempts: dict[int, int] = {}
+        """Number of the current attempt of each episode."""
+        self._failures: Counter[int] = Counter()
+        """Failed attempts of each episode."""
+        self._prompts: defaultdict[int, list[str]] = defaultdict(list)
+        """Digests of the prompts of each episode's current attempt."""
+        self._expected: dict[int, list[str]] = {}
+        """Digests of the prompts before this program was saved."""
+        self._agent: AgentHost | None = None
+
+    @override
+    async def run(self, context: RolloutContext, prompt: Prompt) -> Group:
+        self._agent = self._episodes.agents.get(prompt.tag)
+        async with self._episodes.groups:
+            tasks = [asyncio.ensure_future(self._episode(context, prompt, index)) for index in range(context.n)]
+            try:
+                samples = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)  # until their environments are closed
+        group = Group(id=prompt.id, samples=tuple(samples))
+        return group if self._agent is None else await self._agent.scored(context, group)
+
+    @override
+    def snapshot(self) -> Mapping[str, Any] | None:
+        if self._agent is not None:
+            return None  # an agent's state is its own: a resumed run starts it again
+        # A restored episode that has not repeated all its turns yet still expects the later ones.
+        prompts = {index: known + self._prompts[index][len(known) :] for index, known in self._expected.items()}
+        prompts = dict(self._prompts) | prompts
+        return {
+            "attempts": {str(index): attempt for index, attempt in self._attempts.items()},
+            "failures": {str(index): number for index, number in self._failures.items()},
+            "prompts": {str(index): digests for index, digests in prompts.items()},
+        }
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._attempts = {int(index): attempt for index, attempt in state["attempts"].items()}
+        self._failures = Counter({int(index): number for index, number in state["failures"].items()})
+        self._expected = {int(index): list(digests) for index, digests in state["prompts"].items()}
+
+    async def _episode(self, context: RolloutContext, prompt: Prompt, index: int) -> Sample:
+        """Run an episode until an attempt succeeds. After the last attempt, its sample has a failed reward."""
+        episodes, tag = self._episodes, prompt.tag
+        while True:
+            attempt = _Attempt(self, context, prompt, index)
+            try:
+                if self._agent is not None:
+                    sample = await attempt.play(self._agent)
+                else:
+                    async with episodes.hosts[tag].environment() as environment:
+                        sample = await attempt.run(environment)
+                episodes.consecutive_failures = 0
+                return sample
+            except _PromptChanged:
+                episodes.counts[tag, "repeats"] += 1
+            except EnvironmentFailure as failure:
+                self._failures[index] += 1
+                if self._failures[index] > episodes.config.custom_envs[tag].max_retries:
+                    episodes.count_failure(tag, failure)
+                    return attempt.sample("abort", Reward(value=None, failure=str(failure)))
+                episodes.counts[tag, "retries"] += 1
+            self._attempts[index] = self._attempts.get(index, 0) + 1
+            self._prompts.pop(index, None)
+            self._expected.pop(index, None)
+
+    def attempt(self, index: int) -> int:
+        """Number of the current attempt of an episode."""
+        return self._attempts.get(index, 0)
+
+    def key(self, index: int, prompt_ids: TokenIds) -> str:
+        """Key of an episode's next `generate` call. Raises `_PromptChanged` if it was called with another prompt."""
+        digests = self._prompts[index]
+        turn, digest = len(digests), digest_of(prompt_ids.tobytes())
+        expected = self._expected.get(index, [])
+        if turn < len(expected) and expected[turn] != digest:
+            raise _PromptChanged
+        digests.append(digest)
+        return f"{index}/{self.attempt(index)}/{turn}"
+
+
+class _Attempt:
+    """One attempt of one episode."""
+
+    def __init__(self, group: EpisodeGroup, context: RolloutContext, prompt: Prompt, index: int) -> None:
+        self._group, self._context, self._prompt, self._index = group, context, prompt, index
+        self._episodes = group._episodes
+        self._rollout = Rollout(turns=())
+
+    def sample(self, finish_reason: Any, reward: Reward | None) -> Sample:
+        """The sample of the turns so far."""
+        prompt, episodes = self._prompt, self._episodes
+        mask = episodes.config.custom_envs[prompt.tag].response_mask
+        return sample_of_rollout(
+            mask_rollout(self._rollout, mask, episodes.decode),
+            id=f"{prompt.id}/{self._index}",
+            group_id=prompt.id,
+            finish_reason=finish_reason,
+            reward=reward,
+            tag=prompt.tag,
+            metadata=prompt.metadata,
+        )
+
+    async def play(self, agent: AgentHost) -> Sample:
+        """Run an agent to its end."""
+        key = f"{self._index}/{self._group.attempt(self._index)}"
+        played = await agent.play(self._context, self._prompt, key, self._episodes.hosts.get(self._prompt.tag))
+        self._rollout = played.rollout
+        if played.failure is not None:
+            raise played.failure
+        return self.sample(played.finish_reason, played.reward)
+
+    async def run(self, environment: HostedEnvironment) -> Sample:
+        """Run the episode to its end and score it."""
+        episodes, tag, context = self._episodes, self._prompt.tag, self._context
+        config, encoder, host = episodes.config, episodes.encoders[tag], episodes.hosts[tag]
+        opening = await environment.reset(self._prompt.metadata, seed_of(config.seed, self._prompt.id))
+        chat = encoder.encode(opening.messages, opening.tools)
+        if len(chat.ids) > config.prompt_length:
+            raise host.failure("reset", f"{len(chat.ids)} tokens, more than prompt_length {config.prompt_length}")
+        state, parent, observed, done = state_of(opening.state, opening.messages), None, None, False
+        num_sampled = 0
+        for _ in range(config.max_turns(tag)):
+            budget = min(config.max_reply_tokens(tag), config.prompt_length + config.response_length - len(chat.ids))
+            if config.max_tokens_per_traj is not None:
+                budget = min(budget, config.max_tokens_per_traj - num_sampled)
+            if budget <= 0:
+                break
+            completion = await context.generate(
+                chat.ids,
+                params=replace(context.params, max_new_tokens=budget),
+                key=self._group.key(self._index, chat.ids),
+            )
+            (output,) = completion.outputs
+            turn = await environment.step(_reply(episodes, encoder, chat, output))
+            record = record_turn(
+                output,
+                chat.ids,
+                self._rollout,
+                parent,
+                reward=turn.reward,
+                state=state,
+                metrics=dict(turn.metrics),
+                observation_mask=observed,
+            )
+            num_sampled += len(output.token_ids)
+            self._rollout = Rollout(turns=(*self._rollout.turns, record))
+            done = turn.done and not turn.truncated
+            if turn.done or turn.truncated:
+                break
+            extended = encoder.extend(chat, output.token_ids, turn.messages)
+            parent = None if extended is None else len(self._rollout.turns) - 1
+            history = (*chat.messages, encoder.reply(output.token_ids, chat), *turn.messages)
+            known = 0 if extended is None else len(chat.ids) + len(output.token_ids)
+            chat = extended or encoder.encode(history, chat.tools)
+            observed = episodes.observed(tag, chat.ids[known:], turn.messages)
+            state = state_of(turn.state, turn.messages)
+        return self.sample("stop" if done else "length", self._reward(host, await environment.score()))
+
+    def _reward(self, host: EnvironmentHost, score: Reward | None) -> Reward:
+        """Sum of the rewards. The score of the episode is credited to its last turn."""
+        turns = self._rollout.turns
+        if not turns:
+            raise host.failure(
+                "reset", "there is no turn: prompt_length and response_length leave no token for a reply"
+            )
+        if score is not None and score.value is not None:
+            last = replace(turns[-1], reward=(turns[-1].reward or 0.0) + score.value)
+            self._rollout = Rollout(turns=(*turns[:-1], last))
+        rewards = [turn.reward for turn in self._rollout.turns if turn.reward is not None]
+        if not rewards:
+            raise host.failure(
+                "score", "the episode has no reward: neither step nor score returned one. Return 0.0 for no success"
+            )
+        detail = {} if score is None else dict(score.detail)
+        if penalty := self._episodes.format_penalty:
+            num_invalid = sum(is_invalid(turn.metrics) for turn in self._rollout.turns)
+            rewards.append(penalty * num_invalid if num_invalid else 0.0)  # not -0.0
+            detail["format_penalty"] = rewards[-1]
+            self._rollout = Rollout(
+                turns=tuple(
+                    replace(turn, reward=(turn.reward or 0.0) + penalty) if is_invalid(turn.metrics) else turn
+                    for turn in self._rollout.turns
+                )
+            )
+        return Reward(value=float(sum(rewards)), detail=detail)
+
+
+def _reply(episodes: Episodes, encoder: ChatEncoder, chat: EncodedChat, output: CompletionOutput) -> Reply:
+    """The reply as the environment gets it."""
+    parsed = encoder.parse(output.token_ids, chat)
+    text = parsed.content
+    if not parsed.tool_calls and not parsed.reasoning and encoder.tool_format != "harmony":
+        text = str(episodes.tokenizer.decode(output.token_ids.tolist(), skip_special_tokens=True))
+    return Reply(
+        text=text,
+        finish_reason=output.finish_reason,
+        tool_calls=tuple(parsed.tool_calls),
+        reasoning=parsed.reasoning,
+        parse_error=parsed.error,
+    )

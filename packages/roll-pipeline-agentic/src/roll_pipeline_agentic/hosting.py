@@ -1,0 +1,402 @@
+"""Runs environments inline, in threads or in processes, with a deadline for each call.
+
+    episode ── EnvironmentHost.environment() ──► slot (concurrency) ──► instance ──► reset, step, score ──► close
+                                                                          │
+                                                  deadline or exception ──┴──► EnvironmentFailure with the package
+
+A hanging call is cancelled (inline), abandoned (thread) or killed (process). It never blocks other episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import EnvironmentFailure
+from roll_pipeline_agentic import environment_process
+from roll_pipeline_agentic.calls import BlockingCalls, CallFailed, described, result_from, wire_arguments, wire_result
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from roll_core.spec.environment import Environment, Opening, Reply, Task, Turn
+    from roll_core.spec.providers import Isolation
+    from roll_core.types import Reward
+    from roll_pipeline_agentic.config import AgenticEnvConfig
+
+log = logging.getLogger(__name__)
+
+MAX_PROCESSES = 32
+"""Episodes at the same time of an environment in processes, if neither the config nor its package sets a number."""
+START_S = 300.0
+"""Maximum seconds to start a process and import the environment."""
+CLOSE_S = 10.0
+"""Maximum seconds to close an environment."""
+MAX_LINE = 1 << 28
+"""Maximum bytes of a result of an environment in a process."""
+
+
+class HostedEnvironment:
+    """The environment of one episode. Every method raises `EnvironmentFailure` instead of the environment's errors."""
+
+    def __init__(self, host: EnvironmentHost, caller: _Caller) -> None:
+        self._host, self._caller = host, caller
+
+    async def reset(self, task: Task, seed: int) -> Opening:
+        """Begin the episode."""
+        opening: Opening = await self._call("reset", self._host.config.setup_timeout_s, dict(task), seed)
+        self._check_messages("reset", opening.messages, required=True)
+        return opening
+
+    async def step(self, reply: Reply) -> Turn:
+        """Continue after a reply."""
+        turn: Turn = await self._call("step", self._host.config.step_timeout_s, reply)
+        ends = turn.done or turn.truncated
+        self._check_messages("step", turn.messages, required=not ends)
+        self._check_number("step", "reward", turn.reward)
+        for name, value in turn.metrics.items():
+            self._check_number("step", f"metric {name}", value)
+        return turn
+
+    async def score(self) -> Reward | None:
+        """Score the episode."""
+        reward: Reward | None = await self._call("score", self._host.config.score_timeout_s)
+        if reward is not None and reward.failed:
+            raise self._host.failure("score", reward.failure or "the reward has neither a value nor a failure")
+        if reward is not None:
+            self._check_number("score", "reward", reward.value)
+        return reward
+
+    async def close(self) -> None:
+        """Close the environment. Errors are logged."""
+        try:
+            await self._caller.close()
+        except Exception as error:  # user code; the episode is over
+            log.warning("%s: close failed: %s", self._host.owner, described(error))
+
+    async def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            result = await self._caller.invoke(method, arguments, timeout_s)
+            wire_result(method, result)
+        except EnvironmentFailure:
+            raise
+        except TimeoutError:
+            raise self._host.failure(method, f"took longer than {timeout_s:g} s and was stopped") from None
+        except Exception as error:  # user code may raise anything; the failure keeps the cause
+            raise self._host.failure(method, described(error)) from error
+        self._host.seconds[method].append(time.monotonic() - begin)
+        return result
+
+    def _check_messages(self, method: str, messages: Any, *, required: bool) -> None:
+        valid = isinstance(messages, list | tuple) and all(
+            isinstance(each, dict) and each.get("role") in ROLES and isinstance(each.get("content"), str)
+            for each in messages
+        )
+        if not valid or (required and not messages):
+            raise self._host.failure(
+                method,
+                f"messages are {messages!r:.200}, expected dicts with a text as content and one of the roles {ROLES}",
+            )
+
+    def _check_number(self, method: str, what: str, value: Any) -> None:
+        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+            raise self._host.failure(method, f"{what} is {value!r:.100}, expected a finite number or None")
+
+
+ROLES = ("user", "system", "tool")
+"""Roles of messages from an environment."""
+
+
+class EnvironmentHost:
+    """Creates the environments of one entry of `custom_envs`. Owns their threads and processes."""
+
+    def __init__(
+        self,
+        tag: str,
+        config: AgenticEnvConfig,
+        *,
+        target: str,
+        options: Mapping[str, Any],
+        owner: str,
+        isolation: Isolation,
+        concurrency: int,
+        create: Callable[[], Environment],
+    ) -> None:
+        """`create` makes an instance in this process. Processes import `target` themselves. `concurrency` 0: no limit,
+        except for processes."""
+        self.tag, self.config, self.owner = tag, config, owner
+        self.seconds: dict[str, list[float]] = {"reset": [], "step": [], "score": []}
+        """Seconds of the calls since the last `take_seconds`."""
+        self._target, self._options, self._create, self._isolation = target, options, create, isolation
+        limit = concurrency or (MAX_PROCESSES if isolation == "process" else 0)
+        self._slots = asyncio.Semaphore(limit) if limit else None
+        self._idle: list[_Process] = []
+        self._processes: set[_Process] = set()
+        self._closed = False
+
+    @asynccontextmanager
+    async def environment(self) -> AsyncIterator[HostedEnvironment]:
+        """An environment for one episode, once there is a slot. Closes it at the end, also after an error."""
+        async with self._slots or contextlib.nullcontext():
+            hosted = HostedEnvironment(self, await self._caller())
+            try:
+                yield hosted
+            finally:
+                await hosted.close()
+
+    def failure(self, method: str, reason: str) -> EnvironmentFailure:
+        """The error of a failed episode."""
+        return EnvironmentFailure(f"custom_envs.{self.tag}: {self.owner}: {method}: {reason}")
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """Seconds of calls by method since the last call."""
+        taken, self.seconds = self.seconds, {name: [] for name in self.seconds}
+        return taken
+
+    async def _caller(self) -> _Caller:
+        timeout_s = self.config.setup_timeout_s
+        try:
+            if self._isolation == "inline":
+                return _Inline(self._create())
+            if self._isolation == "thread":
+                thread = _Thread(self._create)
+                try:
+                    await thread.run(thread.start, timeout_s)
+                except BaseException:
+                    await thread.close()
+                    raise
+                return thread
+            process = self._idle.pop() if self._idle else await self._new_process()
+            try:
+                await process.request({"create": self._target, "options": dict(self._options)}, START_S)
+            except BaseException:
+                process.kill()
+                raise
+            return process
+        except TimeoutError:
+            raise self.failure("__init__", f"took longer than {timeout_s:g} s and was stopped") from None
+        except Exception as error:  # user code
+            raise self.failure("__init__", described(error)) from error
+
+    async def _new_process(self) -> _Process:
+        if self._closed:
+            raise EnvironmentFailure("the run is over")
+        process = await _Process.start(self)
+        self._processes.add(process)
+        return process
+
+    def release(self, process: _Process) -> None:
+        """Keep a process for the next episode."""
+        if self._closed:
+            process.kill()
+        else:
+            self._idle.append(process)
+
+    def forget(self, process: _Process) -> None:
+        """Remove a process that exited."""
+        self._processes.discard(process)
+
+    async def close(self) -> None:
+        """Kill all processes. Abandoned threads end with the process."""
+        self._closed = True
+        killed = list(self._processes)
+        for process in killed:
+            process.kill()
+        for process in killed:
+            await process.closed()
+
+
+class _Caller(ABC):
+    """Calls one environment. `invoke` raises its errors, or `TimeoutError`."""
+
+    @abstractmethod
+    async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """Call a method."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the environment, or stop what runs it."""
+
+
+class _Inline(_Caller):
+    """Coroutines on the driver's event loop."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    @override
+    async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        async with asyncio.timeout(timeout_s):
+            result = getattr(self._environment, method)(*arguments)
+            return await result if asyncio.iscoroutine(result) or isinstance(result, asyncio.Future) else result
+
+    @override
+    async def close(self) -> None:
+        await self.invoke("close", (), CLOSE_S)
+
+
+Outcome = tuple[Any, BaseException | None]
+"""Result of a call in a thread, or its exception."""
+
+
+class _Thread(_Caller):
+    """A daemon thread for one environment. A call that exceeds its deadline is abandoned with its thread."""
+
+    def __init__(self, create: Callable[[], Environment]) -> None:
+        self._create = create
+        self._calls: BlockingCalls | None = None
+        self._abandoned = False
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Outcome]] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._serve, name="environment", daemon=True).start()
+
+    def start(self) -> None:
+        """Create the environment, in its thread."""
+        self._calls = BlockingCalls(self._create)
+
+    async def run(self, job: Callable[[], Any], timeout_s: float) -> Any:
+        """Run a function in the thread."""
+        future: asyncio.Future[Outcome] = self._loop.create_future()
+        self._jobs.put((job, future))
+        try:
+            async with asyncio.timeout(timeout_s):
+                result, error = await future
+        except BaseException:  # the deadline, or the cancelled episode; the thread ends once its call returns
+            self._abandoned = True
+            self._jobs.put(None)
+            raise
+        if error is not None:
+            raise error if isinstance(error, Exception) else RuntimeError(described(error))
+        return result
+
+    @override
+    async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        calls = self._calls
+        if calls is None:
+            raise AssertionError("start has not run")
+        return await self.run(lambda: calls(method, *arguments), timeout_s)
+
+    @override
+    async def close(self) -> None:
+        if self._abandoned:
+            return
+        try:
+            if self._calls is not None:
+                await self.run(self._calls.close, CLOSE_S)
+        finally:
+            self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            outcome: Outcome
+            try:
+                outcome = job(), None
+            except BaseException as error:  # user code; the caller gets the exception
+                outcome = None, error
+            with contextlib.suppress(RuntimeError):  # the run is over
+                self._loop.call_soon_threadsafe(_resolve, future, outcome)
+
+
+def _resolve(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+class _Process(_Caller):
+    """A child process with one environment at a time, see `environment_process`."""
+
+    def __init__(self, host: EnvironmentHost, process: subprocess.Popen[bytes]) -> None:
+        self._host, self._process = host, process
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._alive = True
+
+    @classmethod
+    async def start(cls, host: EnvironmentHost) -> _Process:
+        """Start a process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: only the driver handles Ctrl-C, and a kill also ends what the environment started.
+            process = subprocess.Popen(
+                [sys.executable, "-P", environment_process.__file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        found = cls(host, process)
+        found._reader, found._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        return found
+
+    async def request(self, message: Mapping[str, Any], timeout_s: float) -> Any:
+        """Send a request and return its result. Kills the process unless it replies in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(json.dumps(message).encode() + b"\n")
+                await self._writer.drain()
+                line = await self._reader.readline()
+            if not line:
+                raise CallFailed(self._how_it_exited())
+            reply = json.loads(line)
+        except BaseException:
+            self.kill()
+            raise
+        if "error" in reply:
+            log.info("%s failed\n%s", self._host.owner, reply.get("trace", ""))
+            raise CallFailed(reply["error"])
+        return reply.get("result")
+
+    @override
+    async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        message = {"call": method, "arguments": wire_arguments(method, arguments)}
+        return result_from(method, await self.request(message, timeout_s))
+
+    @override
+    async def close(self) -> None:
+        if self._alive:
+            try:
+                await self.request({"call": "close"}, CLOSE_S)
+            except BaseException:
+                self.kill()
+                raise
+            self._host.release(self)
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        if self._alive:
+            self._alive = False
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # already exited
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._writer.close()
+            self._host.forget(self)
+
+    async def closed(self) -> None:
+        """Wait until the connection is closed."""
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def _how_it_exited(self) -> str:
+        try:
+            status = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "the environment's process closed its connection"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
+        return f"the environment's process {how}"

@@ -1,0 +1,90 @@
+"""Masks of tokens by their text: the matches of a pattern in a reply, and the messages of an environment.
+
+ids       41 7 7 93 12        no text is encoded: spans are searched in the decoded text
+text      ab<tool>c           and map to the tokens whose text they overlap
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_core.types import Rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from roll_core.spec.environment import Message
+    from roll_core.types import Bools, TokenIds, TurnRecord
+    from roll_pipeline_agentic.config import ResponseMaskConfig
+
+    Decode = Callable[[TokenIds], str]
+    """Text of token ids, with special tokens."""
+
+INCOMPLETE = "\ufffd"
+"""Decoded instead of a character of which only some bytes are present."""
+
+
+def is_invalid(metrics: Mapping[str, float]) -> bool:
+    """True if the environment reports an invalid action: the metric `valid` of the turn is 0."""
+    return metrics.get("valid") == 0
+
+
+def mask_of_spans(ids: TokenIds, decode: Decode, spans: Iterable[tuple[int, int]]) -> Bools:
+    """Mask of the tokens whose text overlaps one of `spans`, `(begin, end)` in characters of the decoded text.
+
+    Decodes prefixes of `ids` in a binary search, so its cost grows with the logarithm of their number.
+    """
+    mask = np.zeros(len(ids), dtype=np.bool_)
+
+    def num_chars(count: int) -> int:
+        return len(decode(ids[:count]).rstrip(INCOMPLETE)) if count else 0
+
+    for begin, end in spans:
+        # The last token that begins at or before the span, then the first boundary at or after its end.
+        first = bisect_left(range(len(ids)), begin, key=num_chars)
+        if first and num_chars(first) > begin:
+            first -= 1
+        mask[first : max(bisect_left(range(len(ids)), end, key=num_chars), first + 1)] = True
+    return mask
+
+
+def mask_of_reply(ids: TokenIds, decode: Decode, pattern: str | None) -> Bools:
+    """Mask of a reply's tokens in matches of `pattern`, or of all tokens without one."""
+    if pattern is None:
+        return np.ones(len(ids), dtype=np.bool_)
+    return mask_of_spans(ids, decode, [each.span() for each in re.finditer(pattern, decode(ids), re.DOTALL)])
+
+
+def mask_of_messages(ids: TokenIds, decode: Decode, messages: Sequence[Message]) -> Bools | None:
+    """Mask of the texts of `messages`, the last ones that `ids` encode. None if a text is not found.
+
+    Templates may strip blanks around a text. Texts that a template escapes or rewrites are not found.
+    """
+    text, spans = decode(ids), []
+    end = len(text)
+    for message in reversed(messages):
+        content = message["content"].strip()
+        begin = text.rfind(content, 0, end)
+        if begin < 0:
+            return None
+        if content:
+            spans.append((begin, begin + len(content)))
+        end = begin
+    return mask_of_spans(ids, decode, spans)
+
+
+def mask_rollout(rollout: Rollout, config: ResponseMaskConfig, decode: Decode) -> Rollout:
+    """Set the loss masks of a rollout's turns: the turns and the matches of the pattern that `config` selects."""
+    last = len(rollout.turns) - 1
+
+    def mask(index: int, turn: TurnRecord) -> Bools:
+        if config.turns == "all" or (index == last if config.turns == "last" else not is_invalid(turn.metrics)):
+            return mask_of_reply(turn.sampled_ids, decode, config.pattern)
+        return np.zeros(len(turn.sampled_ids), dtype=np.bool_)
+
+    return Rollout(turns=tuple(replace(turn, loss_mask=mask(at, turn)) for at, turn in enumerate(rollout.turns)))

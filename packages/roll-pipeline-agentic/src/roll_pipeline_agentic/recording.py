@@ -1,0 +1,410 @@
+"""Records the calls of one rollout's agent, token by token.
+
+    request ── messages ──► longest recorded conversation ── ChatEncoder.extend ──► prompt ids ──► context.generate
+                                                          └─ None: encode all ─┘                        │
+    reply ◄── text, tool calls ◄────────────────────────────────────────────────── sampled ids ◄────────┘
+                                                                                   TurnRecord
+
+A conversation that ends with a recorded reply continues with the recorded ids; only the new messages are encoded. Turns
+are linked by their tokens: the parent of a turn is the longest recorded sequence with which its prompt begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from roll_core.data.rollouts import record_turn
+from roll_core.errors import DataError
+from roll_core.types import Rollout
+from roll_pipeline_agentic.calls import digest_of, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
+    from roll_core.spec.environment import Message, State
+    from roll_core.spec.rollout import RolloutContext
+    from roll_core.types import CompletionOutput, TokenIds, TurnRecord
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+class RequestError(Exception):
+    """A request that the endpoint rejects, as an HTTP status, a type and a code of OpenAI's API, and a message."""
+
+    def __init__(self, message: str, *, status: int = 400, kind: str = "invalid_request_error", code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code = status, kind, code
+
+
+class LimitReached(RequestError):
+    """A call beyond a limit of the rollout, which then counts as truncated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A call, in any dialect, with messages and tools in the format of OpenAI's chat completions."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the run's own replace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReply:
+    """A reply of the policy."""
+
+    message: Message
+    """`content`, and if the policy wrote them `tool_calls` and `reasoning_content`."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stop: str | None = None
+    """The stop string of the request that ended the reply. It is not part of the message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of a rollout."""
+
+    calls: int
+    """Maximum number of calls. A call with n > 1 counts n times."""
+    reply_tokens: int
+    """Maximum number of tokens of a reply."""
+    tokens: int
+    """Maximum number of tokens of a conversation."""
+    sampled_tokens: int | None = None
+    """Maximum number of sampled tokens of all calls."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request and its replies. Repeated requests share it. It continues if its clients disconnect."""
+
+    digest: str
+    task: asyncio.Task[list[ChatReply]]
+    turns: list[int] = field(default_factory=list)
+    """Turns that it sampled."""
+    connections: int = 0
+    """Clients that wait for the replies or receive them."""
+    delivered: bool = False
+    """True once the replies were written completely to a connection."""
+    cut: bool = False
+    """True if a connection closed in the middle of the replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """A conversation that ends with a recorded reply."""
+
+    chat: EncodedChat
+    turn: int
+
+
+class Recorder:
+    """The calls of one attempt of one rollout. Lives on the driver's event loop."""
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        encoder: ChatEncoder,
+        limits: Limits,
+        *,
+        key: str,
+        unrecorded_replies: Literal["fail", "allow"] = "fail",
+    ) -> None:
+        """`key` precedes the numbers of the calls in the keys of `context.generate`."""
+        self._context, self._encoder, self._limits, self._key = context, encoder, limits, key
+        self._unrecorded_replies = unrecorded_replies
+        self._calls: list[Call] = []
+        self._by_key: dict[str, Call] = {}
+        """Calls by idempotency key."""
+        self._turns: list[TurnRecord] = []
+        self._sequences: list[TokenIds] = []
+        """Prompt and sampled tokens of each turn."""
+        self._replies: dict[str, _Reply] = {}
+        """Recorded replies by the digest of the conversation that ends with them."""
+        self._known: set[str] = set()
+        """Digests of the assistant messages that were sampled here or given with the first call."""
+        self._num_started = self._num_outputs = self._num_running = 0
+        self.problem = ""
+        """Why the record is incomplete; empty if it is complete."""
+        self.truncated = False
+        """True if a limit refused a call."""
+        self.counts: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        """Error of the run, not of the agent: the engine failed."""
+        self.failed = asyncio.Event()
+        """Set with `error`."""
+        self.last_reply = ""
+        """Text of the last reply."""
+        self.conversations: dict[str, list[Message]] = {}
+        """Messages by the id of a response that ended them, for `previous_response_id`."""
+        self._idle_s, self._idle_since = 0.0, asyncio.get_running_loop().time()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, request: ChatRequest, *, digest: str, key: str = "", retried: bool = False) -> Call:
+        """The call of a request: a new one, or for a repeated request the earlier one.
+
+        `digest` is that of the request's body, `key` its idempotency key. A client that repeats a request sets
+        `retried`. Without either, a request is repeated if an equal one was not delivered. Raises `RequestError` if
+        another body has the same key.
+        """
+        if key and (known := self._by_key.get(key)):
+            if known.digest != digest:
+                raise RequestError(f"idempotency key {key!r} was used for another request", status=422)
+            return known
+        if found := self._repeated(digest, retried=retried):
+            self.counts["repeated_calls"] += 1
+            return found
+        call = Call(digest, asyncio.ensure_future(self._generate(request)))
+        call.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if no client waits
+        self._calls.append(call)
+        if key:
+            self._by_key[key] = call
+        return call
+
+    def _repeated(self, digest: str, *, retried: bool) -> Call | None:
+        same = [call for call in reversed(self._calls) if call.digest == digest and not _was_refused(call)]
+        lost = [call for call in same if not call.delivered and not call.connections]
+        return next(iter(lost or (same if retried else [])), None)
+
+    async def _generate(self, request: ChatRequest) -> list[ChatReply]:
+        """Sample the replies to a request and record them."""
+        try:
+            chat, budget, begin, continued = self._prompt(request)
+        except DataError as error:
+            raise RequestError(str(error)) from error
+        number, params = self._num_started, self._context.params
+        self._num_started += 1
+        self._count_running(1)
+        try:
+            completion = await self._context.generate(
+                chat.ids,
+                n=request.n,
+                params=replace(params, max_new_tokens=budget, stop=(*params.stop, *request.stop)),
+                key=f"{self._key}/{number}",
+            )
+            call = next(call for call in self._calls if call.task is asyncio.current_task())
+            state = state_of(None, request.messages[begin:])
+            return [self._record(call, request, chat, output, continued, state) for output in completion.outputs]
+        except Exception as error:  # of the engine or the runtime; it ends the run
+            self.error = self.error or error
+            self.failed.set()
+            raise
+        finally:
+            self._count_running(-1)
+
+    def _prompt(self, request: ChatRequest) -> tuple[EncodedChat, int, int, int | None]:
+        """The encoded conversation, the maximum number of new tokens, and the turn whose reply it continues.
+
+        The third value is the number of messages up to that reply.
+        """
+        limits, messages = self._limits, request.messages
+        if not messages or messages[-1].get("role") == "assistant":
+            raise RequestError("the last message is the assistant's: the endpoint does not continue replies")
+        if self._num_outputs + request.n > limits.calls:
+            self.truncated = True
+            raise LimitReached(f"the rollout has {limits.calls} calls, its maximum", code="max_turns")
+        states = _digests(messages, request.tools)
+        known = [(at + 1, self._replies[digest]) for at, digest in enumerate(states) if digest in self._replies]
+        begin, reply = known[-1] if known else (0, None)
+        self._check_replies(messages[begin:], first=not self._num_started)
+        if reply is None:
+            chat = self._encoder.encode(messages, request.tools)
+        else:
+            before, ids = reply.chat, self._turns[reply.turn].sampled_ids
+            extended = self._encoder.extend(before, ids, messages[begin:])
+            history = (*before.messages, self._encoder.reply(ids, before), *messages[begin:])
+            chat = extended or self._encoder.encode(history, before.tools)
+        budget = min(limits.reply_tokens, limits.tokens - len(chat.ids), request.max_tokens or limits.tokens)
+        if limits.sampled_tokens is not None:
+            left = limits.sampled_tokens - sum(len(turn.sampled_ids) for turn in self._turns)
+            if left <= 0:
+                self.truncated = True
+                raise LimitReached(
+                    f"the rollout has {limits.sampled_tokens} sampled tokens, its maximum", code="max_tokens"
+                )
+            budget = min(budget, left)
+        if budget <= 0:
+            self.truncated = True
+            raise LimitReached(
+                f"the conversation has {len(chat.ids)} tokens, and may have {limits.tokens} with the reply",
+                code="context_length_exceeded",
+            )
+        for name in request.sampling:
+            self.counts[f"replaced_{name}"] += 1
+        self._num_outputs += request.n
+        return chat, budget, begin, None if reply is None else reply.turn
+
+    def _check_replies(self, messages: Sequence[Message], *, first: bool) -> None:
+        """Find assistant messages that were not sampled here. Those of the first call are examples of its prompt."""
+        for message in messages:
+            if message.get("role") != "assistant":
+                continue
+            digest = _digest(_canonical(message))
+            if first:
+                self._known.add(digest)
+            elif digest not in self._known:
+                self._known.add(digest)
+                self.counts["unrecorded_replies"] += 1
+                if self._unrecorded_replies == "fail":
+                    self.incomplete(
+                        f"call {self._num_started + 1} has an assistant message that this endpoint did not generate:"
+                        f" {str(message.get('content'))!r:.80}. The agent called another model or changed a reply; set"
+                        " unrecorded_replies: allow to read such messages as context"
+                    )
+
+    def _record(
+        self,
+        call: Call,
+        request: ChatRequest,
+        chat: EncodedChat,
+        output: CompletionOutput,
+        continued: int | None,
+        state: State,
+    ) -> ChatReply:
+        """Record an output as a turn, and convert it to a reply."""
+        if not len(output.token_ids) or output.finish_reason == "abort":
+            number = len(output.token_ids)
+            self.incomplete(f"the engine returned a response of {number} tokens ({output.finish_reason})")
+        parent = self._parent(chat.ids, continued)
+        turn = record_turn(output, chat.ids, Rollout(turns=tuple(self._turns)), parent, state=state)
+        index = len(self._turns)
+        self._turns.append(turn)
+        self._sequences.append(np.concatenate([chat.ids, output.token_ids]))
+        call.turns.append(index)
+        message = self._message(output.token_ids, chat)
+        stop = next((each for each in request.stop if each in str(message["content"])), None)
+        if stop is not None:
+            message["content"] = str(message["content"]).partition(stop)[0]
+        conversation = _digests([*request.messages, message], request.tools)[-1]
+        self._replies[conversation] = _Reply(chat, index)
+        self._known.add(_digest(_canonical(message)))
+        self.last_reply = str(message["content"] or "")
+        reason: FinishReason = "length" if output.finish_reason == "length" else "stop"
+        return ChatReply(
+            message=message,
+            finish_reason="tool_calls" if reason == "stop" and message.get("tool_calls") else reason,
+            prompt_tokens=len(chat.ids),
+            completion_tokens=len(output.token_ids),
+            stop=stop,
+        )
+
+    def _message(self, ids: TokenIds, chat: EncodedChat) -> dict[str, Any]:
+        """A reply with its tool calls and reasoning apart from its content."""
+        parsed = self._encoder.parse(ids, chat)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.tool_calls:
+            message["tool_calls"] = parsed.tool_calls
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        return message
+
+    def _parent(self, ids: TokenIds, continued: int | None) -> int | None:
+        """The turn whose whole sequence is the longest beginning of `ids`."""
+        found, length = None, 0
+        for index, sequence in enumerate(self._sequences):
+            longer = len(sequence) > length or (len(sequence) == length and index == continued)
+            if longer and len(sequence) <= len(ids) and np.array_equal(ids[: len(sequence)], sequence):
+                found, length = index, len(sequence)
+        return found
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no call is left."""
+        return self._num_outputs >= self._limits.calls
+
+    def expect(self, text: str) -> None:
+        """Accept an assistant message that was not sampled here: the agent composed it."""
+        self._known.add(_digest(_canonical({"role": "assistant", "content": text})))
+
+    # -- the rollout ---------------------------------------------------------------------------------------------------
+
+    def incomplete(self, problem: str) -> None:
+        """Exclude the rollout from training, for the first reason given."""
+        self.problem = self.problem or problem
+
+    async def finish(self) -> Rollout:
+        """Cancel calls in progress and return the recorded turns.
+
+        Turns that the agent never received are left out, unless later ones continue them.
+        """
+        for call in self._calls:
+            call.task.cancel()
+        await asyncio.gather(*(call.task for call in self._calls), return_exceptions=True)
+        for call in self._calls:
+            if call.cut and not call.delivered:
+                self.incomplete("a connection closed in the middle of a reply, and the request was not repeated")
+        kept = {turn for call in self._calls if call.delivered for turn in call.turns}
+        for index in sorted(kept, reverse=True):
+            parent = self._turns[index].parent
+            while parent is not None:
+                kept.add(parent)
+                parent = self._turns[parent].parent
+        self.counts["undelivered_turns"] += len(self._turns) - len(kept)
+        place = {index: at for at, index in enumerate(sorted(kept))}
+        turns = [self._turns[index] for index in sorted(kept)]
+        parents = [None if turn.parent is None else place[turn.parent] for turn in turns]
+        return Rollout(turns=tuple(replace(turn, parent=at) for turn, at in zip(turns, parents, strict=True)))
+
+    def idle_s(self) -> float:
+        """Seconds in which no call was in progress."""
+        now = asyncio.get_running_loop().time()
+        return self._idle_s if self._num_running else self._idle_s + now - self._idle_since
+
+    def _count_running(self, change: int) -> None:
+        if not self._num_running:
+            self._idle_s = self.idle_s()
+        self._num_running += change
+        self._idle_since = asyncio.get_running_loop().time()
+
+
+def _was_refused(call: Call) -> bool:
+    """True if the call ended with an error, so that an equal request is a new call."""
+    return call.task.done() and (call.task.cancelled() or call.task.exception() is not None)
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Digest of the conversation up to and including each message."""
+    found, digest = [], _digest(list(tools))
+    for message in messages:
+        digest = _digest([digest, _canonical(message)])
+        found.append(digest)
+    return found
+
+
+def _digest(value: Any) -> str:
+    return digest_of(json.dumps(value, sort_keys=True).encode())
+
+
+def _canonical(message: Message) -> list[Any]:
+    """What of a message clients keep when they send it again: role, content, and names and arguments of tool calls.
+
+    Clients add keys, drop reasoning, rename ids, and strip blanks around a reply.
+    """
+    role, content = message.get("role"), message.get("content") or ""
+    functions = [each["function"] for each in message.get("tool_calls") or ()]
+    calls = [(function["name"], _parsed(function["arguments"])) for function in functions]
+    return [role, content.strip() if role == "assistant" else content, calls]
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

@@ -1,0 +1,486 @@
+"""Requests and replies of OpenAI's chat completions and responses, and of Anthropic's messages.
+
+Each dialect is a function that parses a request's body into a `ChatRequest`, one that renders replies, and one that
+renders them as server-sent events. Parameters that only change sampling are replaced by those of the run. Parameters
+that the endpoint cannot honour are rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from roll_pipeline_agentic.recording import ChatRequest, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from roll_core.spec.environment import Message
+    from roll_pipeline_agentic.recording import ChatReply
+
+Body = dict[str, Any]
+Event = tuple[str, Any]
+"""Name of a server-sent event, empty for none, and its data."""
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "reasoning_effort",
+    "reasoning",
+    "thinking",
+)
+"""Parameters that the run's own replace: the trainer computes logprobs for these only."""
+
+
+class Dialect(ABC):
+    """One API."""
+
+    path: ClassVar[str]
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]]
+    """Parameters that would change the reply in a way that the endpoint cannot, with the values that are harmless."""
+
+    def parse(self, body: Any, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
+        """Convert a request's body. `conversations` are earlier ones by the id of their last reply."""
+        if not isinstance(body, dict):
+            raise RequestError(f"the body is {type(body).__name__}, expected a JSON object")
+        for name, harmless in self.unsupported.items():
+            if body.get(name) is not None and body[name] not in harmless:
+                raise RequestError(f"{name} {body[name]!r:.80} is not supported by this endpoint", code="unsupported")
+        try:
+            return self._parse(body, conversations)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RequestError(f"the request is malformed: {type(error).__name__}: {error}") from error
+
+    @abstractmethod
+    def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest: ...
+
+    @abstractmethod
+    def reply(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Body:
+        """The body of the reply."""
+
+    @abstractmethod
+    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        """The reply as server-sent events."""
+
+    def error(self, error: RequestError) -> Body:
+        """The body of an error."""
+        return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code or None}}
+
+
+class ChatCompletions(Dialect):
+    """OpenAI's `POST /v1/chat/completions`."""
+
+    path = "/v1/chat/completions"
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_choice": ("auto", "none"),
+        "response_format": ({"type": "text"},),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "audio": (),
+        "functions": (),
+        "prediction": (),
+        "web_search_options": (),
+    }
+
+    @override
+    def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
+        stop = body.get("stop") or ()
+        return ChatRequest(
+            messages=tuple(_message(each) for each in body["messages"]),
+            tools=() if body.get("tool_choice") == "none" else tuple(body.get("tools") or ()),
+            n=_count(body.get("n"), "n") or 1,
+            max_tokens=_count(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            sampling=_sampling(body),
+        )
+
+    @override
+    def reply(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Body:
+        choices = [
+            {
+                "index": index,
+                "message": _outgoing(each.message) | {"refusal": None},
+                "finish_reason": each.finish_reason,
+                "logprobs": None,
+            }
+            for index, each in enumerate(replies)
+        ]
+        return self._frame(id, body, "chat.completion") | {"choices": choices, "usage": _usage(replies)}
+
+    @override
+    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        frame = self._frame(id, body, "chat.completion.chunk")
+
+        def chunk(index: int, delta: Body, finish: str | None = None) -> Event:
+            choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+            return "", frame | {"choices": [choice]}
+
+        for index, each in enumerate(replies):
+            message = _outgoing(each.message)
+            calls = message.get("tool_calls", [])
+            yield chunk(index, {"role": "assistant", "content": ""})
+            if message.get("reasoning_content"):
+                yield chunk(index, {"reasoning_content": message["reasoning_content"]})
+            if message["content"]:
+                yield chunk(index, {"content": message["content"]})
+            for number, call in enumerate(calls):
+                yield chunk(index, {"tool_calls": [{"index": number, **call}]})
+            yield chunk(index, {}, each.finish_reason)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield "", frame | {"choices": [], "usage": _usage(replies)}
+        yield "", "[DONE]"
+
+    def _frame(self, id: str, body: Body, kind: str) -> Body:
+        return {"id": f"chatcmpl-{id}", "object": kind, "created": int(time.time()), "model": _model(body)}
+
+
+class Responses(Dialect):
+    """OpenAI's `POST /v1/responses`."""
+
+    path = "/v1/responses"
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_choice": ("auto", "none"),
+        "text": ({}, {"format": {"type": "text"}}),
+        "top_logprobs": (0,),
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+    }
+
+    @override
+    def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
+        messages: list[Message] = []
+        if previous := body.get("previous_response_id"):
+            if previous not in conversations:
+                raise RequestError(f"previous_response_id {previous!r} is no response of this rollout")
+            messages += [each for each in conversations[previous] if each["role"] != "system"]
+        given = body["input"]
+        messages += _items([{"role": "user", "content": given}] if isinstance(given, str) else given)
+        if body.get("instructions"):
+            messages.insert(0, {"role": "system", "content": _text(body["instructions"])})
+        tools = [_function_tool(each) for each in body.get("tools") or ()]
+        return ChatRequest(
+            messages=tuple(messages),
+            tools=() if body.get("tool_choice") == "none" else tuple(tools),
+            max_tokens=_count(body.get("max_output_tokens"), "max_output_tokens"),
+            sampling=_sampling(body),
+        )
+
+    @override
+    def reply(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Body:
+        (found,) = replies
+        message, cut = _outgoing(found.message), found.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        output: list[Body] = []
+        if reasoning := message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": reasoning}]
+            output.append({"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": content})
+        if message["content"] or not message.get("tool_calls"):
+            content = [{"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}]
+            item = {"type": "message", "id": f"msg_{id}", "status": status, "role": "assistant", "content": content}
+            output.append(item)
+        for number, call in enumerate(message.get("tool_calls", [])):
+            function = call["function"]
+            names = {"id": f"fc_{id}_{number}", "call_id": call["id"], "status": "completed"}
+            output.append({"type": "function_call", **names, **function})
+        usage = {
+            "input_tokens": found.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": found.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": found.prompt_tokens + found.completion_tokens,
+        }
+        return self._frame(id, body) | {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": usage,
+        }
+
+    @override
+    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        number = 0
+
+        def event(kind: str, **data: Any) -> Event:
+            nonlocal number
+            number += 1
+            return kind, {"type": kind, "sequence_number": number - 1, **data}
+
+        whole = self.reply(id, body, replies)
+        begun = self._frame(id, body) | {"status": "in_progress", "output": [], "usage": None}
+        yield event("response.created", response=begun)
+        yield event("response.in_progress", response=begun)
+        for index, item in enumerate(whole["output"]):
+            at = {"output_index": index, "item_id": item["id"]}
+            empty = item | {"content": []} if "content" in item else item | {"arguments": ""}
+            yield event("response.output_item.added", output_index=index, item=empty)
+            if item["type"] == "function_call":
+                yield event("response.function_call_arguments.delta", delta=item["arguments"], **at)
+                yield event(
+                    "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"], **at
+                )
+            elif item["type"] == "message":
+                (part,) = item["content"]
+                at["content_index"] = 0
+                yield event("response.content_part.added", part=part | {"text": ""}, **at)
+                yield event("response.output_text.delta", delta=part["text"], logprobs=[], **at)
+                yield event("response.output_text.done", text=part["text"], logprobs=[], **at)
+                yield event("response.content_part.done", part=part, **at)
+            yield event("response.output_item.done", output_index=index, item=item)
+        yield event(f"response.{whole['status']}", response=whole)
+
+    def _frame(self, id: str, body: Body) -> Body:
+        return {
+            "id": f"resp_{id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": _model(body),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": body.get("previous_response_id"),
+            "temperature": None,
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "top_p": None,
+        }
+
+
+class Messages(Dialect):
+    """Anthropic's `POST /v1/messages`."""
+
+    path = "/v1/messages"
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_choice": ({"type": "auto"}, {"type": "none"}),
+        "mcp_servers": ([],),
+        "container": (),
+        "output_config": ({},),
+    }
+
+    @override
+    def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
+        messages: list[Message] = []
+        if body.get("system"):
+            messages.append({"role": "system", "content": _text(body["system"])})
+        for each in body["messages"]:
+            messages += _blocks(each["role"], each["content"])
+        tools = [
+            _function_tool({**each, "parameters": each["input_schema"]} if "input_schema" in each else each)
+            for each in body.get("tools") or ()
+        ]
+        return ChatRequest(
+            messages=tuple(messages),
+            tools=() if (body.get("tool_choice") or {}).get("type") == "none" else tuple(tools),
+            max_tokens=_count(body["max_tokens"], "max_tokens"),
+            stop=tuple(body.get("stop_sequences") or ()),
+            sampling=_sampling(body),
+        )
+
+    @override
+    def reply(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Body:
+        (found,) = replies
+        message = _outgoing(found.message)
+        content: list[Body] = []
+        if reasoning := message.get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": _object(function)})
+        reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[found.finish_reason]
+        return {
+            "id": f"msg_{id}",
+            "type": "message",
+            "role": "assistant",
+            "model": _model(body),
+            "content": content,
+            "stop_reason": "stop_sequence" if found.stop and reason == "end_turn" else reason,
+            "stop_sequence": found.stop,
+            "usage": {"input_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens},
+        }
+
+    @override
+    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        def event(kind: str, **data: Any) -> Event:
+            return kind, {"type": kind, **data}
+
+        whole = self.reply(id, body, replies)
+        begun: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
+        begun["usage"] = whole["usage"] | {"output_tokens": 0}
+        yield event("message_start", message=whole | begun)
+        for index, block in enumerate(whole["content"]):
+            empty: Body
+            if block["type"] == "tool_use":
+                empty = {"input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            else:
+                name = block["type"]
+                empty, delta = {name: ""}, {"type": f"{name}_delta", name: block[name]}
+            yield event("content_block_start", index=index, content_block=block | empty)
+            yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
+        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield event("message_delta", delta=end, usage=whole["usage"])
+        yield event("message_stop")
+
+    @override
+    def error(self, error: RequestError) -> Body:
+        return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
+
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
+"""All APIs of the endpoint."""
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    """A message of a chat completion, without keys of the client's own."""
+    role = {"developer": "system"}.get(given["role"], given["role"])
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"role {role!r}, expected system, developer, user, assistant or tool")
+    found: dict[str, Any] = {"role": role, "content": _text(given.get("content") or "")}
+    if given.get("tool_calls"):
+        found["tool_calls"] = [
+            {"id": each["id"], "type": "function", "function": _only(each["function"], "name", "arguments")}
+            for each in given["tool_calls"]
+        ]
+    for key in ("tool_call_id", "name", "reasoning_content"):
+        if given.get(key):
+            found[key] = given[key]
+    return found
+
+
+def _items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Items of the Responses API as messages. Adjacent items of one reply are one message."""
+    found: list[dict[str, Any]] = []
+
+    def of_reply() -> dict[str, Any]:
+        if not found or found[-1]["role"] != "assistant":
+            found.append({"role": "assistant", "content": ""})
+        return found[-1]
+
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message" and item["role"] == "assistant":
+            of_reply()["content"] += _text(item["content"])
+        elif kind == "message":
+            found.append(dict(_message(item)))
+        elif kind == "function_call":
+            call = {"id": item["call_id"], "type": "function", "function": _only(item, "name", "arguments")}
+            of_reply().setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        elif kind != "reasoning":
+            raise ValueError(f"items of type {kind!r} are not supported")
+    return list(found)
+
+
+def _blocks(role: str, content: Any) -> list[Message]:
+    """A message of the Anthropic API. Results of tools become messages of their own."""
+    if role not in ("user", "assistant"):
+        raise ValueError(f"role {role!r}, expected user or assistant")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    texts, calls, results = [], [], []
+    for block in content:
+        kind = block["type"]
+        if kind == "text":
+            texts.append(block["text"])
+        elif kind == "tool_use":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "tool_result":
+            text = _text(block.get("content") or "")
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+        elif kind not in ("thinking", "redacted_thinking"):
+            raise ValueError(f"content blocks of type {kind!r} are not supported")
+    message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    return [*results, *([message] if texts or calls or not results else [])]
+
+
+def _text(content: Any) -> str:
+    """Text of a content: a string, or parts of text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part["type"] not in ("text", "input_text", "output_text"):
+            raise ValueError(f"content parts of type {part['type']!r} are not supported")
+    return "".join(part["text"] for part in content)
+
+
+def _function_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with its schema at the top level, in the format of chat completions."""
+    if "parameters" not in tool:
+        raise RequestError(f"tool {tool.get('name', tool.get('type'))!r} is no function: the endpoint runs no tools")
+    return {"type": "function", "function": _only(tool, "name", "description", "parameters")}
+
+
+def _outgoing(message: Message) -> Body:
+    """The message of a reply, as chat completions return it."""
+    found: Body = {"role": "assistant", "content": message["content"]}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [
+            {**each, "type": "function", "function": {**each["function"], "arguments": _json(each["function"])}}
+            for each in calls
+        ]
+        found["content"] = message["content"] or None
+    if reasoning := message.get("reasoning_content"):
+        found["reasoning_content"] = reasoning
+    return found
+
+
+def _json(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _object(function: Mapping[str, Any]) -> Any:
+    """Arguments as an object, as the Anthropic API requires."""
+    try:
+        found = json.loads(_json(function))
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": function["arguments"]}
+
+
+def _only(given: Mapping[str, Any], *names: str) -> Body:
+    return {name: given[name] for name in names if given.get(name) is not None}
+
+
+def _sampling(body: Body) -> Body:
+    return {name: body[name] for name in SAMPLING if body.get(name) is not None}
+
+
+def _count(value: Any, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(f"{name} is {value!r:.40}, expected a positive integer")
+    return value
+
+
+def _usage(replies: Sequence[ChatReply]) -> Body:
+    prompt, sampled = replies[0].prompt_tokens, sum(each.completion_tokens for each in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _model(body: Body) -> str:
+    return str(body.get("model") or "policy")

@@ -1,0 +1,115 @@
+"""Environments whose attempts fail with a given probability, each in one of several ways."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from roll_core.spec.environment import Environment, Opening, Turn
+from roll_core.types import Reward
+
+MOST_TURNS = 6
+STAGES = ("reset", "step", "score")
+KINDS_INLINE = tuple(f"{how} at {stage}" for how in ("raise", "hang") for stage in STAGES)
+KINDS = (*KINDS_INLINE, *(f"exit at {stage}" for stage in STAGES))
+MARK = "a process that an environment of the ledger test started"
+
+injected: Counter[str] = Counter()
+open_environments = 0
+_rng = random.Random()
+_share = 0.0
+_kinds: tuple[str, ...] = KINDS_INLINE
+
+
+def reset(*, share: float, seed: int, kinds: tuple[str, ...] = KINDS_INLINE) -> None:
+    """Forget all injected failures."""
+    global open_environments, _share, _kinds
+    injected.clear()
+    open_environments, _share, _kinds = 0, share, kinds
+    _rng.seed(seed)
+
+
+def num_turns(seed: int) -> int:
+    """Turns of an episode."""
+    return 1 + seed % MOST_TURNS
+
+
+class Walk(Environment):
+    """Coroutines for one loop. An attempt is chosen to fail when it is created."""
+
+    def __init__(self) -> None:
+        global open_environments
+        open_environments += 1
+        self.fails = _rng.choice(_kinds) if _rng.random() < _share else ""
+        self.turn = 0
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        await self.maybe("reset")
+        self.turns = num_turns(seed)
+        self.fails_in = _rng.randrange(self.turns) if self.fails else 0
+        return Opening(messages=[{"role": "user", "content": "walk"}])
+
+    async def step(self, reply: Any) -> Turn:
+        await asyncio.sleep(_rng.random() * 0.1)
+        if self.turn == self.fails_in:
+            await self.maybe("step")
+        self.turn += 1
+        return Turn(reward=1.0, done=self.turn == self.turns, messages=[{"role": "user", "content": "on"}])
+
+    async def score(self) -> Reward:
+        await self.maybe("score")
+        return Reward(value=0.5)
+
+    async def close(self) -> None:
+        global open_environments
+        open_environments -= 1
+
+    async def maybe(self, stage: str) -> None:
+        if self.fails.endswith(stage):
+            injected[self.fails] += 1
+            if self.fails.startswith("hang"):
+                await asyncio.sleep(10**6)
+            raise RuntimeError(self.fails)
+
+
+class WalkInProcess(Environment):
+    """Blocking code. Failures are logged before they happen. Each attempt that hangs has started a process."""
+
+    def __init__(self, log: str = "", share: float = 0.0) -> None:
+        self.log, self.rng = log, random.Random(os.urandom(8))
+        self.fails = self.rng.choice(KINDS) if self.rng.random() < share else ""
+        self.turn = 0
+
+    def reset(self, task: Any, seed: int) -> Opening:
+        self.maybe("reset")
+        self.turns = num_turns(seed)
+        self.fails_in = self.rng.randrange(self.turns)
+        return Opening(messages=[{"role": "user", "content": "walk"}])
+
+    def step(self, reply: Any) -> Turn:
+        if self.turn == self.fails_in:
+            self.maybe("step")
+        self.turn += 1
+        return Turn(reward=1.0, done=self.turn == self.turns, messages=[{"role": "user", "content": "on"}])
+
+    def score(self) -> Reward:
+        self.maybe("score")
+        return Reward(value=0.5)
+
+    def maybe(self, stage: str) -> None:
+        if not self.fails.endswith(stage):
+            return
+        with open(self.log, "a", encoding="utf-8") as file:
+            file.write(f"{self.fails}\n")
+        if self.fails.startswith("exit"):
+            os._exit(3)
+        if self.fails.startswith("hang"):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK])
+            time.sleep(600)
+        raise RuntimeError(self.fails)

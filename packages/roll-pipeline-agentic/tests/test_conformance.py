@@ -1,0 +1,54 @@
+"""The environments of this package under the kit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from roll_core.spec.environment import Reply
+from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
+from roll_pipeline_agentic.environments.guess_number import BinarySearch, GuessNumber
+from roll_pipeline_agentic.environments.sokoban import Sokoban
+from roll_testing.environments import EnvironmentConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class TestGuessNumber(EnvironmentConformance):
+    def create(self) -> GuessNumber:
+        return GuessNumber(low=1, high=30)
+
+    def replies(self, seed: int) -> Sequence[str]:
+        async def search() -> list[str]:
+            environment, oracle, said = self.create(), BinarySearch(low=1, high=30), [""]
+            opening = await environment.reset({}, seed)
+            message = opening.messages[0]["content"]
+            while True:
+                said.append(oracle.reply(message))
+                turn = await environment.step(Reply(text=said[-1]))
+                if turn.done:
+                    return said[1:]
+                message = turn.messages[0]["content"]
+
+        return asyncio.run(search())
+
+
+class TestFrozenLake(EnvironmentConformance):
+    def create(self) -> FrozenLake:
+        return FrozenLake(size=5, holes=0.3)
+
+    def replies(self, seed: int) -> Sequence[str]:
+        environment = self.create()
+        asyncio.run(environment.reset({}, seed))
+        return environment.oracle()
+
+
+class TestSokoban(EnvironmentConformance):
+    def create(self) -> Sokoban:
+        return Sokoban(rows=6, columns=6, boxes=1)
+
+    def replies(self, seed: int) -> Sequence[str]:
+        environment = self.create()
+        asyncio.run(environment.reset({}, seed))
+        return environment.oracle()

@@ -1,0 +1,198 @@
+"""Environments inline, in threads and in processes: deadlines, failures that name the package, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from roll_core.errors import EnvironmentFailure
+from roll_core.spec.environment import Reply
+from roll_pipeline_agentic import environment_process
+from roll_pipeline_agentic.config import AgenticEnvConfig
+from roll_pipeline_agentic.hosting import EnvironmentHost
+
+sys.path.insert(0, str(Path(__file__).parent))
+import wrong_environments as wrong
+
+
+def host(
+    isolation: Any, cls: Any = wrong.Echo, *, timeout_s: float = 5.0, concurrency: int = 0, **options: Any
+) -> EnvironmentHost:
+    config = AgenticEnvConfig(
+        environment="x", setup_timeout_s=timeout_s, step_timeout_s=timeout_s, score_timeout_s=timeout_s
+    )
+    return EnvironmentHost(
+        "x",
+        config,
+        target=f"wrong_environments:{cls.__name__}",
+        options=options,
+        owner="environment 'x' of acme 1.0",
+        isolation=isolation,
+        concurrency=concurrency,
+        create=partial(cls, **options),
+    )
+
+
+async def episode(of: EnvironmentHost) -> float:
+    async with of.environment() as environment:
+        await environment.reset({}, 0)
+        total = 0.0
+        while True:
+            turn = await environment.step(Reply(text="7"))
+            total += turn.reward or 0.0
+            if turn.done:
+                break
+        score = await environment.score()
+        return total + ((score.value or 0.0) if score else 0.0)
+
+
+async def closed(of: EnvironmentHost, *episodes: Any) -> list[Any]:
+    try:
+        return await asyncio.gather(*episodes, return_exceptions=True)
+    finally:
+        await of.close()
+
+
+@pytest.fixture(autouse=True)
+def children_import_wrong(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    yield
+    left = [
+        each for each in psutil.Process().children(recursive=True) if "environment_process" in " ".join(each.cmdline())
+    ]
+    assert not left
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_blocking_environments_run_beside_each_other(isolation: str) -> None:
+    async def run() -> list[Any]:
+        of = host(isolation)
+        return await closed(of, *(episode(of) for _ in range(3)))
+
+    assert asyncio.run(run()) == [1.0, 1.0, 1.0]
+
+
+CALLS = [("thread", at, how) for at in ("init", "reset", "step", "score") for how in ("raise", "exit")]
+
+
+@pytest.mark.parametrize(
+    ("isolation", "at", "how"), [*CALLS, ("process", "init", "raise"), ("process", "step", "exit")]
+)
+def test_an_exception_is_a_failure_of_the_episode(isolation: str, at: str, how: str) -> None:
+    async def run() -> list[Any]:
+        of = host(isolation, at=at, how=how)
+        return await closed(of, episode(of))
+
+    (failure,) = asyncio.run(run())
+    assert isinstance(failure, EnvironmentFailure)
+    assert "acme" in str(failure)
+    assert "custom_envs.x" in str(failure)
+
+
+def test_processes_and_threads_describe_an_error_alike() -> None:
+    async def run(isolation: str) -> Any:
+        of = host(isolation, at="step", how="raise")
+        (failure,) = await closed(of, episode(of))
+        return failure
+
+    in_process, in_thread = (str(asyncio.run(run(each))) for each in ("process", "thread"))
+    assert in_process == in_thread
+    assert "RuntimeError" not in in_process
+
+
+@pytest.mark.parametrize("how", ["type", "nan", "role", "silent", "failed score"])
+def test_an_invalid_result_is_a_failure_of_the_episode(how: str) -> None:
+    async def run() -> list[Any]:
+        of = host("thread", how=how)
+        return await closed(of, episode(of))
+
+    (failure,) = asyncio.run(run())
+    assert isinstance(failure, EnvironmentFailure)
+
+
+def test_an_error_in_close_changes_nothing() -> None:
+    async def run() -> list[Any]:
+        of = host("thread", at="close", how="raise")
+        return await closed(of, episode(of))
+
+    assert asyncio.run(run()) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("isolation", "cls"), [("inline", wrong.Slow), ("thread", wrong.Echo), ("process", wrong.Echo)]
+)
+def test_a_hanging_call_is_stopped_at_its_deadline(isolation: str, cls: Any) -> None:
+    options = {} if cls is wrong.Slow else {"at": "step", "how": "hang"}
+
+    async def run() -> list[Any]:
+        of = host(isolation, cls, timeout_s=0.3, **options)
+        return await closed(of, episode(of), episode(of))
+
+    begin = time.monotonic()
+    failures = asyncio.run(run())
+    assert all(isinstance(each, EnvironmentFailure) for each in failures)
+    assert time.monotonic() - begin < 60
+
+
+def test_a_process_that_exits_is_replaced(tmp_path: Path) -> None:
+    async def run() -> list[Any]:
+        dying, fine = host("process", at="step", how="die"), host("process", concurrency=1, log=str(tmp_path / "log"))
+        first = await closed(dying, episode(dying))
+        return first + await closed(fine, *(episode(fine) for _ in range(3)))
+
+    failure, *rest = asyncio.run(run())
+    assert isinstance(failure, EnvironmentFailure)
+    assert rest == [1.0, 1.0, 1.0]
+    # One process served the three episodes, one after the other.
+    calls = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [name for name, _ in calls].count("init") == 3
+    assert len({pid for _, pid in calls}) == 1
+    assert str(os.getpid()) not in {pid for _, pid in calls}
+
+
+def test_a_process_ends_with_its_driver_also_during_a_call() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-P", environment_process.__file__, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    with ours:
+        options = {"at": "step", "how": "hang"}
+        for request in (
+            {"create": "wrong_environments:Echo", "options": options},
+            {"call": "reset", "arguments": [{}, 0]},
+        ):
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            assert "error" not in json.loads(ours.recv(10_000))
+        ours.sendall(json.dumps({"call": "step", "arguments": [{"text": "1"}]}).encode() + b"\n")
+    assert process.wait(timeout=30) == 0
+
+
+def test_a_cancelled_episode_stops_the_call_of_its_environment(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def run() -> None:
+        of = host("process", at="step", how="hang", log=str(log))
+        async with asyncio.timeout(30):
+            async with of.environment() as environment:
+                await environment.reset({}, 0)
+                task = asyncio.ensure_future(environment.step(Reply(text="7")))
+                while "step" not in log.read_text():
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await of.close()
+
+    asyncio.run(run())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text().split()[-1]), 0)

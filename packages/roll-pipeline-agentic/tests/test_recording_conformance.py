@@ -1,0 +1,199 @@
+"""The endpoint passes the kit, and wrong recorders fail exactly their test."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from roll_core.types import Rollout
+from roll_pipeline_agentic.recording import Limits, Recorder
+from roll_pipeline_agentic.recording_server import RecordingServer
+from roll_testing.recording import RecordingConformance
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass
+class Recorded:
+    base_url: str
+    api_key: str
+    recorder: Recorder
+    session: Any
+
+    async def finish(self) -> tuple[Rollout, str]:
+        rollout = await self.recorder.finish()
+        if self.session is not None:
+            self.session.__exit__(None, None, None)
+            self.session = None
+        return rollout, self.recorder.problem
+
+
+class TestEndpoint(RecordingConformance):
+    recorder: type[Recorder] = Recorder
+    server: type[RecordingServer] = RecordingServer
+
+    @asynccontextmanager
+    async def rollout(self, context: Any, encoder: Any, *, calls: int, tokens: int) -> AsyncIterator[Recorded]:
+        recorder = self.recorder(context, encoder, Limits(calls=calls, reply_tokens=64, tokens=tokens), key="0/0")
+        server = self.server()
+        await server.start()
+        session = server.session(recorder)
+        recorded = Recorded(server.base_url, session.__enter__(), recorder, session)
+        try:
+            yield recorded
+        finally:
+            await recorded.finish()
+            await server.close()
+
+
+# -- wrong recorders ---------------------------------------------------------------------------------------------------
+
+
+class EncodesAgain(Recorder):
+    def _prompt(self, request: Any) -> Any:
+        _, budget, begin, _ = super()._prompt(request)
+        return self._encoder.encode(request.messages), budget, begin, None
+
+
+class DropsATurn(Recorder):
+    async def finish(self) -> Rollout:
+        rollout = await super().finish()
+        chain = len(rollout.turns) == 3 and [turn.parent for turn in rollout.turns] == [None, 0, 1]
+        return Rollout(turns=rollout.turns[:-1]) if chain else rollout
+
+
+class TrainsABranchTwice(Recorder):
+    async def finish(self) -> Rollout:
+        rollout = await super().finish()
+        if [turn.parent for turn in rollout.turns] != [None, 0, 0]:
+            return rollout
+        first, *branches = rollout.turns
+        again = replace(branches[1], parent=2)
+        return Rollout(turns=(first, branches[0], first, again))
+
+
+class InventsLogprobs(Recorder):
+    async def finish(self) -> Rollout:
+        rollout = await super().finish()
+        return Rollout(turns=tuple(replace(turn, logprobs=np.zeros_like(turn.logprobs)) for turn in rollout.turns))
+
+
+class SamplesRetriesAgain(Recorder):
+    def begin(self, request: Any, *, digest: str, key: str = "", retried: bool = False) -> Any:
+        return super().begin(request, digest=digest, key=key, retried=False)
+
+
+class NeverSamplesTwice(Recorder):
+    def begin(self, request: Any, *, digest: str, key: str = "", retried: bool = False) -> Any:
+        return super().begin(request, digest=digest, key=key, retried=True)
+
+
+class TrainsOnWhatNobodyReceived(Recorder):
+    async def finish(self) -> Rollout:
+        await asyncio.sleep(0.05)
+        for call in self._calls:
+            call.delivered = call.task.done()
+        return await super().finish()
+
+
+class IgnoresForeignReplies(Recorder):
+    def _check_replies(self, messages: Any, *, first: bool) -> None:
+        pass
+
+
+class IgnoresMissingTokens(Recorder):
+    def incomplete(self, problem: str) -> None:
+        if "tokens" not in problem:
+            super().incomplete(problem)
+
+
+class HasNoLimits(Recorder):
+    def __init__(self, context: Any, encoder: Any, limits: Limits, **given: Any) -> None:
+        super().__init__(context, encoder, Limits(calls=99, reply_tokens=64, tokens=9999), **given)
+
+
+class OneSampleOnly(Recorder):
+    async def finish(self) -> Rollout:
+        rollout = await super().finish()
+        roots = [turn for turn in rollout.turns if turn.parent is None]
+        same = {tuple(turn.context_ids.tolist()) for turn in roots}
+        return Rollout(turns=(roots[0],)) if len(roots) == 3 and len(same) == 1 else rollout
+
+
+class KeepsSecrets(RecordingServer):
+    def session(self, recorder: Recorder) -> Any:
+        context = super().session(recorder)
+        self._recorders = _Unforgetting(self._recorders)
+        return context
+
+
+class _Unforgetting(dict[str, Any]):
+    def __delitem__(self, key: str) -> None:
+        pass
+
+
+SHARED: list[Recorder] = []
+
+
+class MixesRollouts(RecordingServer):
+    """The last rollout gets all calls."""
+
+    def session(self, recorder: Recorder) -> Any:
+        SHARED.append(recorder)
+        return super().session(recorder)
+
+    def _recorder(self, request: Any) -> Recorder:
+        super()._recorder(request)
+        return SHARED[-1]
+
+
+class CutsStreams(RecordingServer):
+    def _handler(self, dialect: Any) -> Any:
+        class Cut(type(dialect)):  # type: ignore[misc]
+            def events(self, id: str, body: Any, replies: Any) -> Any:
+                events = list(super().events(id, body, replies))
+                return iter([event for event in events if '"content": "the' not in str(event[1]).replace("'", '"')])
+
+        return super()._handler(Cut())
+
+
+WRONG = {
+    EncodesAgain: "a_prompt_begins_with_the_recorded_tokens",
+    DropsATurn: "every_turn_is_recorded",
+    InventsLogprobs: "logprobs_are_those_of_the_engine",
+    TrainsABranchTwice: "a_branch_is_trained_once",
+    OneSampleOnly: "several_samples_of_a_request_are_siblings",
+    CutsStreams: "a_stream_has_the_same_content",
+    SamplesRetriesAgain: "a_repeated_request_is_sampled_once",
+    NeverSamplesTwice: "an_equal_request_is_sampled_again",
+    KeepsSecrets: "a_secret_ends_with_its_rollout",
+    MixesRollouts: "rollouts_do_not_mix",
+    IgnoresForeignReplies: "a_call_that_went_around_is_incomplete",
+    IgnoresMissingTokens: "a_response_without_tokens_is_incomplete",
+    TrainsOnWhatNobodyReceived: "a_reply_that_nobody_received_is_no_turn",
+    HasNoLimits: "limits_refuse_calls",
+}
+ALSO = {
+    EncodesAgain: {"every_turn_is_recorded", "a_branch_is_trained_once"},
+    DropsATurn: {"a_prompt_begins_with_the_recorded_tokens"},
+}
+"""Tests that cannot pass either: a prompt that was encoded again is no continuation."""
+TESTS = [name for name in vars(RecordingConformance) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_recorder_fails_its_test(wrong: Any) -> None:
+    kit = type("Wrong", (TestEndpoint,), {"server" if issubclass(wrong, RecordingServer) else "recorder": wrong})()
+    failed = set()
+    for name in TESTS:
+        try:
+            getattr(kit, name)()
+        except Exception:
+            failed.add(name.removeprefix("test_"))
+    assert {WRONG[wrong]} <= failed <= {WRONG[wrong]} | ALSO.get(wrong, set())

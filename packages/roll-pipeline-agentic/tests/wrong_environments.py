@@ -1,0 +1,75 @@
+"""Environments that fail, each in its own way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from roll_core.spec.environment import Environment, Opening, Reply, Turn
+from roll_core.types import Reward
+
+OPENING = Opening(messages=[{"role": "user", "content": "1"}])
+
+
+class Echo(Environment):
+    """Blocking. The third turn ends the episode with reward 1. Options select what goes wrong."""
+
+    def __init__(self, *, at: str = "", how: str = "", log: str = "") -> None:
+        self.at, self.how, self.log, self.turns = at, how, log, 0
+        self._fail("init")
+
+    def _fail(self, where: str) -> None:
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(f"{where} {os.getpid()}\n")
+        if where != self.at:
+            return
+        if self.how == "raise":
+            raise ValueError("no such level")
+        if self.how == "hang":
+            time.sleep(3600)
+        if self.how == "exit":
+            sys.exit(3)
+        if self.how == "die":
+            os._exit(3)
+
+    def reset(self, task: Any, seed: int) -> Opening:
+        self._fail("reset")
+        return OPENING
+
+    def step(self, reply: Reply) -> Any:
+        self._fail("step")
+        self.turns += 1
+        bad: dict[str, Any] = {
+            "type": {"reward": 1.0},
+            "nan": Turn(reward=float("nan"), done=True),
+            "role": Turn(messages=[{"role": "assistant", "content": "0"}]),
+            "silent": Turn(),
+        }
+        if self.how in bad:
+            return bad[self.how]
+        if self.turns == 3:
+            return Turn(reward=None if self.how == "no reward" else 1.0, done=True)
+        return Turn(messages=[{"role": "user", "content": str(self.turns)}])
+
+    def score(self) -> Reward | None:
+        self._fail("score")
+        return Reward(value=None, failure="the judge is away") if self.how == "failed score" else None
+
+    def close(self) -> None:
+        self._fail("close")
+
+
+class Slow(Environment):
+    """Coroutines that never return."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        return OPENING
+
+    async def step(self, reply: Reply) -> Turn:
+        await asyncio.sleep(3600)
+        raise AssertionError

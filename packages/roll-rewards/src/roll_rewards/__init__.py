@@ -1,0 +1,1 @@
+"""Rewards for ROLL: code in a sandbox, rules, judges, HTTP services and combinations of them."""

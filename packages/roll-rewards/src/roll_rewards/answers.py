@@ -1,0 +1,175 @@
+r"""Rules that compare the response's answer with the row's: choices, texts, words in common.
+
+The answer is what `answer_pattern` captures last, or else the content of the last `\boxed{…}` or `<answer>…</answer>`,
+or what follows the last "answer is" on its line. Otherwise it is the whole text after `</think>`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import DataError
+from roll_core.spec.rollout import RewardFunction
+from roll_core.types import Reward
+
+if TYPE_CHECKING:
+    from roll_core.spec.rollout import RewardRequest
+    from roll_rewards.config import AnswerConfig
+
+PHRASE = re.compile(r"answer(?:[ \t]+is)?[ \t]*[:=]?[ \t]*([^\n]+)", re.IGNORECASE)
+CHOICE = re.compile(r"^(?:option |choice )?\(?([A-Z])(?:[).:]+\s*(.*))?$", re.IGNORECASE | re.DOTALL)
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last complete `\boxed{…}`, with balanced braces; None without one."""
+    last, opened = (-1, -1), list[int]()  # starts of contents; -1 for braces that are no box
+    for brace in re.finditer(r"\\boxed\{|[{}]", text):
+        if brace[0] != "}":
+            opened.append(brace.end() if len(brace[0]) > 1 else -1)
+        elif opened:
+            last = max(last, (opened.pop(), brace.start()))
+    return text[last[0] : last[1]] if last[0] >= 0 else None
+
+
+def tagged(text: str) -> str | None:
+    """Content of the last `<answer>…</answer>`; None without one."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + 8 : end] if start >= 0 else None
+
+
+def find_answer(response: str, pattern: str = "") -> tuple[str, bool]:
+    """The answer, and whether the response marked it."""
+    text = response.rpartition("</think>")[2]
+    if pattern:
+        found = [each.group(1) for each in re.finditer(pattern, text, re.DOTALL)]
+        return (found[-1].strip(), True) if found and found[-1] is not None else ("", False)
+    if (inside := boxed(text)) is not None:
+        return re.sub(r"\\text\{([^{}]*)\}", r"\1", inside).strip(), True
+    if (inside := tagged(text)) is not None:
+        return inside.strip(), True
+    if phrases := PHRASE.findall(text):
+        return phrases[-1].strip().rstrip("."), True
+    return text.strip(), False
+
+
+def normalised(text: str) -> str:
+    """Lower case, without punctuation, articles and repeated blanks, as SQuAD compares answers (1606.05250)."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def f1(found: str, expected: str) -> float:
+    """Harmonic mean of precision and recall of the words in common, `2 c / (n + m)` (SQuAD, 1606.05250).
+
+    Of two answers without words, as of "a" and "the", it is 1: they are equal.
+    """
+    words, wanted = normalised(found).split(), normalised(expected).split()
+    if not words or not wanted:
+        return float(words == wanted)
+    common = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted))
+
+
+def split_choice(text: str) -> tuple[str, str]:
+    """Letter and text of a choice such as `B`, `(b)`, `**B**` or `B) Paris`; two empty texts if it is none."""
+    match = CHOICE.match(text.strip(" \t\n*_$`"))
+    return (match[1].upper(), (match[2] or "").strip()) if match else ("", "")
+
+
+def same(found: str, expected: str) -> bool:
+    """True if two answers are equal once normalised, or equal as they are if nothing of them is left then."""
+    if not normalised(expected):
+        return found.strip() == expected.strip()
+    return normalised(found) == normalised(expected)
+
+
+class AnswerReward(RewardFunction):
+    """Base of rewards that compare an answer with alternatives. The best one counts."""
+
+    config: AnswerConfig
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        config = self.config
+        truths = truths_of(request, config.ground_truth)
+        answer, marked = find_answer(request.response, config.answer_pattern)
+        detail: dict[str, float | str] = {"answer": answer[:200]}
+        if config.require_answer and not marked:
+            return Reward(value=0.0, detail=detail)
+        return Reward(value=max(self.compare(answer, each) for each in truths), detail=detail)
+
+    def compare(self, answer: str, truth: str) -> float:
+        """Value of an answer."""
+        raise NotImplementedError
+
+
+class ExactMatch(AnswerReward):
+    """1 if the normalised answer equals the normalised ground truth."""
+
+    @override
+    def compare(self, answer: str, truth: str) -> float:
+        return float(same(answer, truth))
+
+
+class F1(AnswerReward):
+    """Words in common with the ground truth."""
+
+    @override
+    def compare(self, answer: str, truth: str) -> float:
+        return f1(answer, truth)
+
+
+class MultipleChoice(AnswerReward):
+    """1 if the answer's letter is that of the ground truth."""
+
+    @override
+    def compare(self, answer: str, truth: str) -> float:
+        expected, _ = split_choice(truth)
+        if not expected:
+            raise DataError(f"the ground truth {truth[:60]!r} names no choice, expected a letter such as B")
+        return float(split_choice(answer)[0] == expected)
+
+
+class CrossThinkQA(AnswerReward):
+    """1 if the answer is the right choice, by its letter or its text, or else equals the ground truth.
+
+    The rows of Nemotron-CrossThink (2504.13941) mix choices, for example `(B) Paris`, and short texts.
+    """
+
+    @override
+    def compare(self, answer: str, truth: str) -> float:
+        letter, text = split_choice(truth)
+        if not letter:
+            return float(same(answer, truth))
+        chosen, rest = split_choice(answer)
+        if chosen:  # a letter with the text of another choice is wrong
+            return float(chosen == letter and (not rest or not text or same(rest, text)))
+        return float(bool(text) and same(answer, text))
+
+
+def truths_of(request: RewardRequest, column: str) -> list[str]:
+    """Right answers of a row, as texts. Raises `DataError` if there is none."""
+    value: Any = request.metadata.get(column)
+    value = value.tolist() if hasattr(value, "tolist") else value
+    values = value if isinstance(value, (list, tuple)) else [value]
+    usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
+    texts = [str(each) for each in usable if str(each).strip() and not _is_infinite(each)]
+    if not values or len(texts) != len(values):
+        known = ", ".join(sorted(request.metadata)) or "none"
+        raise DataError(
+            f"sample {request.sample.id}: column {column!r} holds {str(value)[:100]!r}, expected a text, a number or a"
+            f" list of them (the row's columns: {known})"
+        )
+    return texts
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,208 @@
+"""Tests of a row for the reward `code`, and how outputs compare. Everything here is plain data in the worker.
+
+Data sets write tests in these forms, also as the JSON text of one:
+
+    {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}                        APPS, TACO, CodeContests
+    {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}           their call-based problems
+    [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, ...]            LiveCodeBench
+    [{"input": "1\n2", "output": "3", "testtype": "functional"}, ...]          arguments as one JSON value per line
+    ["assert add(1, 2) == 3", ...]                                             MBPP
+    [{"assert_code": "def test_add(): ..."}, ...]                              ROLL
+    "def check(candidate): ..."                                                HumanEval, with the column fn_name
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FENCE = re.compile(r" {0,3}```+[ \t]*([\w+-]*)")
+PYTHON = ("", "python", "python3", "py")
+INPUT_KEYS, OUTPUT_KEYS = ("input", "stdin"), ("output", "expected_stdout", "expected_output")
+
+
+@dataclass(frozen=True, slots=True)
+class StdinTest:
+    """A program that reads standard input and writes the expected text to standard output."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallTest:
+    """A call and its expected values, any of which is right."""
+
+    function: str
+    arguments: tuple[Any, ...]
+    expected: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTest:
+    """Test code that calls the program, and the name of the function that it calls `candidate`."""
+
+    source: str
+    entry: str
+
+
+Test = StdinTest | CallTest | CodeTest
+
+
+def last_program(response: str, *, require_code_block: bool = True) -> str | None:
+    """The last fenced block of Python; None without one. Text before `</think>` is reasoning and does not count."""
+    text = response.replace("\r\n", "\n").rpartition("</think>")[2]
+    program, opened = None, None
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        fence = FENCE.match(line) if "```" in line else None
+        if fence is None:
+            continue
+        if opened is None:
+            opened = number, fence[1].lower()
+        elif not line.strip().strip("`"):
+            if opened[1] in PYTHON:
+                program = "".join(f"{each}\n" for each in lines[opened[0] + 1 : number])
+            opened = None
+    return program if program is not None or require_code_block else text
+
+
+def read_tests(value: Any, fn_name: str = "") -> list[Test]:
+    """Tests of a row. Raises `ValueError` with what is wrong."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = [value]  # test code
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, dict):
+        value = _columns(value, fn_name)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{_short(value)}, expected a list of tests that is not empty")
+    tests = [each if isinstance(each, (CallTest, StdinTest)) else _test(each, fn_name) for each in value]
+    if not any(_compares(each) for each in tests):
+        raise ValueError("every expected output is empty, so a program that does nothing would pass")
+    return tests
+
+
+def _columns(value: Mapping[str, Any], fn_name: str) -> list[Any]:
+    if "inputs" not in value:
+        return [value]
+    inputs, outputs, function = value["inputs"], value.get("outputs"), value.get("fn_name") or fn_name
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("inputs and outputs, expected two lists of equal length")
+    pairs = zip(inputs, outputs, strict=True)
+    if not function:
+        return [StdinTest(_text(stdin), _text(stdout)) for stdin, stdout in pairs]
+    return [_call(function, arguments, output) for arguments, output in pairs]
+
+
+def _test(value: Any, fn_name: str) -> Test:
+    if isinstance(value, str) and value.strip():
+        return CodeTest(value, fn_name)
+    if not isinstance(value, dict):
+        raise ValueError(f"a test is {_short(value)}, expected test code, or a mapping with input and output")
+    if "assert_code" in value:
+        return _test(str(value["assert_code"]), str(value.get("entry_point") or fn_name))
+    stdin = next((value[key] for key in INPUT_KEYS if key in value), None)
+    output = next((value[key] for key in OUTPUT_KEYS if key in value), None)
+    if stdin is None or output is None:
+        raise ValueError(f"a test has the keys {sorted(map(str, value))}, expected input and output, or assert_code")
+    function = str(value.get("fn_name") or fn_name)
+    if value.get("testtype", "functional" if function else "stdin") == "stdin":
+        return StdinTest(_text(stdin), _text(output))
+    if not function:
+        raise ValueError("a functional test without the name of its function: set it in the column fn_name")
+    return _call(function, stdin, output)
+
+
+def _call(function: str, arguments: Any, output: Any) -> CallTest:
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        output = json.loads(output) if isinstance(output, str) else output
+        return CallTest(function, tuple(arguments), (output,))
+    if not isinstance(arguments, list):
+        raise ValueError(f"arguments of {function} are {_short(arguments)}, expected a list")
+    # APPS wraps the value of many problems into a list of one.
+    wrapped = isinstance(output, list) and len(output) == 1
+    return CallTest(function, tuple(arguments), (output, output[0]) if wrapped else (output,))
+
+
+def _compares(test: Test) -> bool:
+    return not isinstance(test, StdinTest) or bool(test.expected.strip())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):  # APPS has some as lists of lines
+        return "\n".join(_text(each) for each in value)
+    if not isinstance(value, (str, int, float)):
+        raise ValueError(f"an input or output is {_short(value)}, expected text")
+    return str(value)
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def same_text(found: str, expected: str, tolerance: float = 0.0) -> bool:
+    """True if the lines are equal without surrounding blanks, or their words are equal, numbers as decimals."""
+    lines, wanted = ([line.strip() for line in text.strip().splitlines()] for text in (found, expected))
+    if lines == wanted:
+        return True
+    if len(lines) != len(wanted):
+        return False
+    return all(_same_line(a, b, tolerance) for a, b in zip(lines, wanted, strict=True))
+
+
+def _same_line(found: str, expected: str, tolerance: float) -> bool:
+    words, wanted = found.split(), expected.split()
+    return len(words) == len(wanted) and all(
+        a == b or _same_number(a, b, tolerance) for a, b in zip(words, wanted, strict=True)
+    )
+
+
+def _same_number(found: str, expected: str, tolerance: float) -> bool:
+    try:
+        a, b = Decimal(found), Decimal(expected)
+    except InvalidOperation:
+        return False
+    if not (a.is_finite() and b.is_finite()):
+        return False
+    if not tolerance:
+        return a == b
+    if max(a.adjusted(), b.adjusted()) > 400:  # beyond floats; the difference of such numbers is slow
+        return a == b
+    return abs(a - b) <= Decimal(tolerance) * max(Decimal(1), abs(b))
+
+
+def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """True if a returned value is the expected JSON value. Tuples equal lists, and keys of objects are texts."""
+    if isinstance(expected, bool) or isinstance(found, bool):
+        return found is expected
+    if isinstance(expected, (int, float)):
+        if not isinstance(found, (int, float)):
+            return False
+        close = isinstance(found, float) or isinstance(expected, float)
+        return found == expected or bool(
+            tolerance and close and abs(found - expected) <= tolerance * max(1.0, abs(expected))
+        )
+    if isinstance(expected, list):
+        if not isinstance(found, (list, tuple)) or len(found) != len(expected):
+            return False
+        return all(same_value(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or len(found) != len(expected):
+            return False
+        by_text = {str(key): each for key, each in found.items()}
+        return all(key in by_text and same_value(by_text[key], each, tolerance) for key, each in expected.items())
+    return type(found) is type(expected) and bool(found == expected)

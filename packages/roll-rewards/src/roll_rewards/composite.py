@@ -1,0 +1,76 @@
+"""`reward: composite`: a weighted sum of rewards for the same sample."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from roll_core.builtin.rewards.function import FunctionReward
+from roll_core.builtin.rewards.math_rule import MathRuleReward
+from roll_core.errors import RewardFailure
+from roll_core.spec.rollout import RewardFunction
+from roll_core.types import Reward
+from roll_rewards.answers import F1, CrossThinkQA, ExactMatch, MultipleChoice
+from roll_rewards.code import CodeReward
+from roll_rewards.ifeval import IFEvalReward
+from roll_rewards.rules import Format, LengthPenalty, RepetitionPenalty
+from roll_rewards.services import HttpReward, JudgeReward
+
+if TYPE_CHECKING:
+    from roll_core.spec.rollout import RewardRequest
+    from roll_rewards.config import CompositeConfig
+
+CLASSES: dict[str, type[RewardFunction]] = {
+    "code": CodeReward,
+    "crossthink_qa": CrossThinkQA,
+    "exact_match": ExactMatch,
+    "f1": F1,
+    "format": Format,
+    "function": FunctionReward,
+    "http": HttpReward,
+    "ifeval": IFEvalReward,
+    "judge": JudgeReward,
+    "length_penalty": LengthPenalty,
+    "math_rule": MathRuleReward,
+    "multiple_choice": MultipleChoice,
+    "repetition_penalty": RepetitionPenalty,
+}
+"""Class of each component, by the name of its reward."""
+
+
+class CompositeReward(RewardFunction):
+    """`Σ weight_i · value_i`. The detail has each `value_i`, for `adv_estimator: gdpo` and the records of samples.
+
+    If a component fails, the sample fails: a sum without a component would be another reward.
+    """
+
+    config: CompositeConfig
+
+    @override
+    def start(self) -> None:
+        self._components: dict[str, RewardFunction] = {}
+        for name, config in self.config.components.items():
+            component = CLASSES[config.reward](config)
+            self._components[name] = component
+            component.start()
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        total, detail = 0.0, dict[str, float | str]()
+        for name, component in self._components.items():
+            try:
+                found = component.score(request)
+            except RewardFailure as failure:
+                raise RewardFailure(f"{name}: {failure}") from failure
+            if found.value is None:
+                raise RewardFailure(f"{name}: {found.failure}")
+            total += component.config.weight * found.value
+            texts = {f"{name}/{key}": each for key, each in found.detail.items() if isinstance(each, str)}
+            detail |= {name: found.value, **texts}
+        return Reward(value=total, detail=detail)
+
+    @override
+    def close(self) -> None:
+        for component in getattr(self, "_components", {}).values():
+            component.close()

@@ -1,0 +1,344 @@
+"""Code that runs inside a box, next to an untrusted program: nothing here is trusted with a grade.
+
+The first frame on standard input is the job. Its text `announce` is written to standard error before the program runs.
+
+- `script`: run a program. It reads the rest of standard input and writes to standard output.
+- `serve`: load a program as the module `solution`, then call its functions. Requests and replies are frames.
+- `tests`: run test code against a program that is served in *another* box. Only values cross: a name of the program
+  is a `Remote` here, and what its calls return are plain values of this process. The program can neither see the tests
+  nor change how they compare.
+
+A frame is four bytes of length and JSON. Imports only the standard library; also runs by `python -c` in containers.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import json
+import os
+import struct
+import sys
+import threading
+import traceback
+import types
+from typing import Any
+
+MAX_FRAME = 8 << 20
+PLAIN = (bool, int, float, str, type(None))
+
+
+def main() -> None:
+    """Run the job that the first frame describes, and exit."""
+    job = receive(0)
+    if "announce" in job:
+        os.write(2, job["announce"].encode("ascii"))
+    code = {"script": script, "serve": serve, "tests": tests}[job["mode"]](job)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def receive(fd: int) -> dict[str, Any]:
+    """Read a frame. Raises `EOFError` if the other side is gone."""
+    message: dict[str, Any] = json.loads(_read(fd, struct.unpack("!I", _read(fd, 4))[0]))
+    return message
+
+
+def send(fd: int, message: dict[str, Any]) -> None:
+    """Write a frame. Raises `ValueError` if it is too large."""
+    payload = json.dumps(message).encode("ascii")
+    if len(payload) > MAX_FRAME:
+        raise ValueError(f"a value of {len(payload)} bytes, expected at most {MAX_FRAME}")
+    data = memoryview(struct.pack("!I", len(payload)) + payload)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _read(fd: int, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(fd, min(size - len(parts), 1 << 16))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def script(job: dict[str, Any]) -> int:
+    """Run a program as `__main__`; returns its exit code."""
+    _open_streams()
+    return run("__main__", job["source"])[0]
+
+
+def run(name: str, source: str) -> tuple[int, types.ModuleType]:
+    """Execute a source text as a module; returns the exit code and the module."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    vars(builtins).setdefault("exit", sys.exit)  # the interpreter runs without the module `site`, which has them
+    vars(builtins).setdefault("quit", sys.exit)
+    code = 0
+    try:
+        exec(compile(source, "<program>", "exec"), module.__dict__)
+        if name == "__main__":
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc(limit=-3)
+        code = 1
+    return code & 0xFF, module
+
+
+def _own_connection() -> tuple[int, int]:
+    """Move standard input and output elsewhere, so that prints of the program do not get between frames."""
+    connection = os.dup(0), os.dup(1)
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    _open_streams()
+    return connection
+
+
+def _open_streams() -> None:
+    """Let the standard streams use their descriptors, which the box has replaced."""
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        errors = "backslashreplace" if fd == 2 else "surrogateescape"
+        setattr(sys, name, open(fd, mode, encoding="utf-8", errors=errors, closefd=False))  # noqa: SIM115
+
+
+def serve(job: dict[str, Any]) -> int:
+    """Load a program and answer requests until the connection ends."""
+    source, sink = _own_connection()
+    code, module = run("solution", job["source"])
+    names = {} if code else {name: callable(value) for name, value in vars(module).items() if name[:2] != "__"}
+    send(sink, {"id": job["id"], "names": names, "exit": code})
+    handles: list[Any] = []
+    while True:
+        try:
+            request = receive(source)
+        except EOFError:
+            return 0
+        arguments: list[Any] = []
+        try:
+            reply = {"value": encode(_perform(module, handles, request, arguments), handles)}
+            if any(isinstance(each, (list, dict, set)) for each in arguments):
+                reply["arguments"] = encode(arguments, handles)
+            send(sink, {"id": request["id"], **reply})
+        except BaseException as error:  # of the program
+            kinds = [each.__name__ for each in type(error).__mro__]
+            send(sink, {"id": request["id"], "raised": kinds, "message": str(error)[:500]})
+
+
+def _perform(module: types.ModuleType, handles: list[Any], request: dict[str, Any], arguments: list[Any]) -> Any:
+    target, action = request["target"], request["action"]
+    if isinstance(target, str):
+        if target not in vars(module) and hasattr(vars(module).get("Solution"), target):
+            thing = getattr(module.Solution(), target)  # the way in which LeetCode's problems are posed
+        else:
+            thing = getattr(module, target)
+    else:
+        thing = handles[target]
+    arguments += decode(request["arguments"], handles.__getitem__)
+    options = decode(request.get("options", {"d": []}), handles.__getitem__)
+    if action == "call":
+        return thing(*arguments, **options)
+    if action == "get":
+        return getattr(thing, *arguments)
+    if action == "item":
+        return thing[arguments[0]]
+    if action == "in":
+        return arguments[0] in thing
+    if action == "iter":
+        return list(thing)
+    return len(thing) if action == "len" else str(thing)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any, handles: list[Any]) -> Any:
+    """JSON for a plain value; any other object is kept in `handles` and named by its index."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >> 63:
+        return {"i": hex(value)}
+    if isinstance(value, bool) or value is None:
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": value.hex()}
+    if isinstance(value, complex):
+        return {"c": [value.real, value.imag]}
+    if isinstance(value, list):
+        return [encode(each, handles) for each in value]
+    for key, kinds in (("t", tuple), ("s", set), ("z", frozenset)):
+        if isinstance(value, kinds):
+            return {key: [encode(each, handles) for each in value]}
+    if isinstance(value, dict):
+        return {"d": [[encode(key, handles), encode(each, handles)] for key, each in value.items()]}
+    if isinstance(value, Remote):
+        return {"o": value._target}
+    handles.append(value)
+    return {"o": len(handles) - 1}
+
+
+def decode(data: Any, resolve: Any) -> Any:
+    """The value of `encode`. `resolve` returns the object with an index or a name."""
+    if isinstance(data, list):
+        return [decode(each, resolve) for each in data]
+    if not isinstance(data, dict):
+        return data
+    ((key, inner),) = data.items()
+    if key == "i":
+        return int(inner, 16)
+    if key == "b":
+        return bytes.fromhex(inner)
+    if key == "c":
+        return complex(*inner)
+    if key == "d":
+        return {decode(name, resolve): decode(each, resolve) for name, each in inner}
+    if key == "o":
+        return resolve(inner)
+    return {"t": tuple, "s": set, "z": frozenset}[key](decode(each, resolve) for each in inner)
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+class Remote:
+    """A function or object of the program under test, which runs in another box.
+
+    Two of them are equal only if they are the same, so that the program cannot decide a comparison.
+    """
+
+    def __init__(self, target: Any, request: Any) -> None:
+        self._target, self._request = target, request
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call it in its box."""
+        return self._request(self._target, "call", arguments, options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise AttributeError(name)
+        return self._request(self._target, "get", (name,))
+
+    def __iter__(self) -> Any:
+        return iter(self._request(self._target, "iter", ()))
+
+    def __len__(self) -> int:
+        return int(self._request(self._target, "len", ()))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._request(self._target, "item", (key,))
+
+    def __contains__(self, value: Any) -> bool:
+        return self._request(self._target, "in", (value,)) is True
+
+    def __str__(self) -> str:
+        return str(self._request(self._target, "str", ()))
+
+
+class BrokenConnection(BaseException):
+    """The program under test is gone. No `except Exception` of a test catches it."""
+
+
+def tests(job: dict[str, Any]) -> int:
+    """Run test code: it passes if neither the module nor one of its `test_` functions raises."""
+    source, sink = _own_connection()
+    sys.path += job["paths"]
+    calls: list[Any] = []
+    raised: list[BaseException] = []
+
+    def request(target: Any, action: str, arguments: Any, options: Any = None) -> Any:
+        calls.append(target)
+        mutable = [each for each in arguments if isinstance(each, (list, dict, set))]
+        message = {"target": target, "action": action, "arguments": encode(list(arguments), [])}
+        send(sink, message | ({"options": encode(options, [])} if options else {}))
+        try:
+            reply = receive(source)
+        except EOFError as error:
+            raise BrokenConnection from error
+        if "raised" in reply:
+            raised.append(_exception(reply["raised"], reply["message"]))
+            raise raised[-1]
+        if mutable and "arguments" in reply:
+            for given, changed in zip(
+                arguments, decode(reply["arguments"], lambda at: Remote(at, request)), strict=True
+            ):
+                _update(given, changed)
+        return decode(reply["value"], lambda at: Remote(at, request))
+
+    result: dict[str, Any] = {"passed": False, "broken": False}
+    try:
+        _run_tests(job, request)
+        result |= {"passed": True} if calls else {"why": "the tests call nothing of the program", "broken": True}
+    except BaseException as error:
+        result["why"] = f"{type(error).__name__}: {error}"[:300]
+        result["broken"] = isinstance(error, (SyntaxError, ModuleNotFoundError)) and error not in raised
+    send(sink, result)
+    return 0
+
+
+def _run_tests(job: dict[str, Any], request: Any) -> None:
+    tree = ast.parse(job["source"])
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    known = set(dir(builtins)) | stored
+    usable = [name for name, is_callable in job["names"].items() if is_callable and name.isidentifier()]
+    solution = types.ModuleType("solution")
+    functions = {name: Remote(name, request) for name in usable if name not in known and name[:2] != "__"}
+    vars(solution).update(functions)
+    sys.modules["solution"] = sys.modules["main"] = solution
+    names: dict[str, Any] = {"__name__": "tests", **functions}
+    if job["entry"]:
+        names["candidate"] = Remote(job["entry"], request)
+    exec(compile(tree, "<tests>", "exec"), names)
+    if job["entry"] and callable(names.get("check")) and not isinstance(names["check"], Remote):
+        names["check"](names["candidate"])  # the way in which HumanEval's tests are written
+    for name, each in list(names.items()):
+        if name.startswith("test_") and isinstance(each, types.FunctionType):
+            for arguments in _parameters(each):
+                each(**arguments)
+
+
+def _parameters(function: Any) -> list[dict[str, Any]]:
+    """Arguments of each call of a test function: those of pytest's `parametrize`."""
+    found: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, rows = mark.args[:2]
+            names = [each.strip() for each in names.split(",")] if isinstance(names, str) else list(names)
+            values = [row if len(names) > 1 else (row,) for row in (getattr(each, "values", each) for each in rows)]
+            found = [{**known, **dict(zip(names, row, strict=True))} for known in found for row in values]
+    return found
+
+
+def _exception(kinds: list[str], message: str) -> BaseException:
+    if kinds[0] in ("StopIteration", "StopAsyncIteration"):
+        return RuntimeError(message)  # it would end a loop of the test early, as if all had been compared
+    for kind in kinds:
+        known = getattr(builtins, kind, None)
+        if isinstance(known, type) and issubclass(known, Exception):
+            try:
+                return known(message)
+            except TypeError:  # it needs more arguments, for example UnicodeDecodeError
+                continue
+    return BrokenConnection(f"{kinds[0]}: {message}")
+
+
+def _update(given: Any, changed: Any) -> None:
+    """Let a mutable argument become what the program made of it."""
+    if isinstance(given, list) and isinstance(changed, list):
+        given[:] = changed
+    elif isinstance(given, (dict, set)) and type(given) is type(changed):
+        given.clear()
+        given.update(changed)

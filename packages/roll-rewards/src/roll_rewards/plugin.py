@@ -1,0 +1,62 @@
+"""Hooks that provide this package's parts. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll_core.spec.hooks import hookimpl
+from roll_core.spec.providers import CheckProvider, EnvironmentProvider, RewardProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_rewards() -> Iterator[RewardProvider]:
+    """Programs against tests, rules, services, and combinations."""
+    yield RewardProvider(
+        name="code",
+        target="roll_rewards.code:CodeReward",
+        config="roll_rewards.config:CodeConfig",
+        enforces_timeout=True,
+        summary="Whether the response's program passes its tests, in a sandbox",
+    )
+    for name, target, schema, summary in (
+        ("exact_match", "answers:ExactMatch", "ExactMatchConfig", "1 if the answer equals the ground truth as text"),
+        ("f1", "answers:F1", "F1Config", "Words that the answer has in common with the ground truth"),
+        ("multiple_choice", "answers:MultipleChoice", "MultipleChoiceConfig", "1 if the answer names the right letter"),
+        ("crossthink_qa", "answers:CrossThinkQA", "CrossThinkQAConfig", "1 if the answer is the right choice or text"),
+        ("format", "rules:Format", "FormatConfig", "1 if the response matches a pattern"),
+        ("length_penalty", "rules:LengthPenalty", "LengthPenaltyConfig", "Penalty of long responses"),
+        ("repetition_penalty", "rules:RepetitionPenalty", "RepetitionPenaltyConfig", "Penalty of repeated n-grams"),
+        ("ifeval", "ifeval:IFEvalReward", "IFEvalConfig", "Verifiable instructions of IFEval"),
+        ("judge", "services:JudgeReward", "JudgeConfig", "Score of a language model behind OpenAI's API"),
+        ("http", "services:HttpReward", "HttpConfig", "Value that an HTTP endpoint returns"),
+        ("composite", "composite:CompositeReward", "CompositeConfig", "Weighted sum of other rewards"),
+    ):
+        yield RewardProvider(
+            name=name, target=f"roll_rewards.{target}", config=f"roll_rewards.config:{schema}", summary=summary
+        )
+
+
+@hookimpl
+def roll_environments() -> Iterator[EnvironmentProvider]:
+    """Rewards as the score of episodes."""
+    yield EnvironmentProvider(
+        name="rewarded_task",
+        target="roll_rewards.task:RewardedTask",
+        config="roll_rewards.config:RewardedTaskConfig",
+        summary="Rows of data, scored by a reward, with feedback between attempts",
+    )
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """Check of the sandbox."""
+    yield CheckProvider(
+        name="sandbox",
+        target="roll_rewards.checks:sandbox",
+        summary="Isolation of the programs that the reward `code` runs",
+    )

@@ -1,0 +1,281 @@
+"""Reward `code`: forms of tests, comparison of outputs, values and failures."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from roll_core.errors import ConfigError, DataError, RewardFailure
+from roll_rewards import guest, sandbox
+from roll_rewards.code import CodeReward
+from roll_rewards.code_tests import (
+    CallTest,
+    CodeTest,
+    StdinTest,
+    last_program,
+    read_tests,
+    same_text,
+    same_value,
+)
+from roll_rewards.config import CodeConfig
+
+NEEDS_ISOLATION = pytest.mark.skipif(bool(sandbox.probe()), reason=f"no isolation on this host: {sandbox.probe()}")
+
+
+def fenced(program):
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_block_of_python_is_the_program():
+    text = "```python\na\n```\ntext\n```py\nb\n```\n```json\n{}\n```"
+    assert last_program(text) == "b\n"
+    assert last_program("<think>```python\nx\n```</think> none") is None
+    assert last_program("print(1)") is None
+    assert last_program("print(1)", require_code_block=False) == "print(1)"
+    assert last_program("```python\nnever closed") is None
+    assert last_program("```\r\nprint(1)\r\n```\r\n") == "print(1)\n"
+    assert last_program("") is None
+
+
+def test_a_megabyte_of_fences_takes_no_time():
+    assert last_program("```" * 350_000) is None
+    assert last_program("```\n" * 250_000) == ""
+
+
+# -- forms of tests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ({"inputs": ["1 2\n"], "outputs": ["3\n"]}, StdinTest("1 2\n", "3\n")),
+        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, StdinTest("1\n2", "3")),
+        ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, CallTest("f", (1, 2), (3,))),
+        ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}, CallTest("f", (1, 2), ([3], 3))),
+        ([{"input": "1", "output": "2", "testtype": "stdin"}], StdinTest("1", "2")),
+        (
+            [{"input": "[1]\n2", "output": "[2]", "testtype": "functional", "fn_name": "f"}],
+            CallTest("f", ([1], 2), ([2],)),
+        ),
+        ([{"stdin": "1", "expected_stdout": "2"}], StdinTest("1", "2")),
+        (["assert f(1) == 2"], CodeTest("assert f(1) == 2", "")),
+        ([{"assert_code": "def test_f(): assert f(1) == 2"}], CodeTest("def test_f(): assert f(1) == 2", "")),
+        (
+            "def check(candidate):\n    assert candidate(1) == 2",
+            CodeTest("def check(candidate):\n    assert candidate(1) == 2", ""),
+        ),
+    ],
+)
+def test_forms_of_data_sets_are_read(column, expected):
+    assert read_tests(column) == [expected]
+    assert read_tests(json.dumps(column)) == [expected]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        None,
+        [],
+        "",
+        "[]",
+        7,
+        math.nan,
+        [None],
+        [{}],
+        [{"input": "1"}],
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": "1", "outputs": "2"},
+        {"fn_name": "f", "inputs": [1], "outputs": [1]},
+        [{"input": "1", "output": "2", "testtype": "functional"}],
+        [{"fn_name": "f", "input": "1", "output": "{"}],
+        [{"input": "1", "output": " \n"}],
+        {"inputs": [{}], "outputs": [{}]},
+    ],
+)
+def test_rows_without_usable_tests_are_refused(column):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_tests(column)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "tolerance", "same"),
+    [
+        ("1 2\n3\n", "1 2 \n3", 0, True),
+        ("1\n2", "1 2", 0, False),
+        ("1.0", "1", 0, True),
+        ("0.3333", "0.3334", 0, False),
+        ("0.3333", "0.3334", 1e-3, True),
+        ("1e999999999", "1e999999998", 1e-3, False),
+        ("nan", "nan", 0, True),
+        ("NaN", "nan", 1e-3, False),
+        ("Yes", "YES", 0, False),
+        ("", "1", 0, False),
+        ("5 5", "5", 0, False),
+        ("٣", "3", 0, True),
+    ],
+)
+def test_outputs_compare_by_lines_and_numbers(found, expected, tolerance, same):
+    assert same_text(found, expected, tolerance) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "tolerance", "same"),
+    [
+        (3, 3, 0, True),
+        (3.0, 3, 0, True),
+        (True, 1, 0, False),
+        (1, True, 0, False),
+        ((1, (2,)), [1, [2]], 0, True),
+        ([1], [1, 2], 0, False),
+        ({1: "a"}, {"1": "a"}, 0, True),
+        ({"1": "a", "2": "b"}, {"1": "a"}, 0, False),
+        ({1, 2}, [1, 2], 0, False),
+        (None, None, 0, True),
+        (None, 0, 0, False),
+        ("3", 3, 0, False),
+        (0.1 + 0.2, 0.3, 0, False),
+        (0.1 + 0.2, 0.3, 1e-9, True),
+        (math.nan, math.nan, 1e-9, False),
+    ],
+)
+def test_values_compare_as_json(found, expected, tolerance, same):
+    assert same_value(found, expected, tolerance) is same
+
+
+@pytest.mark.parametrize(
+    "value", [0, -(2**70), 1.5, "é\ud800", b"\x00", [(1,), {2}], {(1, 2): {"a": None}}, frozenset("a"), 1j, True]
+)
+def test_values_survive_the_way_between_boxes(value):
+    data = json.loads(json.dumps(guest.encode(value, [])))
+    found = guest.decode(data, lambda _: None)
+    assert found == value
+    assert type(found) is type(value)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scored(reward, requesting):
+    def score(program, tests, *, raw=False, row=None, **options):
+        code = reward(CodeReward, CodeConfig, "code", **options)
+        return code.score(requesting(program if raw else fenced(program), test_cases=tests, **(row or {})))
+
+    return score
+
+
+@NEEDS_ISOLATION
+def test_soft_is_the_share_of_passed_tests_and_hard_is_all_of_them(scored):
+    tests = [{"input": str(n), "output": str(n * n)} for n in range(1, 5)]  # n * n == 2 n for 2 alone of these
+    soft = scored("print(2 * int(input()))", tests, reward_type="soft")
+    assert (soft.value, soft.detail["passed"]) == (0.25, 0.25)
+    assert scored("print(2 * int(input()))", tests).value == 0.0
+    assert scored("print(int(input()) ** 2)", tests).value == 1.0
+
+
+@NEEDS_ISOLATION
+def test_solutions_in_the_forms_of_data_sets_score(scored):
+    call = {"fn_name": "twice", "inputs": [[[1, 2]]], "outputs": [[2, 4]]}
+    method = "class Solution:\n    def twice(self, xs):\n        return tuple(2 * x for x in xs)"
+    assert scored(method, call).value == 1.0
+    check = "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate('a') == 'aa'"
+    assert scored("def twice(x): return 2 * x", check, row={"fn_name": "twice"}).value == 1.0
+    assert scored("def twice(x): return x", check, row={"fn_name": "twice"}).value == 0.0
+    pytest_form = (
+        "import pytest\nfrom solution import Stack, fill\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_stack(n):\n"
+        "    stack = Stack(n)\n    stack.push(5)\n    assert stack.items == [5]\n    assert len(stack) == 1\n"
+        "    with pytest.raises(ValueError):\n        stack.push(-1)\n"
+        "def test_in_place():\n    xs = [1]\n    fill(xs)\n    assert xs == [1, 0]\n"
+    )
+    stack = (
+        "class Stack:\n    def __init__(self, n): self.items = []\n    def __len__(self): return len(self.items)\n"
+        "    def push(self, x):\n        if x < 0: raise ValueError(x)\n        self.items.append(x)\n"
+        "def fill(xs): xs.append(0)"
+    )
+    assert scored(stack, [{"assert_code": pytest_form}]).value == 1.0
+    assert scored(stack.replace("raise ValueError(x)", "pass"), [{"assert_code": pytest_form}]).value == 0.0
+    assert scored(stack.replace("xs.append(0)", "xs.append(1)"), [{"assert_code": pytest_form}]).value == 0.0
+
+
+@NEEDS_ISOLATION
+def test_threads_prints_and_exits_of_programs_are_supported(scored):
+    program = (
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
+        "def main():\n    print(int(input()) + 1)\nthreading.Thread(target=main).start()"
+    )
+    assert scored(program, [{"input": "1", "output": "2"}]).value == 1.0
+    assert scored("print(input()); exit()", [{"input": "ü€", "output": "ü€"}]).value == 1.0
+    noisy = "def f(x):\n    print('{\"value\": 9}')\n    return x"
+    assert scored(noisy, {"fn_name": "f", "inputs": [[1]], "outputs": [1]}).value == 1.0
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    "response", ["", "\x00", "```\n\n```", "``" * 100, "\ud800", "```python\n\x00\n```", "x" * 10**6]
+)
+def test_a_response_without_a_program_gets_0(scored, response):
+    assert scored(response, [{"input": "1", "output": "2"}], raw=True).value == 0.0
+
+
+@NEEDS_ISOLATION
+def test_long_inputs_reach_the_program_and_long_outputs_return(scored):
+    numbers = " ".join(map(str, range(100_000)))
+    tests = [{"input": numbers, "output": numbers[::-1]}]
+    assert scored("print(input()[::-1])", tests).value == 1.0
+    assert scored("print(1)", tests).value == 0.0  # closes its input early
+
+
+@NEEDS_ISOLATION
+def test_rows_without_tests_and_broken_tests_are_failures(reward, requesting):
+    code = reward(CodeReward, CodeConfig, "code")
+    with pytest.raises(DataError):
+        code.score(requesting(fenced("print(1)"), other=1))
+    with pytest.raises(DataError):
+        code.score(requesting(fenced("print(1)"), test_cases=[]))
+    for tests in ("assert f( == 1", "import no_such_package\nassert f(1) == 1", "assert True"):
+        with pytest.raises(RewardFailure):
+            code.score(requesting(fenced("def f(x): return 1"), test_cases=[tests]))
+    arrays = {"inputs": np.array(["1"]).tolist(), "outputs": ["1"]}
+    assert code.score(requesting(fenced("print(input())"), test_cases=arrays)).value == 1.0
+
+
+@NEEDS_ISOLATION
+def test_time_runs_out_as_a_failure_only_if_no_test_failed(scored):
+    slow = "import time; time.sleep(0.4); print(input())"
+    tests = [{"input": str(n), "output": str(n)} for n in range(9)]
+    with pytest.raises(RewardFailure):
+        scored(slow, tests, timeout_s=0.5)
+    wrong = [{"input": "1", "output": "2"}, *tests]
+    assert scored(slow, wrong, timeout_s=0.5, reward_type="soft").value < 0.5
+
+
+@pytest.mark.parametrize("command", [["/no/such/docker"], ["false"], ["echo", "no daemon"]])
+def test_a_command_that_starts_no_interpreter_is_an_error_before_a_program_is_scored(reward, command):
+    with pytest.raises(ConfigError) as caught:
+        reward(CodeReward, CodeConfig, "code", sandbox_command=command)
+    assert [(each.key, each.code) for each in caught.value.problems] == [("sandbox_command", "ROLL-C041")]
+
+
+def test_check_finds_a_command_that_is_not_installed():
+    config = CodeConfig(reward="code", sandbox_command=["/no/such/docker"])
+    assert set(config.check_code(None, 1.0)) == {"sandbox_command"}
+
+
+@NEEDS_ISOLATION
+def test_a_killed_server_is_replaced(reward, requesting):
+    code = reward(CodeReward, CodeConfig, "code")
+    tests = [{"input": "1", "output": "1"}]
+    assert code.score(requesting(fenced("print(input())"), test_cases=tests)).value == 1.0
+    code._sandbox._server._process.kill()
+    code._sandbox._server._process.wait()
+    assert code.score(requesting(fenced("print(input())"), test_cases=tests)).value == 1.0

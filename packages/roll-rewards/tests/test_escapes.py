@@ -1,0 +1,311 @@
+"""Attempts of programs to leave their box, to score without solving the task, or to block others.
+
+Each attempt runs in the real box, all at once, next to a program that solves the task. Where the host gives no
+isolation, only the refusal is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from roll_core.errors import ConfigError, RewardFailure
+from roll_rewards import sandbox
+from roll_rewards.code import CodeReward
+from roll_rewards.config import CodeConfig
+
+NEEDS_ISOLATION = pytest.mark.skipif(bool(sandbox.probe()), reason=f"no isolation on this host: {sandbox.probe()}")
+GOOD = "def solve(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(solve(*map(int, input().split())))"
+STDIN = [{"input": "2 3\n", "output": "5\n"}, {"input": "20 22\n", "output": "42\n"}]
+CALLS = {"fn_name": "solve", "inputs": [[2, 3], [20, 22]], "outputs": [5, 42]}
+ASSERTS = ["assert solve(2, 3) == 5\nassert solve(20, 22) == 42"]
+
+# Programs that read standard input; `CANARY` is a file outside, `PARENT` the process id of the worker.
+OUTSIDE = {
+    "read a file": "print(open(CANARY).read())",
+    "read a file through a symbolic link": "import os; os.symlink(CANARY, 'link'); print(open('link').read())",
+    "read a file through a hard link": "import os; os.link(CANARY, 'link'); print(open('link').read())",
+    "read a file by relative path": "print(open('../../../../../../' + CANARY).read())",
+    "read the accounts": "print(open('/etc/passwd').read())",
+    "read the environment of the worker": "print(open(f'/proc/{PARENT}/environ').read())",
+    "read own memory map": "print(open('/proc/self/maps').read())",
+    "follow the root of another process": "print(open(f'/proc/{PARENT}/root' + CANARY).read())",
+    "append to a file": "open(CANARY, 'a').write('changed')",
+    "truncate a file": "import os; os.truncate(CANARY, 0)",
+    "delete a file": "import os; os.unlink(CANARY)",
+    "rename a file": "import os; os.rename(CANARY, CANARY + '.away')",
+    "create a file": "open(CANARY + '.new', 'w').write('x')",
+    "change the mode of a file": "import os; os.chmod(CANARY, 0o777)",
+    "change the time of a file": "import os; os.utime(CANARY, (0, 0))",
+    "leave by chroot": "import os; os.mkdir('d'); os.chroot('d'); os.chdir('../../../..'); print(open(CANARY).read())",
+    "mount": "import ctypes; r = ctypes.CDLL(None).mount(b'/', b'.', None, 4096, None); assert r == 0; print('5')",
+    "become root": "import os; os.setresuid(0, 0, 0); open(CANARY, 'a').write('x')",
+    "connect to the network": "import socket; socket.create_connection(('127.0.0.1', 22)); print('5')",
+    "listen": "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print('5')",
+    "use an abstract socket": "import socket; socket.socket(socket.AF_UNIX).bind('\\0x'); print('5')",
+    "signal the worker": "import os, signal; os.kill(PARENT, signal.SIGKILL); print('5')",
+    "signal everybody": "import os, signal; os.kill(-1, signal.SIGKILL); print('5')",
+    "signal by descriptor": "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, PARENT); print('5')",
+    "trace the worker": "import ctypes; r = ctypes.CDLL(None).ptrace(16, PARENT, 0, 0); assert r == 0; print('5')",
+    "read the memory of the worker": "print(open(f'/proc/{PARENT}/mem', 'rb').read(1))",
+    "run a shell": "import subprocess; print(subprocess.check_output('cat ' + CANARY, shell=True))",
+    "replace the process": "import os; os.execv('/bin/cat', ['cat', CANARY])",
+    "system": "import os; assert os.system('touch ' + CANARY + '.new') == 0; print('5')",
+    "32-bit system calls": (
+        "import ctypes, mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex('b814000000cd80c3'));"
+        "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m))); f(); print('5')"
+    ),
+}
+BLOCKING = {
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "thread bomb": (
+        "import threading, time\nwhile True:\n  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+    ),
+    "endless loop": "while True: pass",
+    "endless sleep": "import time; time.sleep(1000)",
+    "ignored signals": (
+        "import signal\nfor n in range(1, 32):\n  n in (9, 19) or signal.signal(n, lambda *_: 0)\nwhile 1: 0"
+    ),
+    "endless C code": "9**9**9**9",
+    "all memory": "x = []\nwhile True: x.append(bytearray(1 << 26))",
+    "huge output": "while True: print('x' * 100000)",
+    "huge errors": "import sys\nwhile True: sys.stderr.write('x' * 100000)",
+    "disk fill": "n = 0\nwhile True:\n  open(f'f{n}', 'wb').write(b'0' * (1 << 20)); n += 1",
+    "many files": "n = 0\nwhile True:\n  open(f'f{n}', 'w').close(); n += 1",
+    "deep recursion": "import sys; sys.setrecursionlimit(10**9)\ndef f(): return [f()]\nf()",
+    "segmentation fault": "import ctypes; ctypes.string_at(0)",
+    "closed streams": "import os; os.closerange(0, 99)\nwhile True: pass",
+    "raised limits": ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (999, 999))\nwhile True: pass"),
+}
+# Programs that pretend to have passed, in the three kinds of tests.
+FORGED = {
+    "prints nothing and exits": "import os; os._exit(0)",
+    "leaves with success": "raise SystemExit(0)",
+    "raises": "raise ValueError",
+    "prints a grade": "print('passed'); print('{\"passed\": true}'); print('1.0')",
+    "writes a reward file": "for n in ('reward.json', 'reward.txt'): open(n, 'w').write('{\"reward\": 1.0}')",
+    "equal to everything": (
+        "class Any:\n  def __eq__(self, other): return True\n  def __str__(self): return '5'\n"
+        "def solve(*args): return Any()"
+    ),
+    "a number equal to everything": (
+        "class Any(int):\n  def __eq__(self, other): return True\n  __hash__ = int.__hash__\n"
+        "def solve(*args): return Any(7)"
+    ),
+    "patched builtins": (
+        "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\n"
+        "builtins.all = builtins.isinstance = lambda *a: True\ndef solve(*args): return 0"
+    ),
+    "hidden names": (
+        "def abs(*a): return True\nall = isinstance = print = abs\ndef test_x(): pass\ndef solve(*args): return 0"
+    ),
+    "writes replies": (
+        "import json, os, struct\ndef solve(*args):\n"
+        "  for message in ({'passed': True}, {'id': '', 'value': 5}, {'id': None, 'value': 42}):\n"
+        "    data = json.dumps(message).encode()\n"
+        "    for fd in range(3, 64):\n"
+        "      try: os.write(fd, struct.pack('!I', len(data)) + data)\n      except OSError: pass\n  return 0"
+    ),
+    "patches the harness": (
+        "import sys\nframe = sys._getframe()\nwhile frame:\n"
+        "  for name in ('send', 'encode'):\n"
+        "    if name in frame.f_globals: frame.f_globals[name] = lambda *a: {'passed': True, 'value': 5}\n"
+        "  frame = frame.f_back\ndef solve(*args): return 0"
+    ),
+    "looks for the expected output": (
+        "import gc\nfound = [o for o in gc.get_objects() if isinstance(o, dict)]\n"
+        "found = [o for o in found if 'expected' in o or 'output' in o]\n"
+        "def solve(a, b): return found[0].get('expected') or found[0]['output']\nprint(solve(1, 2))"
+    ),
+    "ends a loop early": "def solve(*args): raise StopIteration",
+    "leaves in the call": "import os\ndef solve(*args): os._exit(0)",
+    "raises what the test expects not": "def solve(*args): raise SystemExit(0)",
+    "pretends that the tests are broken": "def solve(*args): raise ModuleNotFoundError('numpy')",
+    "returns nested data": "def solve(*args):\n  x = []\n  for _ in range(100000): x = [x]\n  return x",
+    "returns a huge number": "def solve(*args): return 10 ** 100000",
+    "returns not a number": "def solve(*args): return float('nan')",
+}
+ATTEMPTS = OUTSIDE | BLOCKING | FORGED
+
+
+def test_there_are_forty_attempts():
+    assert len(ATTEMPTS) >= 40
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, requesting):
+    """Rewards of all attempts, of a good program that runs beside them, and the file outside."""
+    canary = tmp_path_factory.mktemp("outside") / "canary"
+    canary.write_text("5")
+    config = {"reward": "code", "case_timeout_s": 1, "processes": 12, "output_limit_kb": 256, "memory_limit_mb": 256}
+    reward = CodeReward(CodeConfig.model_validate(config))
+    reward.start()
+
+    def score(program, tests):
+        program = program.replace("CANARY", repr(str(canary))).replace("PARENT", str(os.getpid()))
+        return reward.score(requesting(f"```python\n{program}\n```", test_cases=tests))
+
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            futures = {name: threads.submit(score, program, STDIN) for name, program in ATTEMPTS.items()}
+            futures |= {f"{name} (call)": threads.submit(score, program, CALLS) for name, program in FORGED.items()}
+            futures |= {f"{name} (code)": threads.submit(score, program, ASSERTS) for name, program in FORGED.items()}
+            futures |= {f"good {n}": threads.submit(score, GOOD, (STDIN, CALLS, ASSERTS)[n % 3]) for n in range(9)}
+            yield {name: future.result() for name, future in futures.items()}, canary
+    finally:
+        reward.close()
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_no_attempt_scores(results, name):
+    found = [each for attempt, each in results[0].items() if attempt in (name, f"{name} (call)", f"{name} (code)")]
+    assert [each.value for each in found] == [0.0] * len(found), found
+
+
+@NEEDS_ISOLATION
+def test_no_attempt_blocks_or_changes_the_others(results):
+    assert [each.value for name, each in results[0].items() if name.startswith("good")] == [1.0] * 9
+
+
+@NEEDS_ISOLATION
+def test_nothing_outside_changed(results):
+    canary = results[1]
+    assert canary.read_text() == "5"
+    assert [path.name for path in canary.parent.iterdir()] == ["canary"]
+    assert canary.stat().st_mode & 0o777 == 0o644
+    assert canary.stat().st_mtime > time.time() - 3600
+
+
+@NEEDS_ISOLATION
+def test_no_process_and_no_directory_is_left(requesting, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = children(os.getpid())  # of the attempts above
+    reward = CodeReward(CodeConfig.model_validate({"reward": "code", "case_timeout_s": 1}))
+    reward.start()
+    reward.score(requesting("```\nimport time; time.sleep(1000)\n```", test_cases=STDIN))
+    started = [each for each in children(os.getpid()) if each not in before]
+    reward.close()
+    assert started
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def children(parent):
+    """Servers, keepers and boxes that a process has started."""
+    own = str(Path(sandbox.__file__).with_name("box.py"))
+    started = psutil.Process(parent).children(recursive=True)
+    return [each for each in started if each.is_running() and own in each.cmdline()]
+
+
+@NEEDS_ISOLATION
+def test_boxes_end_with_a_killed_worker(tmp_path):
+    script = (
+        "import os, threading, time\nfrom roll_rewards.sandbox import Limits, Sandbox\n"
+        "box = Sandbox(Limits(cpu_s=100))\n"
+        "threading.Thread(target=box.run, args=('while True: pass', ''), daemon=True).start()\n"
+        "print('running', flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout.readline() == "running\n"
+        deadline = time.monotonic() + 30
+        while len(started := children(worker.pid)) < 3 and time.monotonic() < deadline:  # server, keeper, box
+            time.sleep(0.05)
+        assert len(started) >= 3
+        worker.kill()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+
+
+def test_a_host_without_isolation_is_refused(reward, monkeypatch):
+    monkeypatch.setattr(sandbox, "probe", lambda: "landlock (Function not implemented)")
+    with pytest.raises(ConfigError) as caught:
+        reward(CodeReward, CodeConfig, "code")
+    assert [(each.key, each.code) for each in caught.value.problems] == [("sandbox_command", "ROLL-C041")]
+    assert set(CodeConfig(reward="code").check_code(None, 1.0)) == {"sandbox_command"}
+    assert CodeConfig(reward="code", accept_missing_isolation=True).check_code(None, 1.0) == {}
+
+
+@pytest.fixture
+def kernel_without(tmp_path, monkeypatch):
+    """Boxes as on a kernel without a feature: a call of `box.py` fails."""
+
+    def lacks(call, failing):
+        here = Path(sandbox.__file__).parent
+        source = (here / "box.py").read_text()
+        assert source.count(call) == 1
+        (tmp_path / "box.py").write_text(source.replace(call, failing))
+        (tmp_path / "guest.py").write_text((here / "guest.py").read_text())
+        monkeypatch.setattr(sandbox, "HERE", tmp_path)
+        sandboxes.append(sandbox.Sandbox(sandbox.Limits(), accept_missing=True))
+        return sandboxes[-1]
+
+    sandboxes: list[sandbox.Sandbox] = []
+    yield lacks
+    for each in sandboxes:
+        each.close()
+
+
+@NEEDS_ISOLATION
+def test_without_namespaces_programs_are_isolated_but_cannot_write(kernel_without):
+    boxes = kernel_without("if LIBC.unshare(", "if True or LIBC.unshare(")
+    assert sandbox.probe.__wrapped__() == ""
+    found = boxes.layers()
+    assert set(found["layers"]) == {"landlock", "seccomp"}
+    assert found["missing"][0].startswith("namespaces")
+    assert boxes.run("open('file', 'w').write('x')", "").status == 1
+    assert boxes.run("print(input())", "in").stdout == b"in\n"
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    ("layer", "call", "failing"),
+    [
+        ("landlock", "SYS_LANDLOCK_RESTRICT = 444, 445", "SYS_LANDLOCK_RESTRICT = 9444, 445"),
+        ("seccomp", "PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22", "PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 9922"),
+    ],
+)
+def test_without_a_required_layer_nothing_runs_unless_accepted(kernel_without, layer, call, failing):
+    boxes = kernel_without(call, failing)
+    assert layer in sandbox.probe.__wrapped__()
+    found = boxes.layers()
+    assert layer not in found["layers"]
+    assert any(each.startswith(layer) for each in found["missing"])
+    assert boxes.run("print(input())", "in").stdout == b"in\n"
+
+
+def test_the_probe_reports_a_box_that_leaks(monkeypatch):
+    monkeypatch.setattr(sandbox, "PROBE", "print(['read a file outside'])")
+    assert "read a file outside" in sandbox.probe.__wrapped__()
+
+
+def test_a_command_isolates_instead(reward, requesting, tmp_path):
+    """An interpreter of its own stands for a container."""
+    command = reward(CodeReward, CodeConfig, "code", sandbox_command=[sys.executable])
+    for tests in (STDIN, CALLS, ASSERTS):
+        assert command.score(requesting(f"```\n{GOOD}\n```", test_cases=tests)).value == 1.0
+        assert command.score(requesting("```\nsolve = print\n```", test_cases=tests)).value == 0.0
+    assert Path(sys.executable).exists()
+
+
+@pytest.mark.parametrize("tests", [STDIN, CALLS, ASSERTS])
+@pytest.mark.parametrize("breaks", ["exit 125", "echo no daemon; exit 125", "echo no daemon >&2; exit 0", "cat"])
+def test_a_command_that_breaks_during_a_run_is_a_failure_and_no_score(reward, requesting, tmp_path, breaks, tests):
+    """A container whose daemon is gone."""
+    program = tmp_path / "container"
+    program.write_text(f'#!/bin/sh\nif [ -e {tmp_path}/broken ]; then {breaks}; else exec {sys.executable} "$@"; fi\n')
+    program.chmod(0o755)
+    command = reward(CodeReward, CodeConfig, "code", sandbox_command=[str(program)])
+    given = requesting(f"```\n{GOOD}\n```", test_cases=tests)
+    assert command.score(given).value == 1.0
+    (tmp_path / "broken").touch()
+    with pytest.raises(RewardFailure):
+        command.score(given)
+    (tmp_path / "broken").unlink()
+    assert command.score(requesting("```\nimport os; os.close(2); print(1 / 0)\n```", test_cases=tests)).value == 0.0

@@ -1,0 +1,227 @@
+"""Parsing of replies: tool calls in the formats of chat templates, and reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_core.data.tool_calls import TOOL_FORMATS, parse_tool_calls, tool_format_of, without_reasoning
+from shared_tests.tool_calls import DEEPSEEK, render
+
+FORMATS = [each for each in TOOL_FORMATS if each != "none"]
+FRAGMENTS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>",
+    "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|python_tag|>",
+    "<|start|>assistant", "<|channel|>analysis", "<|message|>", "<|call|>", "<|end|>", " to=functions.add", "{", "}",
+    '{"name": "add", "arguments": {"a": 1}}', '"name"', ":", '"parameters"', "[", "]", "NaN", "1e999", "\\ud800",
+    "```json", "\n", ";", ",", "add", "9" * 5000, "[" * 3000,
+]  # fmt: skip
+"""Parts of all formats, in any order."""
+
+
+def named(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    assert all(set(each) == {"id", "type", "function"} and each["type"] == "function" for each in calls)
+    return [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in calls]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_calls_come_back_as_the_template_wrote_them(format: str) -> None:
+    calls = [("add", {"a": 1, "b": [2.5, None]}), ("say", {"text": "größer"}), ("stop", {})]
+    parsed = parse_tool_calls(render(format, calls), format)
+    assert named(parsed.tool_calls) == calls
+    assert (parsed.content, parsed.reasoning, parsed.error) == ("", "", None)
+    assert [each["id"] for each in parsed.tool_calls] == ["call00000", "call00001", "call00002"]
+
+
+words = st.text("abc xyzäß-_.:0123456789", min_size=1).map(str.strip).filter(bool)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=5,
+)
+some_calls = st.lists(
+    st.tuples(
+        st.from_regex(r"[a-z_]{1,12}", fullmatch=True), st.dictionaries(words.filter(str.isalpha), values, max_size=3)
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(format=st.sampled_from(FORMATS), calls=some_calls, thought=words)
+def test_any_calls_come_back(format: str, calls: list[tuple[str, dict[str, Any]]], thought: str) -> None:
+    strings = {name: {key for key, value in each.items() if isinstance(value, str)} for name, each in calls}
+    if format in ("qwen3_coder", "glm45"):  # a parameter has one type in all calls of a tool
+        calls = [
+            (name, {key: value for key, value in each.items() if isinstance(value, str) == (key in strings[name])})
+            for name, each in calls
+        ]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"properties": {key: {"type": "string"} for key in keys}}},
+        }
+        for name, keys in strings.items()
+    ]
+    text = render(format, calls)
+    if format == "harmony":
+        text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant{text}"
+    else:
+        text = f"<think>\n{thought}\n</think>\n\n{text}"
+    parsed = parse_tool_calls(text, format, tools=tools)
+    assert named(parsed.tool_calls) == calls
+    assert (parsed.reasoning, parsed.error) == (thought, None)
+
+
+@given(
+    format=st.sampled_from(TOOL_FORMATS),
+    parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=12),
+    opened=st.booleans(),
+)
+def test_no_reply_raises(format: str, parts: list[str], opened: bool) -> None:
+    parsed = parse_tool_calls("".join(parts), format, reasoning_open=opened)
+    for call in parsed.tool_calls:
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+        call["function"]["arguments"].encode()
+        assert call["function"]["name"]
+
+
+@given(text=st.text().filter(lambda text: "think>" not in text and "{" not in text), format=st.sampled_from(FORMATS))
+def test_plain_text_is_content(text: str, format: str) -> None:
+    assert parse_tool_calls(text, format) == (text, [], "", None)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "add", "argum'),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>add(1)</tool_call>"),
+        ("glm45", "<tool_call>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>"),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}'),
+        ("llama3_json", '<|python_tag|>{"add": 1}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("deepseek", DEEPSEEK.format("<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n{}<｜tool▁call▁end｜>")),
+        ("deepseek", DEEPSEEK.format("<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>")),
+        ("harmony", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"),
+    ],
+)
+def test_a_malformed_call_is_text_with_a_reason(format: str, text: str) -> None:
+    parsed = parse_tool_calls(text, format)
+    assert parsed.tool_calls == []
+    assert parsed.content == text
+    assert parsed.error
+
+
+def test_a_malformed_call_beside_a_good_one_stays_in_the_content() -> None:
+    good, bad = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "<tool_call>add</tool_call>"
+    parsed = parse_tool_calls(f"first {good}\n{bad}", "hermes")
+    assert named(parsed.tool_calls) == [("add", {})]
+    assert parsed.content == f"first \n{bad}"
+    assert parsed.error
+
+
+def test_the_lines_between_text_and_a_call_belong_to_neither() -> None:
+    text = "I add.\n" + render("hermes", [("add", {}), ("add", {})])
+    assert parse_tool_calls(text, "hermes").content == "I add."
+
+
+def test_other_shapes_that_models_write() -> None:
+    for format, text in (
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]x[ARGS]{"a": 2}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]'),
+        ("mistral", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]add{"a": 2}'),
+        ("llama3_json", '<|python_tag|>{"name": "add", "arguments": {"a": 1}}\n'
+                        '{"name": "add", "parameters": {"a": 2}}'),
+        ("deepseek", DEEPSEEK.format("".join(
+            f'<｜tool▁call▁begin｜>add<｜tool▁sep｜>{{"a": {a}}}<｜tool▁call▁end｜>' for a in (1, 2)))),
+        ("harmony", '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+                    '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+                   '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'),
+    ):  # fmt: skip
+        parsed = parse_tool_calls(text, format)
+        assert named(parsed.tool_calls) == [("add", {"a": 1}), ("add", {"a": 2})], text
+        assert not parsed.error
+
+
+def test_a_reply_in_json_is_no_call() -> None:
+    assert parse_tool_calls('{"answer": 3}', "llama3_json") == ('{"answer": 3}', [], "", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "content", "reasoning", "malformed"),
+    [
+        ("<think>\na\n</think>\n\n4", False, "4", "a", False),
+        ("a\n</think>\n\n4", True, "4", "a", False),
+        ("a\n</think>\n\n4", False, "4", "a", False),
+        ("<think>a</think>4", True, "4", "a", False),
+        ("<think>\n\n</think>\n\n4", False, "4", "", False),
+        ("<think>never ends", False, "", "never ends", True),
+        ("never ends", True, "", "never ends", True),
+        ("4 <think>a</think>", False, "4 <think>a</think>", "", False),
+        ("4", False, "4", "", False),
+    ],
+)
+def test_reasoning_is_what_precedes_the_reply(
+    text: str, opened: bool, content: str, reasoning: str, malformed: bool
+) -> None:
+    parsed = parse_tool_calls(text, "hermes", reasoning_open=opened)
+    assert (parsed.content, parsed.reasoning, bool(parsed.error)) == (content, reasoning, malformed)
+
+
+def test_a_call_inside_the_reasoning_is_no_call() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert parse_tool_calls(f"<think>maybe {call}</think>no", "hermes").tool_calls == []
+
+
+def test_a_string_parameter_is_literal_where_the_schema_says_so() -> None:
+    tools = [{"type": "function", "function": {"name": "say", "parameters": {"properties": {"a": {"type": "string"}}}}}]
+    for format in ("qwen3_coder", "glm45"):
+        text = render(format, [("say", {"a": "12", "b": 12})])
+        assert named(parse_tool_calls(text, format, tools=tools).tool_calls) == [("say", {"a": "12", "b": 12})]
+        assert named(parse_tool_calls(text, format).tool_calls) == [("say", {"a": 12, "b": 12})]
+
+
+def test_ids_count_on() -> None:
+    parsed = parse_tool_calls(render("hermes", [("add", {})]), "hermes", first_id=7)
+    assert parsed.tool_calls[0]["id"] == "call00007"
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    with pytest.raises(ValueError, match="xml"):
+        parse_tool_calls("", "xml")
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        (None, "none"),
+        ("{{ messages }}", "none"),
+        ("<tool_call>{{ x | tojson }}</tool_call>", "hermes"),
+        ("<tool_call>\n<function=", "qwen3_coder"),
+        ("<tool_call>{{ name }}<arg_key>", "glm45"),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
+        ('<|start_header_id|> {"name": function name, "parameters": …}', "llama3_json"),
+        ("<|start|>assistant<|channel|>", "harmony"),
+    ],
+)
+def test_the_format_is_read_off_the_template(template: str | None, format: str) -> None:
+    assert tool_format_of(template) == format
+
+
+def test_reasoning_is_removed_with_its_white_space() -> None:
+    assert without_reasoning("assistant\n<think>\na\n</think>\n\n4<think>b</think>5") == "assistant45"
