@@ -58,7 +58,7 @@ def environ(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     for project in PLUGINS:
         install(project, site)
-    path = os.pathsep.join([str(site), *(str(project / "src") for project in PLUGINS)])
+    path = os.pathsep.join([str(site), *(str(project / "src") for project in PLUGINS), str(HERE.parent / "runs")])
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled"))}
     return {**kept, **compiled, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -75,7 +75,23 @@ def suites(environ, tmp_path_factory):
 @pytest.fixture(scope="session")
 def platform_suites(environ, tmp_path_factory):
     """The `Outcome` of the suites for platforms."""
-    return outcome(["platforms_suite.py"], "not test_listing or Test_right", environ, tmp_path_factory)
+    return outcome(["platforms_suite.py"], "not test_listing or Test_right", environ, tmp_path_factory, processes=0)
+
+
+@pytest.fixture(scope="session")
+def flow_suites(environ, tmp_path_factory):
+    """The `Outcome` of the suite for module programs."""
+    return outcome(["flows_suite.py"], "Test_", environ, tmp_path_factory, processes=0)
+
+
+@pytest.fixture(scope="session")
+def executor_suites(environ, tmp_path_factory):
+    """The `Outcome` of the suite for executors."""
+    # Processes take seconds to start: those of a wrong one only where it is wrong.
+    wrong = "Test_leaves_p or Test_deaf or Test_forgets_the or Test_silent_e or Test_loses"
+    ends = "test_closing or test_a_failed_start or test_an_exit or test_a_survived"
+    chosen = f"(not test_listing or Test_right) and (not ({wrong}) or {ends})"
+    return outcome(["executors_suite.py"], chosen, environ, tmp_path_factory, processes=0)
 
 
 @pytest.fixture(scope="session")
@@ -89,10 +105,10 @@ def engine_suites(environ, tmp_path_factory):
     return outcome(["wrong_engines_suite.py"], chosen, environ, tmp_path_factory)
 
 
-def outcome(names, chosen, environ, tmp_path_factory):
+def outcome(names, chosen, environ, tmp_path_factory, processes=2):
     report = tmp_path_factory.mktemp("report") / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", chosen]
-    command += ["-n", "2", "--dist", "loadscope", f"--junitxml={report}"]
+    command += ["-n", str(processes), "--dist", "loadscope", f"--junitxml={report}"]
     command += [str(HERE / "suites" / name) for name in names]
     done = subprocess.run(command, env=environ, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stdout + done.stderr  # some failed, as they should

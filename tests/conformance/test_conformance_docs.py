@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from roll_testing import (
+    EnvironmentConformance,
+    ExecutorConformance,
     InferStrategyConformance,
     PlatformConformance,
+    RecordingConformance,
     TrainStrategyConformance,
     WeightTransportConformance,
 )
@@ -21,17 +24,23 @@ from roll_testing.train_kit import TrainKit
 TEXT = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
 STRATEGIES, _, REST = TEXT.partition("\n## Is my infer strategy right?\n")
 ENGINES, _, REST = REST.partition("\n## Is my platform right?\n")
-PLATFORMS, _, TRANSPORTS = REST.partition("\n## Is my weight transport right?\n")
+PLATFORMS, _, REST = REST.partition("\n## Is my weight transport right?\n")
+TRANSPORTS, _, REST = REST.partition("\n## Is my executor right?\n")
+EXECUTORS, _, REST = REST.partition("\n## Is my environment right?\n")
+ENVIRONMENTS, _, ENDPOINTS = REST.partition("\n## Is my recording endpoint right?\n")
 KITS = [
     (STRATEGIES, TrainStrategyConformance),
     (ENGINES, InferStrategyConformance),
     (PLATFORMS, PlatformConformance),
     (TRANSPORTS, WeightTransportConformance),
+    (EXECUTORS, ExecutorConformance),
+    (ENVIRONMENTS, EnvironmentConformance),
+    (ENDPOINTS, RecordingConformance),
 ]
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "oracle"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
 INTERNAL |= {"need_exact", "oracle_of", "stored", "prompt", "bound", "published", "generate_or_skip", "seed"}
-INTERNAL |= {"check_logprobs", "check_greedy", "check_outputs", "need_trainer"}
+INTERNAL |= {"check_logprobs", "check_greedy", "check_outputs", "need_trainer", "engine_of", "doomed"}
 PUBLIC = [
     (text, name)
     for text, subject in ((STRATEGIES, TrainKit), (ENGINES, InferKit))

@@ -12,7 +12,7 @@ from roll_core.runtime.workers.infer import InferWorker, completion_problem, mod
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider
-from roll_core.types import Completion, CompletionOutput, GenerateRequest, SamplingParams
+from roll_core.types import Completion, CompletionOutput, GenerateRequest, SamplingParams, TopTokens
 from roll_testing.errors import raises_error
 
 REQUEST = GenerateRequest(id="r1", prompt_ids=np.arange(3), params=SamplingParams(max_new_tokens=4), n=2)
@@ -77,6 +77,20 @@ def test_a_right_completion_and_a_part_of_one_are_accepted():
         routed_experts=np.zeros((2, 1, 1), np.uint8),
     )
     assert completion_problem(replace(RIGHT, outputs=(OUTPUT, empty)), REQUEST, vocab_size=None) == ""
+
+
+def test_top_tokens_of_a_prompt_are_k_for_each_of_its_tokens():
+    request = replace(REQUEST, prompt_logprobs=True, prompt_topk=2)
+    tops = TopTokens(ids=np.zeros((3, 2), np.int64), logprobs=np.zeros((3, 2), np.float32))
+    found = replace(RIGHT, prompt_logprobs=np.zeros(3, np.float32), prompt_topk=tops)
+    assert not completion_problem(found, request, vocab_size=None)
+    for wrong in (
+        replace(tops, ids=tops.ids[:2]),
+        replace(tops, logprobs=tops.logprobs[:, :1]),
+        replace(tops, logprobs=tops.logprobs - np.inf),
+        replace(tops, ids=[[1, 2]]),
+    ):
+        assert "prompt_topk" in completion_problem(replace(found, prompt_topk=wrong), request, vocab_size=None)
 
 
 def test_prompt_logprobs_are_one_for_each_token_of_the_prompt():

@@ -13,8 +13,9 @@ from roll_core.algorithms.losses import SFTObjective
 from roll_core.errors import UnsupportedError
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
-from roll_core.runtime.workers.train import ScoredShare, UpdateShare, combine
+from roll_core.runtime.workers.train import combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
+from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import StepStats
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
@@ -30,6 +31,8 @@ def sequence(number: int, length: int) -> TrainSequence:
 class FakeTrainGroup:
     """Ranks that answer with numbers from which one can tell who got what."""
 
+    role, lost = "actor_train", frozenset()
+
     def __init__(
         self,
         ranks: list[DataRank],
@@ -42,17 +45,14 @@ class FakeTrainGroup:
         self.learning_rates = learning_rates or []
         self.outcomes = outcomes or []
 
-    async def call(self, method, *args, deadline_s=None):
-        assert method == "start"
-        return self.ranks
-
-    async def call_each(self, method, args_by_rank, deadline_s=None):
+    async def call(self, method, calls, deadline_s=None):
+        if method == "start":
+            return self.ranks
+        args_by_rank = list(calls.values())
         if method == "score":
             return [
-                ScoredShare(
+                ScoredSequences(
                     logprobs=[s.tokens.astype(np.float32) for s in share],
-                    entropy=None,
-                    values=None,
                     topk_ids=[np.stack([s.tokens + 1 + k for k in range(want.topk)], 1) for s in share]
                     if want.topk
                     else None,
@@ -64,9 +64,9 @@ class FakeTrainGroup:
         rate = self.learning_rates[len(self.updates) - 1] if self.learning_rates else 0.1
         outcome = self.outcomes[len(self.updates) - 1] if self.outcomes else {}
         return [
-            UpdateShare(
-                metrics={"loss": 1.0 * len(share), "ratio/max": float(rank)},
-                stats=StepStats(**{"grad_norm": 2.0, "learning_rate": rate, **outcome}),
+            (
+                {"loss": 1.0 * len(share), "ratio/max": float(rank)},
+                StepStats(**{"grad_norm": 2.0, "learning_rate": rate, **outcome}),
             )
             for rank, (share, _, _) in enumerate(args_by_rank)
         ]
@@ -213,20 +213,23 @@ def test_extrema_are_not_summed_or_averaged():
 class FakeInferGroup:
     """Replicas that answer in an order of their own."""
 
+    lost = frozenset()
+
     def __init__(self, world_size: int, delays: dict[str, float] | None = None, fails: str = "") -> None:
         self.role, self.world_size, self.delays, self.fails = "actor_infer", world_size, delays or {}, fails
         self.submitted: list[list[str]] = [[] for _ in range(world_size)]
         self.sizes: dict[str, int] = {}
         self.forgotten: list[str] = []
 
-    async def call_rank(self, rank, method, argument, deadline_s=None):
+    async def call(self, method, calls, deadline_s=None):
+        ((rank, (argument,)),) = calls.items()
         if method == "submit":
             self.submitted[rank] += [request.id for request in argument]
             self.sizes |= {request.id: request.n for request in argument}
-            return None
+            return [None]
         if method == "forget":
             self.forgotten += argument
-            return None
+            return [None]
         assert method == "result"
         assert argument in self.submitted[rank]
         await asyncio.sleep(self.delays.get(argument, 0))
@@ -238,7 +241,7 @@ class FakeInferGroup:
             versions=np.zeros(1, dtype=np.int32),
             finish_reason="stop",
         )
-        return Completion(id=argument, outputs=(output,) * self.sizes[argument])
+        return [Completion(id=argument, outputs=(output,) * self.sizes[argument])]
 
 
 def requests(counts: list[int]) -> list[GenerateRequest]:
@@ -247,13 +250,11 @@ def requests(counts: list[int]) -> list[GenerateRequest]:
     ]
 
 
-def test_answers_come_back_in_request_order_and_are_told_as_they_are_ready():
+def test_completions_are_returned_in_request_order():
     group = FakeInferGroup(2, delays={"0": 0.05, "1": 0.02})
-    seen = []
     role = GroupInferRole("actor_infer", InferWorkerConfig(), group)
-    found = asyncio.run(role.generate(requests([1, 1, 1]), lambda completion: seen.append(completion.id)))
+    found = asyncio.run(role.generate(requests([1, 1, 1])))
     assert [completion.id for completion in found] == ["0", "1", "2"]
-    assert seen == ["2", "1", "0"]
 
 
 def test_a_replica_that_died_twice_before_it_had_weights_takes_part_once():
@@ -263,9 +264,8 @@ def test_a_replica_that_died_twice_before_it_had_weights_takes_part_once():
         async def replace(self, rank):
             self.lost = frozenset()
 
-        async def call_rank(self, rank, method, *arguments, deadline_s=None):
-            if method != "start":
-                return await super().call_rank(rank, method, *arguments)
+        async def call(self, method, calls, deadline_s=None):
+            return [None] if method == "start" else await super().call(method, calls)
 
     async def main():
         group = Mortal(2)

@@ -9,9 +9,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from roll_core.rendezvous import RemoteStore
 from roll_core.runtime.cluster.executors.base import Peers, Place
-from roll_core.runtime.weights.transports.store import RemoteStore
-from roll_core.runtime.workers.mesh import mesh_info
+from roll_core.runtime.workers.strategy import mesh_info
 from roll_modeling.process_group import ProcessGroup
 
 LOOPBACK = "127.0.0.1"

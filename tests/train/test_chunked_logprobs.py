@@ -8,10 +8,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_core.algorithms.losses import SFTObjective
 from roll_core.data.pack import pack
+from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.train import WantedOutputs
 from roll_modeling import elementwise
-from roll_modeling.logprobs import HeadRequest, LinearHead, any_head_outputs, first_choice, head_outputs
+from roll_modeling.logprobs import (
+    HeadRequest,
+    LinearHead,
+    any_head_outputs,
+    compared,
+    first_choice,
+    head_outputs,
+    read_head,
+    write_head,
+)
 from roll_strategy_hf.config import HFTrainConfig
+from roll_testing.errors import raises_error
 
 N, V, H = 23, 37, 8
 
@@ -281,3 +292,50 @@ def test_of_no_token_outputs_have_their_shapes():
     none = torch.zeros(0, dtype=torch.int64)
     found = head_outputs(head, torch.zeros(0, 3), none, HeadRequest(), none.view(0, 4))
     assert found.gathered_logprobs_NK.shape == (0, 4)
+
+
+@pytest.mark.parametrize("hint", ["none", "others", "multiple"])
+@pytest.mark.parametrize("chunk", [None, 1, 5])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.6, 1.7, 3.0)])
+def test_comparisons_with_another_head_have_the_values_and_gradients_of_whole_logits(
+    chunk, temperature, scale, softcap, hint, tmp_path
+):
+    hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
+    other_hidden, other_weight, other_bias, *_ = inputs(1, dtype=torch.float32)
+    other_hidden, other_weight = other_hidden[:, :6], other_weight[:, :6]  # another hidden size
+    other = LinearHead(weight=other_weight, bias=other_bias, scale=0.7, softcap=2.0)
+    write_head(other, tmp_path / "head")
+    head = LinearHead(weight=weight, bias=bias, scale=scale, softcap=softcap)
+
+    def kl(other_CV, own_CV):
+        return (own_CV.exp() * (own_CV - other_CV)).sum(dim=1)
+
+    request = HeadRequest(temperature=temperature, chunk_tokens=chunk)
+    read = read_head(str(tmp_path / "head"), torch.device("cpu"))
+    weights = {"none": None, "others": upstream[1].abs(), "multiple": upstream[0] * 3}[hint]
+    found = compared(head, hidden, read, other_hidden, kl, request, weights)
+    *_, own = by_autograd(hidden, weight, bias, targets, temperature, scale, softcap)
+    *_, others = by_autograd(other_hidden, other_weight, other_bias, targets, temperature, 0.7, 2.0)
+    expected = kl(others.detach(), own)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad(found, [hidden, weight, bias], upstream[0])
+    for each, wanted in zip(gradients, torch.autograd.grad(expected, [hidden, weight, bias], upstream[0]), strict=True):
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_of_different_vocabularies_are_not_compared():
+    hidden, weight, *_ = inputs(dtype=torch.float32)
+    with pytest.raises(UnsupportedError):
+        compared(
+            LinearHead(weight=weight),
+            hidden,
+            LinearHead(weight=weight[:-1]),
+            hidden,
+            lambda other, own: own.sum(1),
+            HeadRequest(),
+        )
+
+
+def test_a_head_that_cannot_be_read_is_named(tmp_path):
+    with raises_error(CheckpointError, str(tmp_path / "none")):
+        read_head(str(tmp_path / "none"), torch.device("cpu"))

@@ -19,8 +19,8 @@ from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
 from roll_testing.bench import Case
 from roll_testing.errors import raises_error
-from roll_testing.stored_buffers import check_stored_buffers
 from roll_testing.train_kit import registry
+from shared_tests.stored_buffers import check_stored_buffers
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 

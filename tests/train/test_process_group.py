@@ -1,5 +1,7 @@
 """Where the ranks of a role meet: on the address in use, and no other client is admitted."""
 
+import socket
+
 import pytest
 from process_group_program import LOOPBACK, SIZE, ask, meet, nothing
 
@@ -36,3 +38,13 @@ def test_a_port_is_free_again_when_the_group_is_closed(host):
     for _ in range(2):
         found = host.run(meet, port, "secret", nothing, num_ranks=SIZE)
         assert [each["total"] for each in found] == [3.0, 3.0]
+
+
+def test_a_port_stays_reserved_for_the_stores_of_its_caller():
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError):  # noqa: PT011 - the system's words
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as store:
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("127.0.0.1", port))
+        store.listen()

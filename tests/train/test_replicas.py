@@ -7,6 +7,7 @@ import torch
 from replica_program import lose_one, run
 
 from roll_core.errors import NonFiniteError
+from roll_testing import TrainStrategyConformance
 from roll_testing.models import QWEN3
 from roll_testing.ranks import RankHost, free_port
 
@@ -25,7 +26,7 @@ SPLITS = {"1": (1, "auto"), "2": (2, "auto"), "3": (3, "auto"), "4": (4, "auto")
 @pytest.fixture(scope="module")
 def host():
     """Processes that have imported everything once."""
-    host = RankHost(preload=("transformers.models.qwen3.modeling_qwen3", "replica_program"))
+    host = RankHost(preload=(*TrainStrategyConformance.preload, "replica_program"))
     yield host
     host.close()
 

@@ -20,10 +20,10 @@ from sglang_on_a_cpu import ON_A_CPU, stood_in
 from roll_core.errors import ConfigError
 from roll_infer_sglang.config import SglangConfig
 from roll_testing.errors import raises_error
-from roll_testing.infer.continuing import check_that_it_goes_on
 from roll_testing.infer.holding import TOKEN_BYTES, HoldingTests
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from roll_testing.infer.live import Live, biased, request
+from shared_tests.continuing import check_that_it_goes_on
 
 pytestmark = pytest.mark.engine("sglang")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sglang_on_a_cpu import ON_A_CPU
 
-from roll_testing.quickstart import QuickStartTests
+from shared_tests.quickstart import QuickStartTests
 
 
 @pytest.mark.engine("sglang")

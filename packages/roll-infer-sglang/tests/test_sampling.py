@@ -8,7 +8,7 @@ import pytest
 from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.output import SglangOutput
-from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params
+from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params, top_tokens
 from roll_testing.errors import raises_error
 
 
@@ -134,6 +134,12 @@ def test_the_first_token_of_a_prompt_has_no_logprob():
     output.append(said([5], prompt=[[None, 1, None], [-0.25, 2, None]]))
     output.append(said([6], of=2, prompt=[]))
     assert output.prompt_logprobs.tolist() == [0.0, -0.25]
+
+
+def test_the_top_tokens_of_a_prompt_begin_at_its_second_token():
+    tops = top_tokens([None, [[-0.5, 7, None], [-1.5, 3, None]]], 2)
+    assert tops.ids.tolist() == [[0, 0], [7, 3]]
+    assert tops.logprobs.tolist() == [[0.0, 0.0], [-0.5, -1.5]]
 
 
 def test_an_end_token_that_was_drawn_during_an_interruption_ends_it():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_testing.adapter_run import AdapterRunTests
+from shared_tests.adapter_run import AdapterRunTests
 
 
 @pytest.mark.engine("vllm")

@@ -20,9 +20,9 @@ from roll_core.errors import EngineDiedError, RollError
 from roll_core.spec.weights import make_manifest
 from roll_infer_vllm.config import VllmConfig
 from roll_testing.errors import raises_error
-from roll_testing.infer.continuing import check_that_it_goes_on
 from roll_testing.infer.interrupting import until_interrupted
 from roll_testing.infer.live import biased
+from shared_tests.continuing import check_that_it_goes_on
 
 pytestmark = pytest.mark.engine("vllm")
 WAIT_S = 60.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_testing.quickstart import FULL_RUN_S, LEARNED, PLACES, TAUGHT, QuickStartTests
+from shared_tests.quickstart import FULL_RUN_S, LEARNED, PLACES, TAUGHT, QuickStartTests
 
 STRICT = ("guards.logprob_gap=error",)
 OTHER_TORCH = "2.12.1"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_infer_vllm.sampling import check_served, output_seed
+from roll_infer_vllm.sampling import check_served, output_seed, top_tokens
 from roll_testing.errors import raises_error
 
 
@@ -35,3 +37,13 @@ def test_seeds_of_outputs_and_of_neighbouring_requests_differ():
     seeds = {output_seed(seed, index) for seed in range(100) for index in range(100)}
     assert len(seeds) > 9_980  # of 32-bit numbers, so that one or two may meet by chance
     assert output_seed(7, 3) == output_seed(7, 3)
+
+
+def test_the_top_tokens_of_a_prompt_follow_the_token_itself():
+    """Positions have the token, then the K most likely ones, among which it may be once more; the first has none."""
+    found = SimpleNamespace(
+        start_indices=[0, 0, 3], end_indices=[0, 3, 6], token_ids=[4, 7, 3, 9, 9, 1], logprobs=[-4, -1, -2, -3, -3, -5]
+    )
+    tops = top_tokens(found, 2)
+    assert tops.ids.tolist() == [[0, 0], [7, 3], [9, 1]]
+    assert tops.logprobs.tolist() == [[0, 0], [-1, -2], [-3, -5]]

@@ -12,7 +12,7 @@ from roll_strategy_deepspeed.plugin import roll_train_strategies
 from roll_testing.bench import Case
 from roll_testing.losses import TRAINING
 from roll_testing.models import QWEN3, write_checkpoint
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import RankHost, free_port, shared_host
 
 sys.path.append(str(Path(__file__).parent))  # ranks import modules of this folder by name
 
@@ -26,8 +26,19 @@ def provider():
     return found
 
 
+QUICK = {
+    "test_gradients_are_clipped_to_their_global_norm",
+    "test_steps_of_adamw_equal_the_reference",
+    "test_a_resumed_run_equals_an_uninterrupted_one",
+}
+"""Tests of ZeRO's stage 1 that `-m "not slow"` runs: a step of cut moments, and their checkpoint."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     for item in items:
+        if getattr(item.cls, "__name__", "") == "TestStageOne" and item.originalname not in QUICK:
+            item.add_marker(pytest.mark.slow)
         if "provider" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine("deepspeed"))
 
@@ -43,35 +54,31 @@ def case(provider, model):
     return Case(provider=provider, strategy_config={}, model=model, training=TRAINING)
 
 
-def running(**settings):
-    host = RankHost(**settings)
-
+def running(host):
     def run(function, case, *arguments):
         ready = case.with_(master_port=free_port() if case.world_size > 1 else 0, devices=("cpu",) * case.world_size)
         return host.run(function, ready, *arguments, num_ranks=case.world_size, timeout_s=100)
 
-    return host, run
+    return run
 
 
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(function, case, *arguments)`: what each rank returned."""
-    host, run = running(environment=ENVIRONMENT, preload=PRELOAD)
-    yield run
-    host.close()
+    return running(shared_host(tuple(sorted(ENVIRONMENT.items())), PRELOAD))
 
 
 @pytest.fixture(scope="session")
 def ranks_in_float16():
     """The same where DeepSpeed takes the host for one that computes in float16: slow ones do, too."""
-    host, run = running(environment=ENVIRONMENT, preload=(*PRELOAD, "deepspeed_float16"))
-    yield run
+    host = RankHost(environment=ENVIRONMENT, preload=(*PRELOAD, "deepspeed_float16"))
+    yield running(host)
     host.close()
 
 
 @pytest.fixture(scope="session")
 def ranks_without_programs():
     """The same where no program can be found, a compiler and ninja among them."""
-    host, run = running(environment={**ENVIRONMENT, "PATH": ""}, preload=PRELOAD)
-    yield run
+    host = RankHost(environment={**ENVIRONMENT, "PATH": ""}, preload=PRELOAD)
+    yield running(host)
     host.close()

@@ -111,6 +111,15 @@ def state_without_listing(rank: int, case: Case) -> str:
         return "found" if all(each is not None for kinds in found for each in kinds.values()) else "none"
 
 
+def steps_counted_at_start(rank: int, case: Case) -> tuple[float, float]:
+    """Adam's step count before the first step, without and with `undo_first_step`."""
+    found = []
+    for undo in (lambda *_: None, workarounds.undo_first_step):
+        with patch.object(optimizer_state, "undo_first_step", undo), built(case, rank) as strategy:
+            found.append(max(float(each["step"]) for each in strategy.optimizer.torch_optimizer.state.values()))
+    return found[0], found[1]
+
+
 def engine_without_guard(rank: int, case: Case, step: Step) -> tuple[float | None, bool, bool]:
     """What DeepSpeed says of a step: its norm, whether it was taken, and whether weights are finite after it."""
     with patch.object(workarounds, "add_norm_and_clipping"), built(case, rank) as strategy:

@@ -23,9 +23,18 @@ class TestZero(TrainStrategyConformance):
     """What is spread over the ranks, and when ranks need each other, is different at each stage."""
 
     name = "deepspeed_train"
-    variants = {f"zero{number}": stage(number) for number in range(4)}  # noqa: RUF012
+    variants = {f"zero{number}": stage(number) for number in (0, 2, 3)}  # noqa: RUF012
     environment = ENVIRONMENT
     preload = PRELOAD
+
+
+class TestStageOne(TrainStrategyConformance):
+    """Stage 2 cuts what stage 1 cuts, and the gradients: all tests but those of `QUICK` in conftest.py are slow."""
+
+    name = "deepspeed_train"
+    variants = {"zero1": stage(1)}  # noqa: RUF012
+    environment = TestZero.environment
+    preload = TestZero.preload
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from roll_testing.losses import GRADIENT, LOSSES, MAGNIFIED, SPLITS, TRAINING, S
 from roll_testing.models import make_batch
 from roll_testing.programs import fail_to_build, score, train
 from roll_testing.reference import Reference, TransformersModel
+from shared_tests.module_programs import check_low_precision
 
 BATCH = make_batch(61)
 STEP = Step(sequences=BATCH, loss=LOSSES["sft"], split=SPLITS["three at a time"])
@@ -47,6 +48,10 @@ def test_outputs_and_gradients_stay_near_the_reference(half, ranks_in_float16, s
     done = ranks_in_float16(train, case.with_(training=GRADIENT), [STEP])[0]
     gradient = {name: (before - done.after[name]) / MAGNIFIED for name, before in done.before.items()}
     check_near("gradient", gradient, reference.gradient(BATCH, STEP.loss), BOUNDS["fp16"].gradient)
+
+
+def test_programs_stay_near_float32(half, ranks_in_float16):
+    check_low_precision(ranks_in_float16, half(3, initial_scale_power=8), "fp16", 0.01)
 
 
 @STAGES

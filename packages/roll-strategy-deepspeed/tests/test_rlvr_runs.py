@@ -42,7 +42,7 @@ def taught(tmp_path_factory):
     return folder / "quickstart-sft" / "latest" / "export"
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("disk", marks=pytest.mark.slow)])
 def test_weights_reach_an_engine_in_a_process_of_its_own(taught, tmp_path, transport):
     """Nobody says that there have to be two: DeepSpeed's weights do not travel within one."""
     (tmp_path / "weights").mkdir()

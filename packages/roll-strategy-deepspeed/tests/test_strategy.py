@@ -26,8 +26,10 @@ from roll_testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
 from roll_testing.models import make_batch
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.stored_buffers import check_stored_buffers
 from roll_testing.train_kit import registry
+from shared_tests.module_programs import check_disagreement, check_low_precision
+from shared_tests.moving_average import check_moving_average
+from shared_tests.stored_buffers import check_stored_buffers
 
 BATCH = make_batch(61)
 STEPS = [
@@ -85,6 +87,25 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_raised_on_all_and_leaves_nothi
         assert error.kinds[0] == "NonFiniteError"
         assert STEPS[0].sequences[4].id in error.message
         check_same_run("steps after the error", after, expected)
+
+
+@pytest.mark.parametrize("keys", [{"stage": 0}, OFFLOADED["zero1"], {"stage": 2}, {"stage": 3}], ids=str)
+def test_the_moving_average_is_that_of_hf_train_and_resumes_exactly(ranks, case, tmp_path, keys):
+    """At stage 3, small parameters stay gathered between steps."""
+    check_moving_average(ranks, case.with_(strategy_config={"zero_optimization": keys}, world_size=2), tmp_path)
+
+
+# -- module programs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_programs_that_differ_between_ranks_raise_on_all(ranks, case, stage):
+    check_disagreement(ranks, case.with_(strategy_config=zero(stage)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_programs_in_bf16_stay_near_float32(ranks, case, stage):
+    check_low_precision(ranks, case.with_(strategy_config=zero(stage)), "bf16", 0.02)
 
 
 # -- states and exports ------------------------------------------------------------------------------------------------

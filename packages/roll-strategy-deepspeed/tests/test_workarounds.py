@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from deepspeed_programs import engine_without_guard, operators_without, state_without_listing, warnings_without
+from deepspeed_programs import (
+    engine_without_guard,
+    operators_without,
+    state_without_listing,
+    steps_counted_at_start,
+    warnings_without,
+)
 
 from roll_testing.bench import Step
 from roll_testing.losses import LOSSES, SpoiltGradient
@@ -37,3 +45,9 @@ def test_stage_0_in_float32_still_neither_measures_nor_skips(ranks, case, spoilt
     assert norm is None
     assert applied
     assert finite is not spoilt
+
+
+def test_deepspeed_takes_a_step_at_start(ranks, case):
+    """At stage 0 in bf16."""
+    case = case.with_(model=replace(case.model, dtype="bf16"))
+    assert ranks(steps_counted_at_start, case)[0] == (1.0, 0.0)

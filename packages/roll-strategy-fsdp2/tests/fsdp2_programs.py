@@ -323,9 +323,9 @@ def furthest_from(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> f
 
 def train_from_files(rank: int, job: Job) -> dict[str, Any]:
     """Where loading the whole model would fail."""
-    from roll_strategy_fsdp2 import strategy
+    from roll_modeling import strategy
 
-    def refuse(_spec: ModelSpec) -> None:
+    def refuse(_spec: ModelSpec, **_: Any) -> None:
         raise AssertionError("the model was loaded whole")
 
     strategy.load_model = refuse
@@ -359,7 +359,7 @@ def peak_of_build(rank: int, job: Job) -> int:
 
 def train_with_tokens_mixed(rank: int, job: Job) -> dict[str, Any]:
     """By a model whose layers also add what stands one token before, within the sequence, as some convolutions do."""
-    from roll_strategy_fsdp2 import strategy
+    from roll_modeling import strategy
 
     load = strategy.load_model
 
@@ -367,8 +367,8 @@ def train_with_tokens_mixed(rank: int, job: Job) -> dict[str, Any]:
         hidden, inside = inputs[0], more["position_ids"][..., None] > 0
         return (hidden + torch.where(inside, hidden.roll(1, dims=1), 0.0), *inputs[1:]), more
 
-    def load_mixing(spec: ModelSpec) -> Any:
-        model = load(spec)
+    def load_mixing(spec: ModelSpec, **more: Any) -> Any:
+        model = load(spec, **more)
         for layer in model.model.layers:
             layer.register_forward_pre_hook(mix, with_kwargs=True)
         return model

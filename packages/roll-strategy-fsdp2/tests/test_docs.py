@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll_strategy_fsdp2.config import FSDP2Config
-from roll_testing.config_table import check_table
+from shared_tests.config_table import check_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "fsdp2.md"
 BEGIN, END = "<!-- keys: made by packages/roll-strategy-fsdp2/tests/test_docs.py -->\n", "<!-- end of keys -->"

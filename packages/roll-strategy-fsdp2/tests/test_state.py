@@ -35,9 +35,11 @@ from roll_core.spec.providers import TrainProvider
 from roll_modeling.model import load_model
 from roll_testing.bench import Case
 from roll_testing.errors import raises_error
+from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.ranks import RanksFailedError
-from roll_testing.stored_buffers import check_stored_buffers
 from roll_testing.train_kit import registry
+from shared_tests.moving_average import check_moving_average
+from shared_tests.stored_buffers import check_stored_buffers
 
 # The kit checks the state of two ranks in `./run test`; these take minutes.
 pytestmark = pytest.mark.engine
@@ -262,13 +264,21 @@ def test_an_export_in_bf16_says_so_and_trains_on(ranks, tmp_path):
     assert same_weights(again[0]["before"], answers[0]["weights"])
 
 
+CASE = Case(
+    provider=registry().find(TrainProvider, "fsdp2_train"),
+    strategy_config={},
+    model=ModelSpec(),
+    training=TRAINING,
+    world_size=2,
+    devices=("cpu",) * 2,
+)
+
+
 def test_buffers_that_transformers_stores_go_along_with_the_portable_state(ranks, tmp_path):
-    case = Case(
-        provider=registry().find(TrainProvider, "fsdp2_train"),
-        strategy_config={},
-        model=ModelSpec(),
-        training=TRAINING,
-        world_size=2,
-        devices=("cpu",) * 2,
-    )
-    check_stored_buffers(ranks, case, tmp_path)
+    check_stored_buffers(ranks, CASE, tmp_path)
+
+
+@pytest.mark.parametrize("config", [{}, {"offload_policy": True, "reshard_after_forward": False}], ids=str)
+def test_the_moving_average_is_that_of_hf_train_and_resumes_exactly(ranks, tmp_path, config):
+    model = write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=TINY["vocab_size"])
+    check_moving_average(ranks, CASE.with_(model=model, strategy_config=config), tmp_path)

@@ -8,6 +8,10 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
+from roll_testing.ranks import shared_host
+
 sys.path.append(str(Path(__file__).parent))
 
 IMPORT_MEGATRON = [
@@ -32,3 +36,11 @@ if not collect_ignore:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and Megatron use what they have deprecated
         import megatron.core  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def host():
+    """Ranks that have imported Megatron: the same for all tests, those of the conformance kit included."""
+    from megatron_programs import PRELOAD
+
+    return shared_host(preload=PRELOAD)

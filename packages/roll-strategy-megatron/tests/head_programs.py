@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 from megatron_programs import LiveBytes
 
-from roll_modeling.logprobs import HeadRequest
-from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
+from roll_modeling.logprobs import HeadRequest, LinearHead
+from roll_strategy_megatron.head import (
+    ExchangedIds,
+    VocabularyShare,
+    sharded_comparison,
+    sharded_head_outputs,
+    share_of_head,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +86,38 @@ def head_and_gradients(rank, size, port, problem):
             hidden_NH.grad.numpy(),
             weight_VH.grad.numpy()[: share.num_real],
         )
+
+
+def reverse_kl(other_CV, own_CV):
+    return (own_CV.exp() * (own_CV - other_CV)).sum(dim=1)
+
+
+def comparison_and_gradients(rank, size, port, problem, ahead):
+    """Values of the reverse KL from another model with half the hidden size, a bias and a softcap; gradients as above.
+
+    `ahead`: the weights are known in the forward pass.
+    """
+    with group_of(rank, size, port) as group:
+        weight_VH, share = share_of(rank, size, problem.weight_VH, group)
+        vocabulary, rows = len(problem.weight_VH), len(weight_VH)
+        other, other_NH = other_model(problem)
+        own = share_of_head(other, share, rows, vocabulary)
+        hidden_NH = torch.tensor(problem.hidden_NH, dtype=torch.float32, requires_grad=True)
+        slopes_N = torch.from_numpy(problem.slopes_2N[0]).float()
+        shards = ExchangedIds(group, vocabulary, rows)
+        values_N = sharded_comparison(
+            hidden_NH, weight_VH, own, other_NH, reverse_kl, problem.request, slopes_N if ahead else None, shards
+        )
+        (values_N * slopes_N).sum().backward()
+        return values_N.detach().numpy(), hidden_NH.grad.numpy(), weight_VH.grad.numpy()[: share.num_real]
+
+
+def other_model(problem):
+    half = problem.weight_VH.shape[1] // 2
+    weight, hidden = (
+        torch.tensor(each[:, :half] * 0.5, dtype=torch.float32) for each in (problem.weight_VH, problem.hidden_NH)
+    )
+    return LinearHead(weight=weight, bias=weight[:, 0].clone(), softcap=3.0), hidden
 
 
 def most_bytes(rank, size, port, problem):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, WANT, score_and_train
+from megatron_programs import DEEPSEEK, MIXTURE, WANT, score_and_train
 from safetensors.torch import load_file, save_file
 
 from roll_core.spec.providers import TrainProvider
@@ -16,7 +16,7 @@ from roll_testing.bounds import check_near, check_rows, check_same
 from roll_testing.losses import OF_TASK, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import score
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import free_port
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
 
@@ -185,13 +185,6 @@ PRODUCTS = {
 ARRANGEMENTS = [pytest.param(each, id=name) for name, each in QUICK.items()] + [
     pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in PRODUCTS.items()
 ]
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 @pytest.fixture

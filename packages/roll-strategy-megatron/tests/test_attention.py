@@ -7,15 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_programs import DEEPSEEK, PRELOAD
-from test_arrangements import MISTRAL, Arrangement, check_against_transformers, host, sizes
+from megatron_programs import DEEPSEEK
+from test_arrangements import MISTRAL, Arrangement, check_against_transformers, sizes
 from varlen import with_kernel
 
 from roll_strategy_megatron import attention
 from roll_testing.models import QWEN3
 from roll_testing.ranks import free_port
-
-__all__ = ["PRELOAD", "host"]
 
 
 @pytest.fixture

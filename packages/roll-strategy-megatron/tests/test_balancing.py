@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch.nn.functional as F
-from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, score_and_train
+from megatron_programs import DEEPSEEK, MIXTURE, score_and_train
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from roll_core.data.pack import pack
@@ -18,7 +18,7 @@ from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import free_port
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
 
@@ -76,13 +76,6 @@ class Balanced(Reference):
             {"load_balancing_loss": float(balance.detach()) / layers, "router_z_loss": float(z.detach()) / layers}
         )
         return float(found.loss.detach())
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 def case_of(folder, architecture, ranks, config, *, checkpointing=False):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from convert_programs import write_and_export
-from megatron_programs import MIXTURE, PRELOAD
+from megatron_programs import MIXTURE
 from safetensors.torch import load_file
 
 from roll_core.cli.main import main
@@ -17,17 +17,10 @@ from roll_core.spec.providers import TrainProvider
 from roll_testing.bench import Case, Step
 from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import make_batch, write_checkpoint
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import free_port
 from roll_testing.train_kit import registry
 
 EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize("export", ["merged", "adapter"])

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from roll_strategy_megatron.config import REFUSED, MegatronConfig
-from roll_testing.config_table import check_table
+from shared_tests.config_table import check_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "megatron.md"
 BEGIN, END = "<!-- keys: made by packages/roll-strategy-megatron/tests/test_docs.py -->\n", "<!-- end of keys -->"

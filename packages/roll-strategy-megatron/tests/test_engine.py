@@ -47,7 +47,7 @@ from roll_strategy_megatron.engine import LayerSpec, choose
 from roll_testing.bounds import check_same, distance
 from roll_testing.errors import mentions
 from roll_testing.models import QWEN3
-from roll_testing.ranks import RankHost
+from roll_testing.ranks import shared_host
 
 __all__ = ["run"]
 ENGINE = {"transformer_impl": "transformer_engine"}
@@ -59,9 +59,7 @@ FOUR = {"num_hidden_layers": 4}
 
 @pytest.fixture(scope="module")
 def host():
-    found = RankHost(preload=("engine_on_cpu", *PRELOAD))
-    yield found
-    found.close()
+    return shared_host(preload=("engine_on_cpu", *PRELOAD))
 
 
 def engine(ranks, model=QWEN3, *, apart=False, **options):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_programs import MIXTURE, PRELOAD, export, read
+from megatron_programs import MIXTURE, export, read
 from transformers import AutoModelForCausalLM
 
 from roll_core.spec.providers import TrainProvider
 from roll_testing.bench import Case
 from roll_testing.models import QWEN3, write_checkpoint
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import free_port
 from roll_testing.train_kit import registry
 
 PIECE_BYTES = 1 << 16
@@ -20,13 +20,6 @@ TIED = DENSE | {"tie_word_embeddings": True}
 EXPERTS = MIXTURE | {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 8}
 GATHERED = {"dense": 2 * 192 * 64 * 4, "experts": 4 * 2 * 64 * 64 * 4}
 """Bytes of the most that is gathered at once: gate and up of a layer; those of all of its experts."""
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 def case_of(model, config, folder):

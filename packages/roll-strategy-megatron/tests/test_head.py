@@ -7,9 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from head_programs import Problem, head_and_gradients, most_bytes, slopes_of_ids
+from head_programs import (
+    Problem,
+    comparison_and_gradients,
+    head_and_gradients,
+    most_bytes,
+    other_model,
+    reverse_kl,
+    slopes_of_ids,
+)
 
-from roll_modeling.logprobs import HeadRequest
+from roll_core.errors import UnsupportedError
+from roll_modeling.logprobs import HeadRequest, LinearHead
+from roll_strategy_megatron.head import VocabularyShare, share_of_head
 from roll_testing.ranks import RankHost, free_port
 
 
@@ -115,3 +125,31 @@ def test_a_chunk_of_a_share_of_the_logits_exists_at_once(host):
     assert most[2 * chunk] - most[chunk] == pytest.approx(2 * share_of_chunk, rel=0.05)
     assert most[chunk] < tokens * vocabulary // 2 * 4 / 8
     assert most[tokens] > 2 * tokens * vocabulary // 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "vocabulary", "chunk"), [(2, 9, 61, 4), (3, 10, 61, None), (4, 6, 5, 3), (2, 0, 61, None)]
+)
+@pytest.mark.parametrize("ahead", [True, False], ids=["weights known", "weights unknown"])
+def test_comparisons_over_shards_equal_plain_torch(host, ranks, tokens, vocabulary, chunk, ahead):
+    """Values and gradients of a divergence from another model, whose head is spread over the same ranks."""
+    problem = problem_of(HeadRequest(temperature=0.7, chunk_tokens=chunk), tokens=tokens, vocabulary=vocabulary)
+    found = host.run(comparison_and_gradients, ranks, free_port(), problem, ahead, num_ranks=ranks)
+    hidden_NH, weight_VH = (
+        torch.tensor(each.astype(np.float32).astype(np.float64), requires_grad=True)
+        for each in (problem.hidden_NH, problem.weight_VH)
+    )
+    other, other_NH = other_model(problem)
+    own_NV = torch.log_softmax(hidden_NH @ weight_VH.T / 0.7, dim=1)
+    values_N = reverse_kl(torch.log_softmax(other.logits(other_NH).double() / 0.7, dim=1), own_NV)
+    (values_N * torch.from_numpy(problem.slopes_2N[0].astype(np.float32))).sum().backward()
+    for values, _, _ in found:
+        np.testing.assert_allclose(values, values_N.detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(sum(each[1] for each in found), hidden_NH.grad.numpy(), atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([each[2] for each in found]), weight_VH.grad.numpy(), atol=1e-5)
+
+
+def test_a_head_of_another_vocabulary_is_refused():
+    head = LinearHead(weight=torch.zeros(6, 2))
+    with pytest.raises(UnsupportedError):
+        share_of_head(head, VocabularyShare(group=None, first=0, num_real=5), 5, 5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from megatron_programs import MIXTURE, PRELOAD, adapters_around, resume, save_after, score_and_train, train_and_export
+from megatron_programs import MIXTURE, adapters_around, resume, save_after, score_and_train, train_and_export
 from peft import PeftModel
 from torch import nn
 from torch.nn.utils import parametrize
@@ -23,7 +23,7 @@ from roll_testing.errors import raises_error
 from roll_testing.losses import LOSSES, OF_TASK, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
-from roll_testing.ranks import RankHost, RanksFailedError, free_port
+from roll_testing.ranks import RanksFailedError, free_port
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
 
@@ -40,13 +40,6 @@ EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6
 ALL = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
 WITH_NORMS = replace(SOME, extra_modules=("input_layernorm", "embed_tokens"))
 WANT = WantedOutputs(logprobs=True, entropy=True)
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 def case_of(model, lora, config=None, ranks=1, name="megatron_train"):

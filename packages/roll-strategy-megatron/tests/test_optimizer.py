@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron_programs import MIXTURE, PRELOAD, masters_after, resume, save_after, score_and_train, train_alike
+from megatron_programs import MIXTURE, masters_after, resume, save_after, score_and_train, train_alike
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
@@ -16,7 +16,7 @@ from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import free_port
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
 
@@ -26,13 +26,6 @@ PP = {"pipeline_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 HOST = {"optimizer_cpu_offload": True}
 HALF = HOST | {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 def case_of(folder, architecture, ranks, config, training=TRAINING, dtype="fp32"):

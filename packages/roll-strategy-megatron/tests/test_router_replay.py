@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from megatron_programs import PRELOAD, score_and_train
+from megatron_programs import score_and_train
 from replay_programs import take_experts
 from test_arrangements import (
     DEEPSEEK,
@@ -17,7 +17,6 @@ from test_arrangements import (
     VOCABULARY,
     Arrangement,
     case_of,
-    host,
     run,
     sizes,
     steps,
@@ -31,7 +30,7 @@ from roll_testing.errors import raises_error
 from roll_testing.models import make_batch
 from roll_testing.replaying import WANT, on_hf_train, with_experts
 
-__all__ = ["PRELOAD", "host", "run"]  # fixtures
+__all__ = ["run"]  # a fixture
 RECOMPUTED = {"checkpointing": True, "model": MIXTURE | FOUR}
 QUICK = {
     "one rank": Arrangement(ranks=1, model=MIXTURE),

@@ -184,6 +184,99 @@ def test_grpo_with_the_engines_experts_begins_on_expert_parallel_ranks_as_with_h
     assert all(0 < each["actor/routing_disagreement"] < 0.5 for each in steps)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "spread", "ranks"),
+    [
+        pytest.param(
+            *("dpo", {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("kto", TENSOR | {"sequence_parallel": True, "context_parallel_size": 2}, 4), marks=pytest.mark.slow
+        ),
+        pytest.param("reward_model", SPREAD, 4, marks=pytest.mark.slow),
+        ("reward_model", TENSOR, 2),
+    ],
+)
+def test_preferences_give_the_numbers_of_one_rank_of_hf_train(run, tmp_path, pipeline, spread, ranks):
+    rows = [
+        {"prompt": f"{a}{b}", "chosen": f"{b}{a}", "rejected": a * (1 + n)} for n, a in enumerate("abcd") for b in "cd"
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def settings(place):
+        role = place.role(sequences=8) | {"data_args": {"file_name": str(tmp_path / "pairs.jsonl")}}
+        role["training_args"] |= {"learning_rate": 3e-3, "lr_scheduler_type": "constant"}
+        if pipeline == "reward_model":
+            return {"pipeline": "reward_model", "reward_train": role, "max_steps": 3}
+        scored = {
+            "model_args": {"dtype": "fp32"},
+            "strategy_args": role["strategy_args"] | {"strategy_name": place.strategy.replace("_train", "_infer")},
+            "device_mapping": role["device_mapping"],
+        }
+        losses = "kto" if pipeline == "kto" else ["sigmoid", "sft"]
+        return {"pipeline": "dpo", "actor_train": role, "reference": scored, "loss_type": losses, "max_steps": 3}
+
+    expected, found = (
+        metrics(run(name, settings(place)))
+        for name, place in (("one", ALONE), ("more", Place(spread=spread, ranks=ranks)))
+    )
+    assert len(found) == len(expected) == 3
+    for one, other in zip(found, expected, strict=True):
+        for name in (name for name in other if name.startswith("train/")):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spread", "given"),
+    [
+        pytest.param(2, TENSOR, {"kd_support": "full"}, id="the whole vocabulary"),
+        pytest.param(
+            2, {"pipeline_model_parallel_size": 2}, {"kd_support": "full"}, marks=pytest.mark.slow, id="stages"
+        ),
+        pytest.param(
+            4, SPREAD | {"sequence_parallel": True}, {"kd_support": "full"}, marks=pytest.mark.slow, id="both"
+        ),
+        pytest.param(
+            4,
+            TENSOR | {"context_parallel_size": 2},
+            {"kd_support": "student_topk", "logits_topk": 3},
+            marks=pytest.mark.slow,
+            id="K tokens",
+        ),
+    ],
+)
+def test_distillation_gives_the_numbers_of_one_rank_of_hf_train(run, ranks, spread, given):
+    """The student's and the teacher's output layers are sharded over the vocabulary."""
+
+    def settings(place):
+        role = place.role(sequences=8)
+        role["training_args"]["lr_scheduler_type"] = "constant"
+        teacher = {
+            "model_args": {"dtype": "fp32", "random_init": MODEL | {"hidden_size": 48, "initializer_range": 0.3}},
+            "strategy_args": role["strategy_args"] | {"strategy_name": place.strategy.replace("_train", "_infer")},
+            "device_mapping": role["device_mapping"],
+        }
+        return {
+            "pipeline": "distill",
+            "distill_data": "dataset",
+            "kd_objective": "js_divergence",
+            "kd_temperature": 2.0,
+            "rollout_batch_size": 4,
+            "num_return_sequences_in_group": 2,
+            "actor_train": role,
+            "teachers": {"main": teacher},
+            "max_steps": 2,
+            **given,
+        }
+
+    places = {"one": ALONE, "many": Place(spread=spread, ranks=ranks)}
+    expected, found = (metrics(run(name, settings(place))) for name, place in places.items())
+    assert len(found) == len(expected) == 2
+    for one, other in zip(found, expected, strict=True):
+        for name in (name for name in other if name.startswith("actor/")):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.mark.slow
 def test_ppo_with_policy_and_critic_on_ranks_begins_as_with_hf_train_and_the_critic_learns(run):
     def ppo(actor, critic, steps):

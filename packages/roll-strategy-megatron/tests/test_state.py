@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from fused_adam import with_fused_adam
-from megatron_programs import MIXTURE, PRELOAD, load_each, move_away, resume, save_after
+from megatron_programs import MIXTURE, load_each, move_away, resume, save_after
 
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
@@ -19,9 +19,9 @@ from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import export_between, go_on
-from roll_testing.ranks import RankHost, free_port
-from roll_testing.stored_buffers import check_stored_buffers
+from roll_testing.ranks import free_port
 from roll_testing.train_kit import registry
+from shared_tests.stored_buffers import check_stored_buffers
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
@@ -31,13 +31,6 @@ EP = {"expert_model_parallel_size": 2}
 CUT = {"expert_tensor_parallel_size": 2}
 WHOLE = TP | {"expert_tensor_parallel_size": 1}
 LATER = {"async_save_ckpt": True}
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=PRELOAD)
-    yield found
-    found.close()
 
 
 def case_of(model, ranks, config):

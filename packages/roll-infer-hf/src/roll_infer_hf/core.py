@@ -177,7 +177,7 @@ class EngineCore:
             for each in group:
                 request = each.request
                 if request.request.prompt_logprobs and request.prompt_logprobs is None:
-                    request.prompt_logprobs = prompt.logprobs
+                    request.take_logprobs(prompt)
                 each.add_experts(prompt.routed_experts)
                 if each.params.max_new_tokens == 0:
                     self._batch.finish(each, "length")

@@ -253,16 +253,10 @@ class Decoder(Runner):
 
     def _score(self, chunk: PromptChunk, hidden_TC: Tensor) -> None:
         """Store the logprobs of the tokens that follow the chunk's tokens, `[begin + 1, end + 1)`, in the prompt."""
-        prompt = chunk.prompt
-        if prompt.logprobs is None:
-            prompt.logprobs = np.zeros(len(prompt), dtype=np.float32)
-        targets = torch.from_numpy(prompt.tokens[chunk.begin + 1 : chunk.end + 1]).to(self.device)
-        for start in range(0, len(targets), LOGPROB_ROWS):
-            rows = targets[start : start + LOGPROB_ROWS]
-            logits = self._logits(hidden_TC[start : start + len(rows)])
-            found = torch.log_softmax(logits, dim=-1).gather(1, rows.unsqueeze(1)).squeeze(1)
-            at = chunk.begin + 1 + start
-            prompt.logprobs[at : at + len(rows)] = found.cpu().numpy()
+        followed = min(chunk.end, len(chunk.prompt) - 1) - chunk.begin
+        for start in range(0, max(followed, 1), LOGPROB_ROWS):
+            logits = self._logits(hidden_TC[start : min(start + LOGPROB_ROWS, followed)])
+            chunk.prompt.store(chunk.begin + 1 + start, torch.log_softmax(logits, dim=-1))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

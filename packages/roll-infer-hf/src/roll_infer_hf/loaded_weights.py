@@ -23,9 +23,8 @@ from typing_extensions import override
 
 from roll_core.spec.weights import check_version, copy_digested, digest, loaded_digest
 from roll_core.types import WeightReceipt
-from roll_modeling.adapter_updates import SIDES, compare_adapter, refuse_adapter
 from roll_modeling.buckets import Incoming
-from roll_modeling.comparing import compare, entries, refuse
+from roll_modeling.comparing import SIDES, compare, compare_adapter, entries, refuse, refuse_adapter
 from roll_modeling.layout import SIBLINGS, adjacent
 from roll_modeling.lora import target_layers
 
@@ -87,7 +86,7 @@ class Replaceable(ABC):
 
 
 class _Parameter(NamedTuple):
-    """Location of a tensor, see `roll_modeling.comparing.Held`."""
+    """Location of a tensor, see `roll_modeling.comparing.EngineTensor`."""
 
     key: int
     shape: tuple[int, ...]

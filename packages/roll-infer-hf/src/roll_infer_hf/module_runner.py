@@ -98,9 +98,7 @@ class ModuleRunner(Runner):
                 self._prompts[prompt] = (cohort, row)
                 logits[i] = found[row, -1]
                 if prompt.logprobs_wanted:
-                    scored = torch.log_softmax(found[row, :-1].float(), dim=-1)
-                    scored = scored.gather(1, tokens[row, 1:].unsqueeze(1)).squeeze(1)
-                    prompt.logprobs = np.concatenate([np.zeros(1, dtype=np.float32), scored.cpu().numpy()])
+                    prompt.store(1, torch.log_softmax(found[row, :-1].float(), dim=-1))
         return torch.stack([each for each in logits if each is not None]).float()
 
     @torch.inference_mode()

@@ -15,6 +15,7 @@ CAPABILITIES = InferCapabilities(
     sleeps=True,
     lora=True,
     prompt_logprobs=True,
+    prompt_topk=True,
     routed_experts=True,
     free_seeds=True,
     in_flight_update=True,

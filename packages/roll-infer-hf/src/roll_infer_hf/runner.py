@@ -13,10 +13,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from roll_core.types import TopTokens
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
@@ -29,6 +33,8 @@ class CachedPrompt:
 
     tokens: TokenIds
     logprobs_wanted: bool = False
+    topk_wanted: int = 0
+    """Number of most likely tokens to store with the logprobs."""
     donor: CachedPrompt | None = None
     """Prompt with the same first `donated` tokens, prefilled earlier or in the same call; None if nothing is shared."""
     donated: int = 0
@@ -38,11 +44,26 @@ class CachedPrompt:
     """Slot of its keys and values in the runner's prompt cache; -1 if it has none. Set by the runner."""
     logprobs: Floats | None = None
     """`[P]` logprobs of the prompt tokens, 0 for the first; set by prefill if `logprobs_wanted`."""
+    topk: TopTokens | None = None
+    """`topk_wanted` most likely tokens; set by prefill beside `logprobs`."""
     routed_experts: RoutedExperts | None = None
     """`[P, M, K]` experts of each token; set by prefill if the runner records them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def store(self, at: int, logp_NV: Tensor) -> None:
+        """Store the logprobs of the N tokens from `at`, given logprobs of all ids there."""
+        if self.logprobs is None:
+            self.logprobs = np.zeros(len(self), dtype=np.float32)
+            shape = (len(self), self.topk_wanted)
+            self.topk = TopTokens(ids=np.zeros(shape, dtype=np.int64), logprobs=np.zeros(shape, dtype=np.float32))
+        span = slice(at, at + len(logp_NV))
+        targets_N1 = torch.from_numpy(self.tokens[span, None]).to(logp_NV.device)
+        self.logprobs[span] = logp_NV.gather(1, targets_N1)[:, 0].cpu().numpy()
+        if self.topk is not None and self.topk_wanted:
+            top = logp_NV.topk(self.topk_wanted, dim=1)
+            self.topk.ids[span], self.topk.logprobs[span] = top.indices.cpu().numpy(), top.values.cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)

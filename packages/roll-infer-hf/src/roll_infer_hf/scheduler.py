@@ -91,6 +91,7 @@ class Scheduler:
                 if prompt.done:
                     break
                 prompt.logprobs_wanted, prompt.donor, prompt.donated = True, None, 0
+                prompt.topk_wanted = max(prompt.topk_wanted, each.request.request.prompt_topk)
             self.entering[key] = (prompt, [*group, each])
             num, longest, entered = num + 1, wanted, entered + 1
         del self.waiting[:entered]

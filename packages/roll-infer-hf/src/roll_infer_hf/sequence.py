@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.types import Completion, CompletionOutput
+from roll_core.types import Completion, CompletionOutput, TopTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.types import Floats, GenerateRequest, RoutedExperts, SamplingParams
+    from roll_infer_hf.runner import CachedPrompt
 
 UNIFORMS = 128
 """Number of uniform numbers generated at once for one sequence."""
@@ -72,6 +73,7 @@ class RunningRequest:
     stops: StopStrings | None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: Floats | None = None
+    prompt_topk: TopTokens | None = None
     error: Exception | None = None
 
     @classmethod
@@ -97,10 +99,21 @@ class RunningRequest:
         """True if the request failed or all its sequences have outputs."""
         return self.error is not None or all(each.output is not None for each in self.sequences)
 
+    def take_logprobs(self, prompt: CachedPrompt) -> None:
+        """Keep the requested logprobs of its prompt, which other requests may share."""
+        self.prompt_logprobs, topk, k = prompt.logprobs, prompt.topk, self.request.prompt_topk
+        if topk is not None and k:
+            self.prompt_topk = TopTokens(ids=topk.ids[:, :k], logprobs=topk.logprobs[:, :k])
+
     def completion(self) -> Completion:
         """Completion of the request. Call only if every sequence has its output."""
         outputs = tuple(each.output for each in self.sequences if each.output is not None)
-        return Completion(id=self.request.id, outputs=outputs, prompt_logprobs=self.prompt_logprobs)
+        return Completion(
+            id=self.request.id,
+            outputs=outputs,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_topk=self.prompt_topk,
+        )
 
 
 class StopStrings:

@@ -22,8 +22,8 @@ from sglang.srt.runtime_context import get_parallel
 from typing_extensions import override
 
 from roll_infer_sglang.hooks import ADAPTER_SLOT
-from roll_modeling.adapter_updates import SIDES
-from roll_modeling.engine_weights import LoadedModel
+from roll_modeling.comparing import SIDES
+from roll_modeling.engine_weights import LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,19 +40,8 @@ POOLS = ("A_buffer", "B_buffer"), ("A_buffer_qkv", "B_buffer_qkv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangTensor:
-    """Location of a tensor of the Hugging Face model in SGLang's model."""
-
-    module: Any
-    parameter: str
-    """`weight` or `bias`."""
-    index: int | None = None
-    """Position among the fused tensors; None if the tensor is not fused."""
-
-    @property
-    def key(self) -> tuple[int, int | None]:
-        """Identity of the tensor: equal for two names of one tensor (tied embeddings)."""
-        return id(getattr(self.module, self.parameter)), self.index
+class SglangTensor(LoadedTensor):
+    """Location of a tensor in SGLang's model; the parameter is `weight` or `bias`."""
 
     @property
     def local(self) -> Tensor:
@@ -63,8 +52,8 @@ class SglangTensor:
         return found
 
     @property
+    @override
     def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor, over all ranks."""
         module, local = self.module, tuple(self.local.shape)
         if isinstance(module, VocabParallelEmbedding):
             return module.org_vocab_size, *local[1:]

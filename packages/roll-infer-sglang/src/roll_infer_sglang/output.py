@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.types import CompletionOutput
-from roll_infer_sglang.sampling import logprobs_of
+from roll_infer_sglang.sampling import logprobs_of, top_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts
+    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts, TopTokens
 
     End = tuple[int, FinishReason, str | int | None]
     """End of an output: number of tokens, finish reason, and the stop string or end token."""
@@ -37,6 +37,7 @@ class SglangOutput:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: Floats | None = None
+    prompt_topk: TopTokens | None = None
     routed_experts: RoutedExperts | None = None
     """`[tokens, M, K]` experts of the prompt tokens and all but the last generated token; None if not returned."""
     num_submitted: int = 0
@@ -60,6 +61,8 @@ class SglangOutput:
         meta = message["meta_info"]
         if self.request.prompt_logprobs and self.index == 0 and meta.get("input_token_logprobs"):
             self.prompt_logprobs = logprobs_of(meta["input_token_logprobs"])
+            if self.request.prompt_topk:
+                self.prompt_topk = top_tokens(meta["input_top_logprobs"], self.request.prompt_topk)
         # The abort of a waiting, partly generated request repeats its last tokens.
         num = meta.get("completion_tokens", 0) - (len(self.tokens) - self.num_submitted)
         if num > 0:

@@ -172,7 +172,12 @@ class Requests:
                 if output.name and not output.response.done():  # the call was cancelled, or another output failed
                     self._keep(self._abort(output))
         first = outputs[0]
-        return Completion(id=first.request.id, outputs=tuple(completed), prompt_logprobs=first.prompt_logprobs)
+        return Completion(
+            id=first.request.id,
+            outputs=tuple(completed),
+            prompt_logprobs=first.prompt_logprobs,
+            prompt_topk=first.prompt_topk,
+        )
 
     async def _generate(self, output: SglangOutput) -> CompletionOutput:
         """Generate one output. After an interruption by a weight update, submit it again with its tokens so far."""
@@ -276,6 +281,9 @@ class Requests:
             "rid": [each.name for each in outputs],
             "return_logprob": True,
             "logprob_start_len": [0 if wants else -1 for wants in wants_prompt],
+            "top_logprobs_num": [
+                each.request.prompt_topk if wants else 0 for each, wants in zip(outputs, wants_prompt, strict=True)
+            ],
             "custom_logit_processor": [processor if "custom_params" in each else None for each in params],
             "stream": True,
             "return_routed_experts": outputs[0].request.routed_experts,

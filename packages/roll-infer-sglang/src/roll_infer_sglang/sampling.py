@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import UnsupportedError
+from roll_core.types import TopTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +71,15 @@ def sampling_params(request: GenerateRequest, index: int, num_generated: int, en
 def output_seed(seed: int, index: int) -> int:
     """63-bit seed derived from `(seed, index)`, so that requests with adjacent seeds use different random streams."""
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def top_tokens(entries: Sequence[Sequence[Sequence[Any]] | None], k: int) -> TopTokens:
+    """The K most likely tokens from SGLang's entries `[logprob, token, text]` of each prompt token but the first."""
+    ids, logprobs = np.zeros((len(entries), k), np.int64), np.zeros((len(entries), k), np.float32)
+    for at, top in enumerate(entries):
+        if top:
+            ids[at], logprobs[at] = [each[1] for each in top[:k]], [each[0] for each in top[:k]]
+    return TopTokens(ids=ids, logprobs=logprobs)
 
 
 def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:

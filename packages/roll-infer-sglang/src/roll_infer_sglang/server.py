@@ -63,8 +63,10 @@ class SglangServer:
         """
         key = secrets.token_hex(16)
         host = str(arguments["host"])
-        with _reserved_port(host) as port:
-            reply = await self._spawn({**arguments, "port": port, "admin_api_key": key}, variables)
+        # SGLang would choose `nccl_port`, that of torch's store, long before it listens there.
+        with _reserved_port(host) as port, _reserved_port(host) as store_port:
+            given = {**arguments, "port": port, "nccl_port": store_port, "admin_api_key": key}
+            reply = await self._spawn(given, variables)
         check_arguments("SGLang", arguments, reply.get("known", arguments))
         self.logit_processor = reply["logit_processor"]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

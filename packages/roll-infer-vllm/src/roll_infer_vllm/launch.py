@@ -52,6 +52,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
     slots = settings.slots_per_worker()
     device, who = mesh.device.partition(":")[0], f"{mesh.role} rank {mesh.rank}"
     given = settings.engine_arguments()
+    given["max_logprobs"] = -1  # `GenerateRequest.prompt_topk` may be any number of the vocabulary
     if device == "cpu":
         given.setdefault("enforce_eager", True)
         if "gpu_memory_utilization" not in given:

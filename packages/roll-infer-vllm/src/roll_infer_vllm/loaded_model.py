@@ -32,8 +32,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from roll_modeling.adapter_updates import SIDES
-from roll_modeling.engine_weights import LoadedModel
+from roll_modeling.comparing import SIDES
+from roll_modeling.engine_weights import LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,23 +49,12 @@ ADAPTER_SLOT = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmTensor:
-    """Location of a tensor of the Hugging Face model in vLLM's model."""
-
-    module: Any
-    parameter: str
-    """`weight`, `bias` or `weight_scale`."""
-    index: int | None = None
-    """Position among the fused tensors; None if the tensor is not fused."""
+class VllmTensor(LoadedTensor):
+    """Location of a tensor in vLLM's model; the parameter is `weight`, `bias` or `weight_scale`."""
 
     @property
-    def key(self) -> tuple[int, int | None]:
-        """Identity of the tensor: equal for two names of one tensor (tied embeddings)."""
-        return id(getattr(self.module, self.parameter)), self.index
-
-    @property
+    @override
     def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor, over all ranks."""
         module = self.module
         if isinstance(module, LinearBase):
             rows = module.output_size

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.types import CompletionOutput
-from roll_infer_vllm.sampling import flat_logprobs
+from roll_infer_vllm.sampling import flat_logprobs, top_tokens
 
 if TYPE_CHECKING:
-    from roll_core.types import FinishReason, Floats, GenerateRequest
+    from roll_core.types import FinishReason, Floats, GenerateRequest, TopTokens
 
 
 class VllmOutput:
@@ -22,6 +22,7 @@ class VllmOutput:
         self.name = f"{request.id}/{index}"
         """Request id in vLLM."""
         self.prompt_logprobs: Floats | None = None
+        self.prompt_topk: TopTokens | None = None
         self.finished = False
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -35,6 +36,8 @@ class VllmOutput:
         output = delta.outputs[0]
         if self._last is None and self.request.prompt_logprobs and self.index == 0:
             self.prompt_logprobs = flat_logprobs(delta.prompt_logprobs)
+            if self.request.prompt_topk:
+                self.prompt_topk = top_tokens(delta.prompt_logprobs, self.request.prompt_topk)
         self._last, self.finished = delta, delta.finished
         self._tokens += output.token_ids
         self._logprobs += flat_logprobs(output.logprobs).tolist()

@@ -20,6 +20,7 @@ CAPABILITIES = InferCapabilities(
     sleeps=True,
     lora=True,
     prompt_logprobs=True,
+    prompt_topk=True,
     in_flight_update=True,
     endpoint=True,
     tensor_parallel=True,

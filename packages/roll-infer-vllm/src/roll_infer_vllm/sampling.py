@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import UnsupportedError
+from roll_core.types import TopTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def sampling_params(request: GenerateRequest, index: int, end_ids: Sequence[int]
         ignore_eos=True,  # `ends` has the model's end tokens, the same for every engine
         seed=None if params.seed is None else output_seed(params.seed, index),
         logprobs=0,
-        prompt_logprobs=0 if request.prompt_logprobs and index == 0 else None,
+        prompt_logprobs=request.prompt_topk if request.prompt_logprobs and index == 0 else None,
         flat_logprobs=True,
         detokenize=bool(stops),
         output_kind=RequestOutputKind.DELTA,  # stream_interval applies only to deltas
@@ -66,6 +67,17 @@ def sampling_params(request: GenerateRequest, index: int, end_ids: Sequence[int]
 def output_seed(seed: int, index: int) -> int:
     """32-bit seed derived from `(seed, index)`, so that requests with adjacent seeds use different random streams."""
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint32)[0])
+
+
+def top_tokens(found: Any, k: int) -> TopTokens:
+    """The K most likely tokens from vLLM's `FlatLogprobs` of a prompt, in which they follow the token itself."""
+    starts = np.asarray(found.start_indices, np.int64)
+    has_N = np.asarray(found.end_indices, np.int64) > starts
+    places_NK = starts[has_N, None] + 1 + np.arange(k)
+    ids, logprobs = np.zeros((len(starts), k), np.int64), np.zeros((len(starts), k), np.float32)
+    ids[has_N] = np.asarray(found.token_ids, np.int64)[places_NK]
+    logprobs[has_N] = np.asarray(found.logprobs, np.float32)[places_NK]
+    return TopTokens(ids=ids, logprobs=logprobs)
 
 
 def flat_logprobs(found: Any) -> Floats:

@@ -276,7 +276,10 @@ class VllmStrategy(InferStrategy):
                 with contextlib.suppress(EngineDiedError), engine_errors():
                     await self._engine.abort(left)
         completed = tuple(each.completion() for each in outputs)
-        return Completion(id=request.id, outputs=completed, prompt_logprobs=outputs[0].prompt_logprobs)
+        first = outputs[0]
+        return Completion(
+            id=request.id, outputs=completed, prompt_logprobs=first.prompt_logprobs, prompt_topk=first.prompt_topk
+        )
 
     async def _generate(self, output: VllmOutput) -> None:
         """Generate one output until vLLM finishes it. Raises `DataError`, `EngineDiedError`, `RollError`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,26 @@ from torch import nn
 
 from roll_core.errors import ModelError, UnsupportedError
 from roll_modeling import attention
-from roll_modeling.logprobs import HeadOutputs, HeadRequest, LinearHead, any_head_outputs, head_outputs
+from roll_modeling.logprobs import (
+    HeadOutputs,
+    HeadRequest,
+    LinearHead,
+    any_head_outputs,
+    compared,
+    head_outputs,
+    read_head,
+    write_head,
+)
 from roll_modeling.memory import padded_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from roll_core.spec.train import Comparison
     from roll_modeling.context_parallel import ContextParallel
     from roll_modeling.routing import RoutingReplay
 
@@ -265,6 +277,8 @@ class LanguageHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._other: tuple[str, LinearHead] | None = None
+        """The other model's head of the last comparison, and its file."""
         self.is_linear = self._is_linear()
         if not self.is_linear:
             log.info("%s: logits are computed by its own code, chunk by chunk", type(model).__name__)
@@ -278,6 +292,40 @@ class LanguageHead:
             return head_outputs(head, hidden_NH, targets_N, request, gather_ids_NK)
         vocab_size = self.model.config.get_text_config().vocab_size
         return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request, gather_ids_NK)
+
+    def compared(
+        self,
+        hidden_NH: Tensor,
+        other_NH: Tensor,
+        comparison: Comparison,
+        request: HeadRequest,
+        weights_N: Tensor | None = None,
+    ) -> Tensor:
+        """Values of a comparison with another model's distributions, `[N]`; see `logprobs.compared`."""
+        self._need_linear()
+        if self._other is None or self._other[0] != comparison.head:
+            self._other = comparison.head, read_head(comparison.head, hidden_NH.device)
+        head = self._linear(self.model.get_output_embeddings())
+        return compared(head, hidden_NH, self._other[1], other_NH, comparison.function, request, weights_N)
+
+    def write(self, path: Path, whole: Callable[[Tensor], Tensor], *, writes: bool) -> None:
+        """Write the head to a file, for `compared` of another model. Raises `UnsupportedError` if it is not linear.
+
+        `whole` gathers a parameter. Collective if parameters are sharded; only the rank that `writes` writes.
+        """
+        self._need_linear()
+        head = self._linear(self.model.get_output_embeddings())
+        bias = None if head.bias is None else whole(head.bias)
+        head = replace(head, weight=whole(head.weight), bias=bias)
+        if writes:
+            write_head(head, path)
+
+    def _need_linear(self) -> None:
+        if not self.is_linear:
+            raise UnsupportedError(
+                f"{type(self.model).__name__}: its head is no linear layer, so distributions over the whole vocabulary"
+                " cannot be compared"
+            )
 
     def _linear(self, layer: nn.Linear) -> LinearHead:
         """Created for each use, because a layer with sharded parameters holds a different tensor each time."""

@@ -1,7 +1,9 @@
-"""Checks a weight manifest against an engine's model, before the engine changes any weight.
+"""Checks a manifest of weights or of an adapter against an engine's model, before the engine changes any weight.
 
-engine's processes   compare(...)  compares names and shapes with each process's part of the model
-worker               refuse(...)   raises for the first mismatch
+engine's processes   compare, compare_adapter    compare names and shapes with each process's part of the model
+worker               refuse, refuse_adapter      raise for the first mismatch
+
+Shapes: I inputs and O outputs of a layer, R rank; A [R, I], B [O, R] already scaled.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from roll_core.types import WeightManifest
+
+SIDES = ("lora_A.weight", "lora_B.weight")
+"""Name suffixes of A and B of an adapter."""
 
 
 class EngineTensor(Protocol):
@@ -81,3 +86,57 @@ def refuse(who: str, engine: str, manifest: WeightManifest, answers: Iterable[Ma
                 f"{who}: {missing[0]} is not in the manifest of version {manifest.version}"
                 f" ({len(missing)} such tensors)"
             )
+
+
+def compare_adapter(
+    announced: Iterable[tuple[str, Sequence[int]]], room: Callable[[str], Sequence[int]]
+) -> dict[str, Any]:
+    """Compare announced tensors with the adapter slots of this process; returns plain values for `refuse_adapter`.
+
+    The result has `unknown` names and `shapes` that do not fit (the slot's shape by name). `room` returns the shape of
+    a tensor's slot, whose rank may be larger, and raises `KeyError` if there is no slot.
+    """
+    unknown: list[str] = []
+    shapes: dict[str, list[int]] = {}
+    for name, shape in announced:
+        try:
+            found = room(name)
+        except KeyError:
+            unknown.append(name)
+            continue
+        if not _fits(found, name, shape):
+            shapes[name] = list(found)
+    return {"unknown": unknown, "shapes": shapes}
+
+
+def refuse_adapter(
+    who: str, engine: str, manifest: WeightManifest, rank: int, answers: Iterable[Mapping[str, Any]]
+) -> None:
+    """Raise for the first mismatch in the results of `compare_adapter`.
+
+    Also raises if A or B of a layer is not announced, or has another rank than `rank`. The errors are those of
+    `refuse`.
+    """
+    refuse(who, engine, manifest, answers)
+    sent = dict(entries(manifest))
+    for name, shape in sent.items():
+        layer, _, side = name.rpartition(".lora_")
+        other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"
+        if other not in sent:
+            raise MissingTensorError(f"{who}: {other} is not in the manifest, but {name} is")
+        found = shape[_rank_of(name)]
+        if found != rank:
+            raise CorruptTensorError(f"{who}: {name} has rank {found}, the adapter {rank}")
+
+
+def _fits(room: Sequence[int], name: str, shape: Sequence[int]) -> bool:
+    """True if `shape` equals the slot's shape, except that its rank may be smaller."""
+    if len(shape) != 2:
+        return False
+    rank = _rank_of(name)
+    return shape[rank] <= room[rank] and shape[1 - rank] == room[1 - rank]
+
+
+def _rank_of(name: str) -> int:
+    """Index of the rank dimension."""
+    return 0 if name.endswith(SIDES[0]) else 1

@@ -10,18 +10,20 @@ digests: names                   ──────►  LoadedModel.act: reads t
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
 from roll_core.spec.weights import digest
-from roll_modeling.adapter_updates import collected, compare_adapter, refuse_adapter, write_adapter
 from roll_modeling.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
-from roll_modeling.comparing import compare, entries, refuse
+from roll_modeling.comparing import compare, compare_adapter, entries, refuse, refuse_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,6 +174,46 @@ class AdapterWeights(EngineWeights):
         some = next(iter(tensors.values()))
         tensors |= {name: some.new_zeros(shape) for name, shape in self._zeros.items()}
         write_adapter(self._folder, tensors, self._rank)
+
+
+def collected(incoming: Incoming) -> dict[str, Tensor]:
+    """Copy all incoming tensors to the host; transports may reuse their buffers. Raises `WeightSyncError`."""
+    found = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in incoming}
+    incoming.refuse_missing()
+    return found
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Write the adapter as peft does. B already contains the scale, so `lora_alpha` equals the rank."""
+    from safetensors.torch import save_file
+
+    stored, written = folder / "adapter_model.safetensors", folder / "written"
+    save_file({f"base_model.model.{name}": each for name, each in tensors.items()}, written)
+    os.replace(written, stored)  # processes that have mapped the old file keep its content
+    layers = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTensor(ABC):
+    """Location of a tensor of the Hugging Face model in an engine's torch model."""
+
+    module: Any
+    parameter: str
+    """Name of the module's parameter, such as `weight`."""
+    index: int | None = None
+    """Position among the fused tensors; None if the tensor is not fused."""
+
+    @property
+    def key(self) -> tuple[int, int | None]:
+        """Identity of the tensor: equal for two names of one tensor (tied embeddings)."""
+        return id(getattr(self.module, self.parameter)), self.index
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor, over all ranks."""
 
 
 class LoadedModel(ABC):

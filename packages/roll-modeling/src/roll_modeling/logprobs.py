@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from roll_core.errors import CheckpointError, UnsupportedError
 from roll_modeling import elementwise
 from roll_modeling.memory import HOST_MIN_ADDED, head_chunk, kept_tokens, padded_rows
 from roll_modeling.products import input_gradient, linear, prefers_onednn, weight_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -148,6 +150,179 @@ def any_head_outputs(
         topk_ids_NK=joined("topk_ids_NK", request.topk > 0),
         gathered_logprobs_NK=joined("gathered_logprobs_NK", gather_ids_NK is not None),
     )
+
+
+class VocabularyShards:
+    """Exchange of a chunk between ranks that each have the logits of some ids. By default one rank has all ids.
+
+    v ids of a rank, c tokens of the chunk that a rank compares over all V ids.
+    """
+
+    def all_ids(self, logits_Cv: Tensor) -> Tensor:
+        """Logits of all ids for this rank's tokens, `[c, V]`, from those of its ids for all tokens of the chunk."""
+        return logits_Cv
+
+    def own_ids(self, gradient_cV: Tensor) -> Tensor:
+        """The reverse exchange of a gradient: that of this rank's ids for all tokens, `[C, v]`."""
+        return gradient_cV
+
+    def own_tokens(self, values_C: Tensor) -> Tensor:
+        """Values of this rank's tokens."""
+        return values_C
+
+    def all_tokens(self, values_c: Tensor) -> Tensor:
+        """Values of all tokens of the chunk, from those of each rank's tokens."""
+        return values_c
+
+
+ONE_RANK = VocabularyShards()
+
+
+def compared(
+    head: LinearHead,
+    hidden_NH: Tensor,
+    other: LinearHead,
+    other_hidden_NH: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    request: HeadRequest,
+    weights_N: Tensor | None = None,
+    shards: VocabularyShards = ONE_RANK,
+) -> Tensor:
+    """Values `[N]` of `function`, which compares another model's logprobs with this one's, chunk by chunk.
+
+    Gradients flow to this model's hidden states and head. With `weights_N`, the gradient of the values' weighted sum is
+    computed with them, and the backward pass of a multiple of this sum costs nothing. For other upstream gradients, and
+    without weights, the backward pass computes the logits again.
+
+    If ranks have `shards` of both heads, the gradient of `hidden_NH` is this rank's part of a sum over these ranks.
+    """
+    values_N: Tensor = _Compared.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head.weight, head.bias, head, other, other_hidden_NH, function, request, weights_N, shards
+    )
+    return values_N
+
+
+class _Compared(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        head: LinearHead,
+        other: LinearHead,
+        other_hidden_NH: Tensor,
+        function: Callable[[Tensor, Tensor], Tensor],
+        request: HeadRequest,
+        weights_N: Tensor | None,
+        shards: VocabularyShards,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_NH, other_hidden_NH, weights_N)
+        ctx.rest = head, other, function, request, shards
+        ahead = weights_N is not None and any(ctx.needs_input_grad[:3])
+        values_N, ctx.gradients = _compare(ctx, hidden_NH, other_hidden_NH, weights_N if ahead else None)
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (grad_N,) = grads
+        hidden_NH, other_hidden_NH, weights_N = ctx.saved_tensors
+        if grad_N is None:
+            grad_N = hidden_NH.new_zeros(len(hidden_NH), dtype=torch.float32)
+        factor = _multiple(grad_N, weights_N) if ctx.gradients else None
+        if factor is None:
+            factor = grad_N.new_ones(())
+            _, ctx.gradients = _compare(ctx, hidden_NH, other_hidden_NH, grad_N)
+        found = [None if each is None else each.mul_(factor) for each in ctx.gradients]
+        ctx.gradients = ()
+        return (*found, None, None, None, None, None, None, None)
+
+
+def _multiple(grad_N: Tensor, weights_N: Tensor) -> Tensor | None:
+    """Factor with which the weights equal the upstream gradient; None if there is none."""
+    if not len(grad_N):
+        return grad_N.new_ones(())
+    at = weights_N.abs().argmax()
+    factor = grad_N[at] / weights_N[at]
+    same = torch.isfinite(factor) & ((grad_N - factor * weights_N).abs().max() <= 1e-6 * grad_N.abs().max())
+    return factor if bool(same) else None
+
+
+def _compare(
+    ctx: Any, hidden_NH: Tensor, other_hidden_NH: Tensor, upstream_N: Tensor | None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Values, and with `upstream_N` the gradients of hidden states, weight and bias."""
+    head: LinearHead
+    shards: VocabularyShards
+    head, other, function, request, shards = ctx.rest
+    wants_hidden, wants_weight, wants_bias = (upstream_N is not None and each for each in ctx.needs_input_grad[:3])
+    grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+    grad_weight_VH = torch.zeros_like(head.weight) if wants_weight and not len(hidden_NH) else None
+    grad_bias_V = torch.zeros_like(head.bias, dtype=torch.float32) if wants_bias and head.bias is not None else None
+    values: list[Tensor] = []
+    size = request.chunk(len(head.weight), hidden_NH.device)
+    for start in range(0, len(hidden_NH), size):
+        span = slice(start, start + size)
+        with torch.no_grad():
+            logits_CV = shards.all_ids(head.logits(hidden_NH[span]))
+            slope_CV = 1.0 - (logits_CV / head.softcap).square_() if head.softcap else None
+            own_CV, _ = _log_softmax(logits_CV, request.temperature, entropy=False)
+            other_logits_CV = shards.all_ids(other.logits(other_hidden_NH[span].to(other.weight.dtype)))
+            other_CV, _ = _log_softmax(other_logits_CV, request.temperature, entropy=False)
+        if other_CV.shape != own_CV.shape:
+            raise UnsupportedError(
+                f"the models have vocabularies of {other_CV.shape[1]} and {own_CV.shape[1]} ids, which differ"
+            )
+        if upstream_N is None:
+            with torch.no_grad():
+                values.append(shards.all_tokens(function(other_CV, own_CV)))
+            continue
+        with torch.enable_grad():
+            values_C = function(other_CV, own_CV.requires_grad_())
+        upstream_C = shards.own_tokens(upstream_N[span].to(values_C.dtype))
+        (d_CV,) = torch.autograd.grad(values_C, own_CV, upstream_C)
+        values.append(shards.all_tokens(values_C.detach()))
+        del other_CV, other_logits_CV
+        with torch.no_grad():
+            d_CV = torch.addcmul(d_CV, own_CV.detach().exp_(), d_CV.sum(dim=1, keepdim=True), value=-1)
+            d_CV.mul_(head.scale / request.temperature)
+            if slope_CV is not None:
+                d_CV.mul_(slope_CV)
+            d_CV = shards.own_ids(d_CV)
+            if grad_bias_V is not None:
+                grad_bias_V += d_CV.sum(dim=0)
+            d_CV = d_CV.to(head.weight.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[span] = input_gradient(d_CV, head.weight)
+            if wants_weight:
+                grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
+    grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(head.weight.dtype)
+    grad_bias_V = None if grad_bias_V is None or head.bias is None else grad_bias_V.to(head.bias.dtype)
+    values_N = torch.cat(values) if values else hidden_NH.new_zeros(0, dtype=torch.float32)
+    return values_N, () if upstream_N is None else (grad_hidden_NH, grad_weight_VH, grad_bias_V)
+
+
+def write_head(head: LinearHead, path: Path) -> None:
+    """Write a head to a file of safetensors."""
+    from safetensors.torch import save_file
+
+    tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {"scale": repr(head.scale), "softcap": repr(head.softcap)}
+    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=numbers)
+
+
+def read_head(path: str, device: torch.device) -> LinearHead:
+    """The head that `write_head` wrote. Raises `CheckpointError` if the file cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            numbers = {name: float(value) for name, value in file.metadata().items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: the other model's head cannot be read: {error}") from error
+    return LinearHead(weight=tensors["weight"], bias=tensors.get("bias"), **numbers)
 
 
 def _entropy(logp_CV: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import nn
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
 from roll_core.spec.weights import digest
 from roll_modeling.model import load_tokenizer, quiet, scalar_head
+from roll_modeling.module_programs import model_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import LoraSpec, ModelSpec
+    from roll_core.spec.module_program import ModelLibrary
 
 ADAPTER = "default"
 """Name of the only adapter in peft."""
@@ -53,7 +55,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     from peft import LoraConfig, get_peft_model
 
     extra = _extra_modules(model, spec)
-    targets = target_layers(model, spec.lora, extra)
+    targets = target_layers(model, spec.lora, extra, library=model_library(spec))
     _refuse_tied(model, [*targets, *extra])
     config = LoraConfig(
         r=spec.lora.rank,
@@ -216,7 +218,7 @@ class Adapters:
         config.target_modules = sorted({*config.target_modules, *names})
 
     def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the adapters as peft loads them, and the tokenizer.
+        """Write the adapters as peft loads them, and the tokenizer of a model of transformers.
 
         `state` has the trained parameters as whole tensors. It is required for sharded parameters, and for layers that
         `model` has as one tensor (`also_targets`). Raises `UnsupportedError` for a base model of `random_init`.
@@ -231,7 +233,8 @@ class Adapters:
         # peft silently drops tensors of layers that it does not know.
         if apart := {name: each for name, each in (state or {}).items() if name not in trained}:
             _add_to_file(path / ADAPTERS, self._prefixed(apart))
-        load_tokenizer(self._spec).save_pretrained(path)
+        if not self._spec.library:
+            load_tokenizer(self._spec).save_pretrained(path)
 
     def _prefixed(self, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Tensors under peft's names, copied so that they share no memory."""
@@ -282,22 +285,29 @@ def _extra_modules(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
     modules = {path: each for path, each in model.named_modules() if path and next(each.parameters(), None) is not None}
     wanted = spec.lora.extra_modules if spec.lora is not None else ()
     found = [path for name in wanted for path in _named(name, modules, model, "additional_target")]
-    if spec.task != "causal_lm":
+    if spec.task in ("value", "reward"):
         head = scalar_head(model)
         found.append(next(path for path, each in modules.items() if each is head))
     return list(dict.fromkeys(found))
 
 
-def target_layers(model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] = ()) -> list[str]:
+def target_layers(
+    model: PreTrainedModel, lora: LoraSpec, extra: Sequence[str] = (), *, library: ModelLibrary | None = None
+) -> list[str]:
     """Paths of the layers that get an adapter, in a model without adapters.
 
-    `extra` are the paths of modules that are trained in full. Raises `ModelError`, naming the nearest modules, for
+    `extra` are the paths of modules that are trained in full. `all-linear` selects every linear layer except the output
+    layer, or those in the blocks of a model of a `library`. Raises `ModelError`, naming the nearest modules, for
     targets that the model does not have.
     """
     layers = _linear_layers(model)
-    head = model.get_output_embeddings()
     if lora.targets == ("all-linear",):
-        return [path for path, each in layers.items() if each is not head and not _within(path, extra)]
+        if library is not None:
+            inside = {id(each) for block in library.blocks(model) for each in block.modules()}
+        else:
+            head = model.get_output_embeddings()
+            inside = {id(each) for each in layers.values() if each is not head}
+        return [path for path, each in layers.items() if id(each) in inside and not _within(path, extra)]
     if isinstance(lora.targets, str):
         found = [path for path in layers if re.fullmatch(lora.targets, path)]
         if not found:
@@ -368,6 +378,8 @@ def _short(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 def _task_type(model: PreTrainedModel, spec: ModelSpec) -> str | None:
     """Name of the task in peft; None if peft has none."""
+    if spec.library:
+        return None
     if spec.task == "causal_lm":
         return "CAUSAL_LM"
     return "SEQ_CLS" if hasattr(model, "score") else None

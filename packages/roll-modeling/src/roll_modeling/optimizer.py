@@ -1,4 +1,4 @@
-"""AdamW and the learning rate schedule, for strategies that update parameters themselves."""
+"""AdamW, the learning rate schedule and the moving average, for strategies that update parameters themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -44,6 +44,15 @@ def moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[Tensor, Te
     return state["exp_avg"], state["exp_avg_sq"]
 
 
+def average_decay(training: TrainingSpec, step: int) -> float:
+    """Decay of the moving average after step `step`, counted from 1: min(`ema_decay`, `ema_ramp` × step).
+
+    With a ramp, early averages follow the parameters quickly: the schedule of DiffusionNFT (arXiv:2509.16117).
+    """
+    decay = training.ema_decay or 0.0
+    return decay if training.ema_ramp is None else min(decay, training.ema_ramp * step)
+
+
 def clip_factor(norm: float, limit: float) -> float:
     """Factor that clips gradients of global norm `norm` to `limit`; a limit of 0 disables clipping."""
     return limit / (norm + 1e-6) if limit and norm > limit else 1.0
@@ -63,3 +72,20 @@ def schedule(training: TrainingSpec) -> Callable[[int], float]:
     )
     factor: Callable[[int], float] = found.lr_lambdas[0]
     return factor
+
+
+@torch.no_grad()
+def move_averages(averages: Sequence[Tensor], masters: Sequence[Tensor], training: TrainingSpec, step: int) -> None:
+    """Moving average after optimizer step `step`, in place: `average = d × average + (1 - d) × master`."""
+    if averages:
+        weight = 1 - average_decay(training, step)
+        torch._foreach_lerp_(list(averages), [each.detach() for each in masters], weight)
+
+
+@torch.no_grad()
+def exchange(some: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Exchange the content of tensors of equal shapes, pair by pair, in place."""
+    for one, other in zip(some, others, strict=True):
+        kept = one.detach().clone()
+        one.data.copy_(other)
+        other.data.copy_(kept)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import ModelSpec
+    from roll_core.spec.module_program import ModelLibrary
     from roll_modeling.lora import Adapters
 
 PIECE_BYTES = 2 * 1024**3
@@ -62,19 +63,26 @@ def write_gathered(
     whole: Callable[[Tensor], Tensor],
     shape_of: Callable[[Tensor], tuple[int, ...]],
     writes: bool,
+    library: ModelLibrary | None = None,
 ) -> None:
-    """Write a model that is sharded over ranks, or only its adapters, as a directory that transformers or peft loads.
+    """Write a model that is sharded over ranks, or only its adapters, as a directory that transformers, peft or the
+    model's `library` loads.
 
     `lora_export: adapter` selects the adapters. `exported` and `whole` yield whole tensors and are collective: all
     ranks call this function, and one of them `writes`. Memory holds at most one piece of the model, unless its
-    architecture stores several tensors as one. Raises `UnsupportedError`.
+    architecture stores several tensors as one, or a library writes it. Raises `UnsupportedError`.
     """
-    check_exportable(model, spec)
+    if library is None:
+        check_exportable(model, spec)
     if adapters is not None and adapters.lora.export == "adapter":
         gathered = ((name, whole(each)) for name, each in adapters.trained().items())
         state = {name: each.cpu() for name, each in gathered if writes}
         if writes:
             adapters.export(path, state)
+    elif library is not None:
+        state = {name: each.to("cpu", copy=True) for name, each in exported if writes}
+        if writes:
+            library.write(model, spec, state | _buffers(model), path)
     elif (stored := StoredForm(model, _shapes(model, adapters, shape_of))).is_by_tensor:
         writer = PieceWriter(path) if writes else None
         for name, tensor in chain(_buffers(model).items(), exported):

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import PortableState, StateKind, TrainStrategy
-from roll_modeling.lora import Adapters, add_adapters
+from roll_modeling.lora import Adapters, adapters_off, add_adapters
+from roll_modeling.model import DTYPES, load_model
+from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import write_gathered
 from roll_modeling.portable_state import check_same, stored_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.train import ParameterState
+    from roll_modeling.backbone import LanguageHead
 
 OptimizerT = TypeVar("OptimizerT")
 
@@ -35,16 +41,26 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
 
     spec: ModelSpec
     model: PreTrainedModel
+    """With a library, its module, which is of another class."""
+    library: ModelLibrary | None = None
+    """Library of `spec.library`; None for models of transformers."""
     adapters: Adapters | None
     optimizer: OptimizerT | None = None
     """None for a role that only scores."""
 
     def _begin_build(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Keep the arguments of `build`, and set the number of threads."""
+        """Keep the arguments of `build`, create the library, and set the number of threads."""
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
         self._mesh, self.spec = mesh, model
+        self.library = model_library(model)
         self.offloader = Offloader(mesh.role, torch.device(mesh.device))
+
+    def _load_model(self, device: str) -> PreTrainedModel:
+        """Load the model of `spec`, of transformers or of the library."""
+        if self.library is None:
+            return load_model(self.spec, device=device)
+        return cast("PreTrainedModel", load_module(self.library, self.spec, device=device))
 
     def _add_adapters(self) -> Adapters | None:
         """Add the adapters of the spec, if any, to `model`, and set `requires_grad` of the parameters."""
@@ -59,6 +75,31 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
             raise UnsupportedError(f"role {self._mesh.role} only scores: it was built without training settings")
         self.offloader.need("weights", "grads", "optimizer")
         return self.optimizer
+
+    # -- module programs -----------------------------------------------------------------------------------------------
+
+    def _program_module(
+        self,
+        forward: Callable[..., Any],
+        average: Callable[[], AbstractContextManager[None]],
+        dtype: torch.dtype | None = None,
+    ) -> StrategyModule:
+        """The module as programs see it. `average` puts the moving average into the parameters; `dtype` is the compute
+        dtype, by default that of the spec.
+
+        Raises `UnsupportedError` for a model of transformers.
+        """
+        self.offloader.need("weights")
+        if self.library is None:
+            raise UnsupportedError(f"role {self._mesh.role}: module programs need a model of a library")
+        averages = self.training is not None and self.training.ema_decay is not None
+        return StrategyModule(
+            forward,
+            device=self._mesh.device,
+            dtype=dtype or DTYPES[self.spec.dtype],
+            base=partial(adapters_off, self.model) if self.adapters is not None else None,
+            average=average if averages else None,
+        )
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -86,7 +127,8 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         spec: ModelSpec,
         shape_of: Callable[[Tensor], tuple[int, ...]] = lambda each: tuple(each.shape),
     ) -> None:
-        """Write a directory that transformers loads: the model, or only the adapters with `lora_export: adapter`.
+        """Write a directory that transformers or the library loads: the model, or only the adapters with `lora_export:
+        adapter`.
 
         Rank 0 writes. `shape_of` is the whole shape of a parameter. Collective.
         """
@@ -99,22 +141,42 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
             whole=self._whole,
             shape_of=shape_of,
             writes=self._mesh.rank == 0,
+            library=self.library,
         )
+
+    def _write_head(self, head: LanguageHead | None, path: Path) -> None:
+        """Write the output layer, for `export_head`. Rank 0 writes. Collective if parameters are sharded."""
+        self.offloader.need("weights")
+        if head is None:
+            raise UnsupportedError(f"a model of task {self.spec.task} has no output layer of a vocabulary")
+        head.write(path, self._whole, writes=self._mesh.rank == 0)
 
     # -- portable state ------------------------------------------------------------------------------------------------
 
     def _portable_state(
         self, step_count: int, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], ParameterState]
     ) -> PortableState:
-        """The state of `export_state`, with the adapters' identity or the model's buffers."""
+        """The state of `export_state`, with the adapters' identity or the model's buffers.
+
+        Raises `UnsupportedError` with `ema_decay`.
+        """
+        self._check_no_average()
         buffers = stored_buffers(self.model) if self.adapters is None else {}
         return PortableState(
             step_count=step_count, shapes=shapes, read=read, adapters=self._identity(), buffers=buffers
         )
 
     def _check_state(self, state: PortableState, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `CheckpointError` unless `import_state` may load `state`."""
+        """Raise `CheckpointError` unless `import_state` may load `state`, and `UnsupportedError` with `ema_decay`."""
+        self._check_no_average()
         check_same(state, shapes, adapters=self.adapters, identity=self._identity())
+
+    def _check_no_average(self) -> None:
+        if self.training is not None and self.training.ema_decay is not None:
+            raise UnsupportedError(
+                f"role {self._mesh.role} keeps a moving average (ema_decay), which a portable state does not contain:"
+                " resume with the same strategy, and set portable_checkpoints: false"
+            )
 
     # -- offload -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Shapes: T flat tokens, N tokens with a predecessor in their sequence, H hidden s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.backbone import Backbone, LanguageHead
-from roll_modeling.logprobs import HeadRequest
+from roll_modeling.logprobs import HeadOutputs, HeadRequest
 from roll_modeling.model import scalar_head
 from roll_modeling.routing import RoutingReplay
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, WantedOutputs
     from roll_modeling.context_parallel import ContextParallel
+
+
+IDLE = ("idle",)
+"""Ids of an idle microbatch."""
 
 
 class TaskModel:
@@ -68,13 +73,16 @@ class TaskModel:
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
         values_T = self._values(hidden_TH, micro) if want.values else None
         if not want.head:
-            return TokenOutputs(values_T=values_T)
+            return TokenOutputs(values_T=values_T, hidden_TH=self._hidden(hidden_TH, micro) if want.hidden else None)
         if self.head is None:
             raise UnsupportedError(f"a model of task {self.task} has no logprobs")
         # Token t is predicted from the hidden state at t - 1. A sequence's first token is predicted from nothing.
         wanted_T = micro.positions_T > 0
         if want.masked_only:
             wanted_T = wanted_T & micro.read_T
+        other_TH = None if want.comparison is None else teacher_hidden(micro)
+        if other_TH is not None and not other_TH.shape[1]:
+            wanted_T = torch.zeros_like(wanted_T)
         places_N, rows_N = self._here(wanted_T, before=1)
         check_ids(micro, want, self.model.config.get_text_config().vocab_size)
         ids_TK = gather_ids(micro, want)
@@ -85,12 +93,15 @@ class TaskModel:
             topk=want.topk,
             chunk_tokens=self.chunk_tokens,
         )
-        found = self.head.outputs(
-            hidden_TH.index_select(0, rows_N),
-            micro.tokens_T[places_N],
-            request,
-            None if ids_TK is None else ids_TK[places_N],
-        )
+        hidden_NH, compared_N = hidden_TH.index_select(0, rows_N), None
+        if want.comparison is not None and other_TH is not None:
+            weights_T = micro.streams.get(want.comparison.stream)
+            weights_N = None if weights_T is None else weights_T[places_N]
+            compared_N = self.head.compared(hidden_NH, other_TH[places_N], want.comparison, request, weights_N)
+        found = HeadOutputs(logprobs_N=hidden_NH[:, 0].float())
+        if replace(want, comparison=None).head:
+            ids_NK = None if ids_TK is None else ids_TK[places_N]
+            found = self.head.outputs(hidden_NH, micro.tokens_T[places_N], request, ids_NK)
 
         def spread(outputs_N: Tensor | None) -> Tensor | None:
             return None if outputs_N is None else self._spread(outputs_N, places_N, micro.num_tokens)
@@ -102,8 +113,15 @@ class TaskModel:
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
             gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
+            hidden_TH=self._hidden(hidden_TH, micro) if want.hidden else None,
+            compared_T=spread(compared_N),
             routing_disagreement_T=self._disagreement(micro),
         )
+
+    def _hidden(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
+        """Hidden state from which each token is predicted, float32."""
+        places_N, rows_N = self._here(micro.positions_T > 0, before=1)
+        return self._spread(hidden_TH.index_select(0, rows_N).float(), places_N, micro.num_tokens)
 
     def _disagreement(self, micro: MicroBatch) -> Tensor | None:
         """Routing disagreement of the token before each token, which predicts it."""
@@ -149,6 +167,18 @@ def gather_ids(micro: MicroBatch, want: WantedOutputs) -> Tensor | None:
     return micro.gather_ids_TK if want.gathered else None
 
 
+def teacher_hidden(micro: MicroBatch) -> Tensor:
+    """The other model's hidden states for `WantedOutputs.comparison`, `[T, H]`.
+
+    H is 0 for an idle microbatch, whose tokens are not compared. Raises `DataError` for others without hidden states.
+    """
+    if micro.teacher_hidden_TH is not None:
+        return micro.teacher_hidden_TH
+    if micro.ids != IDLE:
+        raise DataError("a comparison with another model needs teacher_hidden, but the batch has none")
+    return torch.zeros(micro.num_tokens, 0, device=micro.tokens_T.device)
+
+
 def check_ids(micro: MicroBatch, want: WantedOutputs, vocab_size: int) -> None:
     """Raise `UnsupportedError` for more ids per token than the vocabulary has, and `DataError` for ids outside of it.
 
@@ -192,12 +222,13 @@ def plain_metrics(found: LossOutput) -> LossMetrics:
 def idle_microbatch() -> MicroBatch:
     """A microbatch of one dummy sequence with two tokens, for ranks that only participate in collectives."""
     mask = np.array([False, True])
-    return pack([TrainSequence(id="idle", tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
+    return pack([TrainSequence(id=IDLE[0], tokens=np.zeros(2, dtype=np.int64), loss_mask=mask)])[0]
 
 
 def zero_loss(outputs: TokenOutputs) -> Tensor:
     """A loss of 0 that depends on every output with a gradient, so that its backward pass has the same collectives."""
-    every = (outputs.logprobs_T, outputs.entropy_T, outputs.values_T, outputs.gathered_logprobs_TK)
+    heads = (outputs.logprobs_T, outputs.entropy_T, outputs.gathered_logprobs_TK, outputs.compared_T)
+    every = (*heads, outputs.values_T)
     parts = [each[:0].sum() for each in every if each is not None and each.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
 

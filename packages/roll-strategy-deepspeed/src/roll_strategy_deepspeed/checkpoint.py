@@ -1,7 +1,8 @@
-"""Checkpoints: master weight and moments of every parameter as full float32 tensors, and a few numbers.
+"""Checkpoints: the tensors of every parameter as full float32 tensors, and a few numbers.
 
     rank-0/state.json                        numbers, and the names of the parameters
-    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name> of every second parameter
+    rank-0/state-00000-of-00002.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name> of every second parameter,
+                                             and average.<name> with ema_decay
     rank-N/random.safetensors                each rank's random state
 
 Full tensors do not depend on the number of ranks or the ZeRO stage. They are gathered one after another; each rank
@@ -18,8 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from roll_core.errors import CheckpointError
-from roll_core.spec.train import ParameterState
 from roll_modeling.checkpoints import (
     STATE,
     check_names,
@@ -31,7 +30,6 @@ from roll_modeling.checkpoints import (
     shared_folder,
     write_json,
 )
-from roll_modeling.optimizer import MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from roll_strategy_deepspeed.ranks import Ranks
 
 FORMAT = 1
-KINDS = ("master", *MOMENTS)
 
 
 def save_state(held: OptimizerState, ranks: Ranks, path: Path, numbers: Mapping[str, Any]) -> None:
@@ -80,10 +77,11 @@ def load_state(
         for shard in range(state["num_shards"]):
             file = stack.enter_context(safe_open(shared / _shard(shard, state["num_shards"]), framework="pt"))
             files |= dict.fromkeys(file.keys(), file)
+        check_names(files, [f"{kind}.{name}" for kind in held.kinds for name in held.parameters], shared)
         shapes = held.shapes
 
-        def read(name: str) -> ParameterState:
-            return ParameterState(**{kind: _read(files, f"{kind}.{name}", shapes[name], shared) for kind in KINDS})
+        def read(name: str) -> Mapping[str, Tensor]:
+            return {kind: _read(files, f"{kind}.{name}", shapes[name], shared) for kind in held.kinds}
 
         held.load(state["step_count"], read)
     load_random(path)
@@ -96,8 +94,6 @@ def _shard(rank: int, size: int) -> str:
 
 
 def _read(files: Mapping[str, Any], key: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    if key not in files:
-        raise CheckpointError(f"{path}: {key} is missing")
     found: Tensor = files[key].get_tensor(key)
     check_tensor(key, (found.dtype, found.shape), (torch.float32, shape), path)
     return found

@@ -9,20 +9,24 @@ Shapes: N tokens given to the head, H hidden size.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from roll_modeling.logprobs import HeadOutputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.spec.train import MicroBatch, TokenOutputs, WantedOutputs
+    from roll_core.spec.train import Comparison, MicroBatch, TokenOutputs, WantedOutputs
     from roll_modeling.backbone import LanguageHead
     from roll_modeling.logprobs import HeadRequest
     from roll_modeling.task_model import TaskModel
+
+T = TypeVar("T")
 
 
 class Computation(nn.Module):
@@ -50,13 +54,29 @@ class GatheredHead(nn.Module):
         self, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None = None
     ) -> HeadOutputs:
         """Outputs of the head, see `LanguageHead.outputs`."""
-        return HeadOutputs(**self(hidden_NH, targets_N=targets_N, request=request, gather_ids_NK=gather_ids_NK))
+        return HeadOutputs(
+            **self(
+                hidden_NH, lambda given_NH: _present(self._head.outputs(given_NH, targets_N, request, gather_ids_NK))
+            )
+        )
 
-    def forward(
-        self, hidden_NH: Tensor, *, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None
-    ) -> dict[str, Tensor]:
-        """The outputs that are not None, by their names in `HeadOutputs`."""
-        return _present(self._head.outputs(hidden_NH, targets_N, request, gather_ids_NK))
+    def compared(
+        self,
+        hidden_NH: Tensor,
+        other_NH: Tensor,
+        comparison: Comparison,
+        request: HeadRequest,
+        weights_N: Tensor | None = None,
+    ) -> Tensor:
+        """Values of a comparison with another model, see `LanguageHead.compared`."""
+        found: Tensor = self(
+            hidden_NH, lambda given_NH: self._head.compared(given_NH, other_NH, comparison, request, weights_N)
+        )
+        return found
+
+    def forward(self, hidden_NH: Tensor, compute: Callable[[Tensor], T]) -> T:
+        """What `compute` returns for the hidden states, which DeepSpeed's hooks see as input and output."""
+        return compute(hidden_NH)
 
 
 def _present(outputs: TokenOutputs | HeadOutputs) -> dict[str, Tensor]:

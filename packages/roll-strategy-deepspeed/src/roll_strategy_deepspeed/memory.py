@@ -77,6 +77,9 @@ def _optimizer(question: MemoryInput, config: DeepSpeedConfig) -> Iterator[Memor
     if masters:
         formula = f"{masters} × {millions(trained)} / {shards}"
         yield MemoryItem(what="optimizer", num_bytes=masters * trained // shards, formula=formula, on=on, offloads=True)
+    if question.averages:
+        formula = f"moving average of 4 × {millions(trained)} / {shards}"
+        yield MemoryItem(what="optimizer", num_bytes=4 * trained // shards, formula=formula, on=on, offloads=True)
     formula = f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}"
     # ZeRO's optimizers allocate the moments at start, by a dummy step.
     during: tuple[Activity, ...] = () if zero.stage else LATER

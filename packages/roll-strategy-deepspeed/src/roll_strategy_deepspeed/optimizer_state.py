@@ -1,40 +1,62 @@
-"""Access to the state of DeepSpeed's optimizers: master weights and Adam moments as full tensors, and the loss scale.
+"""Access to the state of DeepSpeed's optimizers: master weights, Adam moments and moving averages as full tensors, and
+the loss scale.
 
 | optimizer | master weights | moments |
 |---|---|---|
 | stage 0, float32 | the parameters | torch's optimizer state of the parameters |
 | stage 0, 16 bit | `fp32_groups`, one tensor per parameter | torch's optimizer state of those tensors |
 | stages 1 to 3 | flat partitions, accessed by DeepSpeed's own functions | torch's optimizer state of the partitions |
+
+A moving average is one more entry of torch's optimizer state, beside the moments, and is read and written like them.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roll_core.errors import UnsupportedError
 from roll_core.spec.train import ParameterState
-from roll_modeling.optimizer import MOMENTS, moments
-from roll_strategy_deepspeed.workarounds import make_moments_known
+from roll_modeling.optimizer import MOMENTS, exchange, moments, move_averages
+from roll_strategy_deepspeed.workarounds import make_moments_known, undo_first_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
+    from roll_core.spec.train import TrainingSpec
+
+AVERAGE = "average"
+"""Name of a moving average in torch's optimizer state."""
+
 
 class OptimizerState:
-    """Master weights and moments of one engine.
+    """Master weights, moments and moving averages of one engine.
 
     Reading and writing is collective, in the order of `parameters`.
     """
 
-    def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], *, stage: int) -> None:
+    def __init__(
+        self, engine: Any, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, *, stage: int
+    ) -> None:
         """`parameters` are the trained ones, by name. Allocates the moments if no step was taken yet."""
-        self.engine, self.parameters, self.stage = engine, dict(parameters), stage
+        self.engine, self.parameters, self.training, self.stage = engine, dict(parameters), training, stage
+        self.kinds = ("master", *MOMENTS) if training.ema_decay is None else ("master", *MOMENTS, AVERAGE)
+        """Tensors of a parameter: master weight, moments, and the moving average with `ema_decay`."""
         self.torch_optimizer: torch.optim.AdamW = engine.basic_optimizer
         for each in self._stepped():
             moments(self.torch_optimizer, each)
+        if not stage:
+            undo_first_step(
+                self.torch_optimizer, {id(each): each.data for each in self.parameters.values()}, self.masters_apart
+            )
+        for each in self._stepped():
+            if AVERAGE in self.kinds:
+                self.torch_optimizer.state[each][AVERAGE] = each.detach().clone()
         if stage in (1, 2):
             make_moments_known(engine)
 
@@ -53,7 +75,7 @@ class OptimizerState:
         return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
     def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield `master` and the moments of a parameter as full tensors, on every rank.
+        """Yield the tensors of a parameter by kind, in the order of `kinds`, as full tensors, on every rank.
 
         A tensor may become invalid when the next one is read.
         """
@@ -63,30 +85,31 @@ class OptimizerState:
         if not self.stage:
             master = self.masters_apart[id(parameter)]
             yield "master", master
-            yield from zip(MOMENTS, moments(self.torch_optimizer, master), strict=True)
+            for kind in self.kinds[1:]:
+                yield kind, self.torch_optimizer.state[master][kind]
             return
         yield "master", safe_get_full_fp32_param(parameter)
-        for moment in MOMENTS:
-            yield moment, safe_get_full_optimizer_state(parameter, moment)
+        for kind in self.kinds[1:]:
+            yield kind, safe_get_full_optimizer_state(parameter, kind)
 
     def read_whole(self, name: str) -> ParameterState:
         """Master weight and Adam moments of one parameter, as full tensors on every rank. Collective."""
         return ParameterState(**{kind: each.detach() for kind, each in self.read(name)})
 
     @torch.no_grad()
-    def load(self, step_count: int, read: Callable[[str], ParameterState]) -> None:
-        """Overwrite step count, master weights and moments by those that `read` returns by name. Collective."""
+    def load(self, step_count: int, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Overwrite the step count, and the tensors of each parameter by those that `read` returns for its name, by
+        kind. Collective."""
         for each in self._stepped():
             self.torch_optimizer.state[each]["step"].fill_(float(step_count))
         for name in self.parameters:
-            found = read(name)
-            self._write(name, {"master": found.master, "exp_avg": found.exp_avg, "exp_avg_sq": found.exp_avg_sq})
+            self._write(name, read(name))
         if self.stage in (1, 2):
             self.engine.optimizer.update_lp_params()
         self.forget_gradients()
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite a parameter's `master` and moments with full tensors, and set the parameter to the rounded master
+        """Overwrite a parameter's tensors, by kind, with full tensors, and set the parameter to the rounded master
         weight."""
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -94,17 +117,59 @@ class OptimizerState:
         parameter = self.parameters[name]
         if not self.stage:
             master = self.masters_apart[id(parameter)]
-            for held, kind in zip((master, *moments(self.torch_optimizer, master)), tensors, strict=True):
-                held.data.copy_(tensors[kind])
+            master.data.copy_(tensors["master"])
+            for kind in self.kinds[1:]:
+                self.torch_optimizer.state[master][kind].copy_(tensors[kind])
             parameter.data.copy_(master.data)
             return
         on_device = {kind: each.to(parameter.device) for kind, each in tensors.items()}
         safe_set_full_fp32_param(parameter, on_device["master"])
-        for moment in MOMENTS:
-            safe_set_full_optimizer_state(parameter, on_device[moment], moment)
+        for kind in self.kinds[1:]:
+            safe_set_full_optimizer_state(parameter, on_device[kind], kind)
         if self.stage == 3:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(on_device["master"])
+
+    def move_averages(self, step: int) -> None:
+        """Move the averages toward the master weights, after optimizer step `step`, counted from 1."""
+        if AVERAGE in self.kinds:
+            masters = list(self._stepped())
+            move_averages(self._averages(masters), masters, self.training, step)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving averages into the model's parameters inside this context. Changes no state. Collective.
+
+        Raises `UnsupportedError` without `ema_decay`.
+        """
+        if AVERAGE not in self.kinds:
+            raise UnsupportedError("outputs of the moving average are wanted, but ema_decay is not set")
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        """Exchange master weights and averages, and set the parameters to the rounded master weights."""
+        masters, optimizer = list(self._stepped()), self.engine.optimizer
+        exchange(masters, self._averages(masters))
+        if not self.stage:
+            for parameter in self.parameters.values():
+                parameter.data.copy_(self.masters_apart[id(parameter)].data)
+        elif self.stage < 3:
+            optimizer.update_lp_params()
+        else:
+            # As DeepSpeed does after a step; no function of its interface does it without one.
+            optimizer._partition_all_parameters()
+            for at in range(len(masters)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(at)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def _averages(self, masters: Sequence[Tensor]) -> list[Tensor]:
+        return [self.torch_optimizer.state[each][AVERAGE] for each in masters]
 
     def forget_gradients(self) -> None:
         """Drop all gradients, including those of backward passes that no optimizer step followed.
@@ -138,7 +203,7 @@ class OptimizerState:
         return [each.buffer for each in buckets if each.buffer is not None]
 
     def optimizer_state(self) -> list[Tensor]:
-        """This rank's optimizer state: moments, step counts, and master weights that are not the parameters
+        """This rank's optimizer state: moments, averages, step counts, and master weights that are not the parameters
         themselves."""
         return [*self._apart(), *(each for entry in self.torch_optimizer.state.values() for each in entry.values())]
 
@@ -156,6 +221,11 @@ class OptimizerState:
             return
         for group in self.torch_optimizer.param_groups:
             yield from group["params"]
+
+
+def by_kind(state: ParameterState) -> dict[str, Tensor]:
+    """The tensors of a parameter's portable state, as `OptimizerState.load` takes them."""
+    return {each.name: getattr(state, each.name) for each in fields(state)}
 
 
 SCALE_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -69,7 +69,7 @@ class Passes:
                 except NonFiniteError as raised:
                     error = raised
             if total.requires_grad:
-                self._backward(total)
+                self.backward(total)
         for _ in range(num_idle):
             self.idle_backward(loss.want)
         self._ranks.raise_together(error)
@@ -80,9 +80,11 @@ class Passes:
 
         It runs if other ranks have more microbatches, or if DeepSpeed needs a backward pass before a step.
         """
-        self._backward(zero_loss(self._outputs(idle_microbatch().to(self._ranks.device), want)))
+        self.backward(zero_loss(self._outputs(idle_microbatch().to(self._ranks.device), want)))
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool = False) -> None:
+        """Backward pass of this rank's share of the loss. `last` is ignored: when gradients are reduced depends on the
+        stage."""
         # DeepSpeed averages over ranks; the objective is a sum.
         self._engine.backward(loss * self._ranks.size)
         self.num_backwards += 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ROLL_HOOK_API = 1
 
 CAPABILITIES = TrainCapabilities(
-    tasks=("causal_lm", "value", "reward"),
+    tasks=("causal_lm", "value", "reward", "flow"),
     dtypes=("fp32", "bf16", "fp16"),
     gradient_checkpointing=True,
     data_parallel=True,
@@ -23,6 +23,9 @@ CAPABILITIES = TrainCapabilities(
     offload=True,
     topk=True,
     gathered=True,
+    whole_vocabulary=True,
+    ema=True,
+    module_programs=True,
     router_replay=True,
     portable_state=True,
     any_world_size=True,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
@@ -15,7 +17,8 @@ from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import StepStats, WantedOutputs
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.fused import fuse
-from roll_modeling.model import load_model
+from roll_modeling.module_passes import ModulePasses
+from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.offload import keep_freed_memory, num_bytes
 from roll_modeling.optimizer import adamw, schedule
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
@@ -25,7 +28,7 @@ from roll_strategy_deepspeed import workarounds
 from roll_strategy_deepspeed.checkpoint import load_state, save_state
 from roll_strategy_deepspeed.computation import Computation, GatheredHead
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
-from roll_strategy_deepspeed.optimizer_state import LossScale, OptimizerState
+from roll_strategy_deepspeed.optimizer_state import LossScale, OptimizerState, by_kind
 from roll_strategy_deepspeed.passes import Passes
 from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.ranks import Ranks
@@ -39,8 +42,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram
     from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, PortableState, StateKind, TokenOutputs
     from roll_modeling.backbone import LanguageHead
+    from roll_modeling.module_programs import StrategyModule
     from roll_strategy_deepspeed.config import DeepSpeedConfig
 
 log = logging.getLogger(__name__)
@@ -62,50 +67,59 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         settings = engine_config(self.config, model, self.training)
         self.ranks = Ranks(mesh)
         # ZeRO-3 shards the model, so the full model need not fit on the device.
-        self.model = load_model(model, device="cpu" if self.stage == 3 else mesh.device)
+        self.model = self._load_model("cpu" if self.stage == 3 else mesh.device)
         self.adapters = self._add_adapters()
         if self.config.fused and self.ranks.device.type == "cpu":
-            log.info("%s: %d modules fused", mesh.role, fuse(self.model))
+            if self.library is None:
+                log.info("%s: %d modules fused", mesh.role, fuse(self.model))
             if mesh.device == "cpu":
                 keep_freed_memory()
         self.weights = Weights(self.model, self.adapters)
-        self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
+        self.head: LanguageHead | None = None
+        self.computation: Computation | None = None
+        if self.library is None:
+            self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
+            self.head = self.task_model.head
+            self.computation = Computation(self.model, self.task_model)
+            if self.stage == 3:
+                self._gather_head(self.computation)
         if self.training is not None and model.gradient_checkpointing:
-            checkpoint_layers(self.model)
-        self.computation = Computation(self.model, self.task_model)
-        if self.stage == 3:
-            self._gather_head()
+            if self.library is not None:
+                checkpoint_blocks(self.library.blocks(self.model))
+            else:
+                checkpoint_layers(self.model)
         self.engine: Any = None
         if self.training is not None:
             trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
             self._start_engine(settings, adamw(trained.values(), self.training))
-            self.optimizer = OptimizerState(self.engine, trained, stage=self.stage)
+            self.optimizer = OptimizerState(self.engine, trained, self.training, stage=self.stage)
             self.loss_scale = LossScale(self.engine)
             self.step_count = 0
             self.schedule, self.peak_learning_rate = schedule(self.training), self.training.learning_rate
         elif self.stage == 3:
             self._start_engine(settings, None)
-        compute = self.engine if self.engine is not None else self.computation
-        self.passes = Passes(compute, self.engine, self.ranks, self.stage)
+        self.compute: Any = self.engine or self.computation or self.model
+        self.passes = Passes(self.compute, self.engine, self.ranks, self.stage)
+        # At stage 0, ranks meet only in the optimizer step.
+        self.module_passes = ModulePasses(self.ranks, shared=self.stage > 0)
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
-        """Forward pass of one microbatch without gradients; outputs are on the mesh's device.
-
-        Collective at stage 3: every rank must call it the same number of times. `forward_all` ensures this by idle
-        passes.
-        """
-        self.offloader.need("weights")
-        return self.passes.score(micro, want)
+        """Forward pass of one microbatch without gradients; outputs are on the mesh's device. Collective at stage 3,
+        and from stage 1 on with the moving average."""
+        (found,) = self.forward_all([micro], want)
+        return found
 
     def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
 
-        At stage 3, a rank with fewer microbatches than others runs idle passes at the end.
+        At stage 3, a rank with fewer microbatches than others runs idle passes at the end. With the moving average,
+        ranks exchange parameters before the first pass and after the last one, from stage 1 on.
         """
         self.offloader.need("weights")
-        return self.passes.score_all(micros, want)
+        with self._require_training().averaged() if want.ema else nullcontext():
+            yield from self.passes.score_all(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Accumulate the gradients of `micros`. Collective.
@@ -122,16 +136,39 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             self.passes.num_backwards = 0
             raise
 
+    def run_module(self, batches: Sequence[ModuleBatch], program: ModuleProgram) -> Iterator[Mapping[str, Tensor]]:
+        """Run a program for each batch. Collective from stage 1 on.
+
+        Idle batches are computed immediately; the others as the iterator is consumed.
+        """
+        return self.module_passes.run(self._module(), batches, program)
+
+    def forward_backward_module(self, batches: Sequence[ModuleBatch], loss: ModuleLoss) -> list[LossMetrics]:
+        """Accumulate the gradients of `batches`, like `forward_backward`. Collective."""
+        optimizer = self._require_training()
+        try:
+            return self.module_passes.forward_backward(self._module(), batches, loss, self.passes.backward)
+        except NonFiniteError:
+            optimizer.forget_gradients()
+            self.passes.num_backwards = 0
+            raise
+
+    def _module(self) -> StrategyModule:
+        passes = self.module_passes
+        return self._program_module(
+            passes.called(self.compute), partial(passes.entered, lambda: self._require_training().averaged())
+        )
+
     def optimizer_step(self) -> StepStats:
         """Run the optimizer step. Collective.
 
         If the gradient is not finite, the step is skipped.
         """
-        self._require_training()
+        optimizer = self._require_training()
         learning_rate = self.peak_learning_rate * self.schedule(self.step_count)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self.stage and not self.passes.num_backwards:
+        if self.stage and not self.passes.num_backwards and self.library is None:
             self.passes.idle_backward(
                 WantedOutputs(logprobs=self.spec.task == "causal_lm", values=self.spec.task != "causal_lm")
             )
@@ -142,12 +179,13 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             # After a skipped step, DeepSpeed returns no gradient norm or that of the step before.
             return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
         self.step_count += 1
+        optimizer.move_averages(self.step_count)
         return StepStats(grad_norm=float(self.engine.get_global_grad_norm()), learning_rate=learning_rate)
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _gather_head(self) -> None:
-        head = self.task_model.head
+    def _gather_head(self, computation: Computation) -> None:
+        head = self.head
         if head is None:
             return
         if not head.is_linear:
@@ -155,9 +193,9 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
                 f"{type(self.model).__name__}: the head of this architecture is not one matrix, so it cannot be applied"
                 " chunk by chunk where parameters are spread; use zero_optimization.stage 2 or less"
             )
-        self.computation.head = GatheredHead(head)
+        computation.head = GatheredHead(head)
         # `GatheredHead` has the interface of `LanguageHead`.
-        self.task_model.head = cast("LanguageHead", self.computation.head)
+        self.task_model.head = cast("LanguageHead", computation.head)
 
     def _start_engine(self, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
         import deepspeed
@@ -166,11 +204,13 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             raise UnsupportedError(
                 f"DeepSpeed cannot compute in fp16 on this {self.ranks.device.type}; use model_args.dtype bf16 or fp32"
             )
-        self.engine = deepspeed.initialize(model=self.computation, optimizer=optimizer, config=settings)[0]
+        self.engine = deepspeed.initialize(model=self.computation or self.model, optimizer=optimizer, config=settings)[
+            0
+        ]
         self.engine.eval()
         if optimizer is not None and self.training is not None and not clips_itself(self.config, self.spec):
             workarounds.add_norm_and_clipping(self.engine, optimizer, self.training.max_grad_norm)
-        if self.stage == 3 and self.task_model.head is not None:
+        if self.stage == 3 and self.computation is not None and self.head is not None:
             layer = cast("nn.Linear", self.model.get_output_embeddings())
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None:
@@ -192,10 +232,15 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self._write_gathered(path, self.spec, lambda each: tuple(getattr(each, "ds_shape", each.shape)))
         self.ranks.wait()
 
+    def export_head(self, path: Path) -> None:
+        """Write the output layer from rank 0. Collective."""
+        self._write_head(self.head, path)
+        self.ranks.wait()
+
     # -- continuing ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Save a checkpoint into rank 0's directory, in the format of `state`. Collective.
+        """Save a checkpoint into rank 0's directory, in the format of `checkpoint`. Collective.
 
         For a model with adapters, only the trained parameters are written, with an identity of the base model.
         """
@@ -224,7 +269,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         """
         optimizer = self._require_training()
         self._check_state(state, optimizer.shapes)
-        optimizer.load(state.step_count, state.read)
+        optimizer.load(state.step_count, lambda name: by_kind(state.read(name)))
         take_buffers(state, stored_buffers(self.model))
         self.loss_scale.begin_anew()
         self.step_count, self.passes.num_backwards = state.step_count, 0

@@ -10,6 +10,8 @@ import torch
 from roll_modeling.optimizer import clip_factor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 
@@ -38,6 +40,19 @@ def make_moments_known(engine: Any) -> None:
     Without it, a state that is read or written before the first step has no moments.
     """
     engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+@torch.no_grad()
+def undo_first_step(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor], masters: Mapping[int, Tensor]
+) -> None:
+    """Stage 0 in 16 bit: undo the step with gradients of 0 by which DeepSpeed allocates the moments.
+
+    It counts in Adam's bias correction, and decays the master weights. `parameters` and `masters` have the same keys.
+    """
+    for key, master in masters.items():
+        optimizer.state[master]["step"].zero_()
+        master.copy_(parameters[key])
 
 
 def add_norm_and_clipping(engine: Any, optimizer: torch.optim.Optimizer, max_norm: float) -> None:

@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 def open_empty(spec: ModelSpec) -> tuple[PreTrainedModel, ModelFiles] | None:
     """The model on the meta device and its checkpoint files, or None if sharded loading is not possible.
 
-    None if the spec has random initialization or LoRA, or its path is not a local directory. Also None, with a log
-    message, if the architecture is unsupported, a parameter is missing in the files, or some parameters must stay in
-    float32.
+    None if the spec has a library, random initialization or LoRA, or its path is not a local directory. Also None, with
+    a log message, if the architecture is unsupported, a parameter is missing in the files, or some parameters must stay
+    in float32.
     """
-    if spec.random_init is not None or spec.lora is not None or not Path(spec.path).is_dir():
+    if spec.library or spec.random_init is not None or spec.lora is not None or not Path(spec.path).is_dir():
         return None
     try:
         files, model = ModelFiles(Path(spec.path)), empty_model(spec)

@@ -64,6 +64,9 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
             on=on,
             offloads=True,
         )
+        if question.averages:
+            formula = f"moving average of 4 × {millions(trained)} / {shards}"
+            yield MemoryItem(what="optimizer", num_bytes=4 * trained // shards, formula=formula, on=on, offloads=True)
         formula = f"4 × {millions(trained)} / {shards}"
         yield MemoryItem(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)
 

@@ -6,17 +6,19 @@ The update is elementwise, so only the gradient norm requires communication.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from roll_core.errors import UnsupportedError
 from roll_core.spec.train import ParameterState, StepStats
-from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
+from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, exchange, moments, move_averages, schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -36,6 +38,10 @@ class ShardedAdamW:
         self.step_count = 0
         self.schedule = schedule(training)
         self.torch_optimizer = adamw(self.shares.values(), training)
+        self.averages: dict[str, Tensor] = {}
+        """Moving average of each shard; empty without `ema_decay`."""
+        if training.ema_decay is not None:
+            self.averages = {name: each.clone() for name, each in self.shares.items()}
 
     def step(self) -> StepStats:
         """Clip gradients, run the optimizer step and clear the gradients. Collective.
@@ -54,8 +60,23 @@ class ShardedAdamW:
                 group["lr"] = learning_rate
             self.torch_optimizer.step()
             self.step_count += 1
+            move_averages([*self.averages.values()], [*self.shares.values()], self.training, self.step_count)
         self.clear()
         return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=skipped)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving averages into this rank's shards inside this context. Changes no state.
+
+        Parameters must not be gathered when it begins or ends. Raises `UnsupportedError` without `ema_decay`.
+        """
+        if not self.averages:
+            raise UnsupportedError("outputs of the moving average are wanted, but ema_decay is not set")
+        exchange(self.shares.values(), self.averages.values())
+        try:
+            yield
+        finally:
+            exchange(self.shares.values(), self.averages.values())
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -63,11 +84,14 @@ class ShardedAdamW:
             parameter.grad = self.shares[name].grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adam moments as `<moment>.<parameter name>`, sharded like their parameters.
+        """Adam moments as `<moment>.<parameter name>`, and averages as `average.<parameter name>`, sharded like their
+        parameters.
 
-        Allocated if no step was taken yet.
+        Moments are allocated if no step was taken yet.
         """
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {
+            f"average.{name}": like(self.parameters[name], each) for name, each in self.averages.items()
+        }
         for name, parameter in self.parameters.items():
             for moment, share in zip(MOMENTS, moments(self.torch_optimizer, self.shares[name]), strict=True):
                 found[f"{moment}.{name}"] = like(parameter, share)
@@ -115,9 +139,10 @@ class ShardedAdamW:
         return [local(each.grad) for each in self.parameters.values() if each.grad is not None]
 
     def states(self) -> list[Tensor]:
-        """This rank's tensors of optimizer state: step counts, and moments once allocated."""
+        """This rank's tensors of optimizer state: averages, step counts, and moments once allocated."""
         states = self.torch_optimizer.state.values()
-        return [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+        made = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+        return [*made, *self.averages.values()]
 
     def _gradient(self, name: str) -> Tensor:
         """Set the shard's `.grad` to this rank's gradient, and return it. Zeros if there is no gradient."""

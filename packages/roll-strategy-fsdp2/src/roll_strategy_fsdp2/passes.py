@@ -13,21 +13,25 @@ Shapes: T flat tokens.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roll_core.errors import NonFiniteError
 from roll_core.spec.train import MicroBatch, TokenOutputs
+from roll_modeling.module_passes import ModulePasses
 from roll_modeling.task_model import finite_loss, idle_microbatch, plain_metrics, zero_loss
 from roll_strategy_fsdp2.sharding import as_fsdp, sharded_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram
     from roll_core.spec.train import LossFn, LossMetrics, WantedOutputs
+    from roll_modeling.module_programs import StrategyModule
     from roll_modeling.process_group import ProcessGroup
     from roll_modeling.task_model import TaskModel
     from roll_strategy_fsdp2.sharding import Root
@@ -39,17 +43,20 @@ class Passes:
     """Forward and backward passes of one model. All methods are collective."""
 
     def __init__(
-        self, root: Root, make: Callable[[], TaskModel], process_group: ProcessGroup, *, reduces_each: bool
+        self, root: Root, make: Callable[[], TaskModel] | None, process_group: ProcessGroup, *, reduces_each: bool
     ) -> None:
-        """`make` builds the `TaskModel`. It runs inside the root's forward, because it evaluates the model.
+        """`make` builds the `TaskModel`. It runs inside the root's forward, because it evaluates the model. None for a
+        model of a library.
 
         With `reduces_each`, gradients are reduced over ranks after each microbatch instead of once per call.
         """
         self.root, self.process_group, self.reduces_each = root, process_group, reduces_each
         self.device = str(process_group.device)
-        with torch.no_grad():
-            self.task_model: TaskModel = root(make)
-        self._free()
+        self.module_passes = ModulePasses(process_group)
+        if make is not None:
+            with torch.no_grad():
+                self.task_model: TaskModel = root(make)
+            self.free()
 
     def score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes without gradients.
@@ -60,7 +67,7 @@ class Passes:
             for micro in micros:
                 yield self._score(micro, want)
         finally:
-            self._free()
+            self.free()
 
     def make_up_for(self, num_micros: int, want: WantedOutputs) -> None:
         """Run idle passes until this rank has as many passes as the rank with the most microbatches. Collective."""
@@ -73,14 +80,10 @@ class Passes:
         Raises `NonFiniteError` on every rank after all passes are complete.
         """
         idle = self._idle(len(micros))
-        sharded = as_fsdp(self.root)
         found: list[LossMetrics] = []
         error: NonFiniteError | None = None
         try:
             for at, micro in enumerate((*idle, *micros)):
-                last = at == len(idle) + len(micros) - 1
-                sharded.set_is_last_backward(last)
-                sharded.set_requires_gradient_sync(last or self.reduces_each)
                 on_device = micro.to(self.device)
                 outputs = self._outputs(on_device, loss.want)
                 total = zero_loss(outputs)
@@ -91,20 +94,65 @@ class Passes:
                         found.append(plain_metrics(each))
                     except NonFiniteError as raised:
                         error = raised
-                total.backward()  # type: ignore[no-untyped-call]
+                self._backward(total, at == len(idle) + len(micros) - 1)
         except BaseException:
-            sharded.reset_iter_state()
+            as_fsdp(self.root).reset_iter_state()
             raise
         self.process_group.raise_together(error)
         return found
+
+    def run_module(
+        self, module: StrategyModule, batches: Sequence[ModuleBatch], program: ModuleProgram
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Run a program for each batch, without gradients. Idle batches are computed immediately."""
+        found = self.module_passes.run(module, batches, program)
+
+        def run() -> Iterator[Mapping[str, Tensor]]:
+            try:
+                yield from found
+            finally:
+                self.free()
+
+        return run()
+
+    def forward_backward_module(
+        self, module: StrategyModule, batches: Sequence[ModuleBatch], loss: ModuleLoss
+    ) -> list[LossMetrics]:
+        """Accumulate the gradients of all batches.
+
+        Raises `NonFiniteError` on every rank after all passes are complete.
+        """
+        try:
+            return self.module_passes.forward_backward(module, batches, loss, self._backward)
+        except NonFiniteError:
+            raise
+        except BaseException:
+            as_fsdp(self.root).reset_iter_state()
+            raise
+
+    def call_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward pass inside the root."""
+        structure: Any = None
+
+        def compute() -> tuple[Any, ...]:
+            nonlocal structure
+            leaves, structure = tree_flatten(self.root.model(*args, **kwargs))
+            return tuple(_hooked(each) for each in leaves)
+
+        return tree_unflatten(self.root(compute), structure)
+
+    def _backward(self, total: Tensor, last: bool) -> None:
+        sharded = as_fsdp(self.root)
+        sharded.set_is_last_backward(last)
+        sharded.set_requires_gradient_sync(last or self.reduces_each)
+        total.backward()  # type: ignore[no-untyped-call]
 
     def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run the forward pass inside the root. FSDP only hooks tensors that are elements of a tuple, and no views."""
 
         def compute() -> tuple[Tensor | None, ...]:
             outputs = self.task_model.outputs(micro, want)
-            found = [getattr(outputs, name) for name in OUTPUTS]
-            return tuple(each.clone() if each is not None and each._is_view() else each for each in found)
+            return tuple(_hooked(getattr(outputs, name)) for name in OUTPUTS)
 
         return TokenOutputs(**dict(zip(OUTPUTS, self.root(compute), strict=True)))
 
@@ -112,7 +160,7 @@ class Passes:
     def _score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         return self._outputs(micro.to(self.device), want)
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Free gathered parameters that remain after a forward pass without backward pass; they would become stale."""
         for module in sharded_modules(self.root):
             module.reshard()
@@ -120,3 +168,8 @@ class Passes:
     def _idle(self, num_micros: int) -> list[MicroBatch]:
         """Idle microbatches that this rank lacks compared with the rank with the most microbatches. Collective."""
         return [idle_microbatch()] * (self.process_group.most([num_micros])[0] - num_micros)
+
+
+def _hooked(output: Any) -> Any:
+    """An output that FSDP can hook: no view."""
+    return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else output

@@ -156,14 +156,16 @@ def shard(
     config: FSDP2Config,
     compute_dtype: torch.dtype,
     experts: Sequence[nn.Module] = (),
+    blocks: Sequence[nn.Module] = (),
 ) -> Root:
-    """Replace the parameters of `model` by this rank's shards, in place.
+    """Replace the parameters of `model` by this rank's shards, in place. The layers are `blocks` by default.
 
     They move to the mesh's device, or to host memory with `offload_policy`. The modules in `experts` are sharded over
     fewer ranks (`meshes.expert_shards`) than the rest of their layer.
     """
     root = Root(model)
-    layers = find_layers(model, config.wrap_policy.transformer_layer_cls_to_wrap)
+    named = config.wrap_policy.transformer_layer_cls_to_wrap
+    layers = list(blocks) if blocks and not named else find_layers(model, named)
     on_host = CPUOffloadPolicy(pin_memory=meshes.layers.device_type != "cpu")
     options: dict[str, Any] = {
         "mp_policy": _precision(model, compute_dtype, DTYPES[config.reduce_dtype]),
@@ -190,7 +192,7 @@ def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.M
 
     Raises `ModelError` if the model has no such module.
     """
-    wanted = set(class_names) or set(model._no_split_modules or ())
+    wanted = set(class_names) or set(getattr(model, "_no_split_modules", None) or ())
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:

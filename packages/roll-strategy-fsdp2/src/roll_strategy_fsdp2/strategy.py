@@ -5,16 +5,19 @@ build -> { Passes: outputs, gradients -> ShardedAdamW: clip and step on the shar
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
-from roll_core.errors import NonFiniteError
+from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.types import DataRank
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.context_parallel import ContextParallel, Ulysses
-from roll_modeling.model import DTYPES, load_model
+from roll_modeling.model import DTYPES
+from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.process_group import ProcessGroup
 from roll_modeling.ring_attention import Ring
@@ -31,12 +34,13 @@ from roll_strategy_fsdp2.tensor_parallel import parallelize
 from roll_strategy_fsdp2.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram
     from roll_core.spec.train import (
         LossFn,
         LossMetrics,
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
         TokenOutputs,
         WantedOutputs,
     )
+    from roll_modeling.module_programs import StrategyModule
     from roll_strategy_fsdp2.config import FSDP2Config
 
 
@@ -60,32 +65,42 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         """Load the model, shard it, and set up passes, weights and optimizer. Collective."""
         self._begin_build(model, mesh)
         config = self.config
+        if self.library is not None:
+            self._check_whole_library()
         self.process_group = ProcessGroup(mesh)
         self.moves = self.process_group.device.type != "cpu"
         self.meshes = make_meshes(mesh, config)
         self.compute_dtype = DTYPES[config.param_dtype or model.dtype]
         opened = open_empty(model)
-        self.model = opened[0] if opened else load_model(model)
+        self.model = opened[0] if opened else self._load_model("cpu")
+        blocks = self.library.blocks(self.model) if self.library is not None else ()
         self.adapters = self._add_adapters()
         # Master weights are float32, initialized from weights rounded to the model's dtype. Buffers keep their dtype.
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(held)
         if self.training is not None and model.gradient_checkpointing:
-            checkpoint_layers(self.model)
+            if self.library is not None:
+                checkpoint_blocks(blocks)
+            else:
+                checkpoint_layers(self.model)
         if self.meshes.tensor is not None:
             parallelize(self.model, self.meshes.tensor)
         experts: list[nn.Module] = []
         if self.meshes.expert is not None and self.meshes.alone is not None:
             experts = exchange_tokens(self.model, self.meshes.expert, self.meshes.alone)
-        self.root: Root = shard(self.model, self.meshes, config, self.compute_dtype, experts)
+        self.root: Root = shard(self.model, self.meshes, config, self.compute_dtype, experts, blocks)
         if opened:
             fill(self.root, opened[1], model, device="cpu" if config.offload_policy else mesh.device)
         self.weights = Weights(self.model, model, self.adapters, self.compute_dtype, mesh.device)
         context = self._context()
+
+        def make() -> TaskModel:
+            return TaskModel(self.model, model, chunk_tokens=config.logprob_chunk_tokens, context=context)
+
         self.passes = Passes(
             self.root,
-            lambda: TaskModel(self.model, model, chunk_tokens=config.logprob_chunk_tokens, context=context),
+            make if self.library is None else None,
             self.process_group,
             reduces_each=config.reduce_scatter_during_grad_accumulation,
         )
@@ -98,6 +113,21 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         together = self.meshes.num_together
         index, place = divmod(self._mesh.rank, together)
         return DataRank(index=index, size=self._mesh.world_size // together, leader=place == 0)
+
+    def _check_whole_library(self) -> None:
+        """Raise `UnsupportedError` for ranks that would compute a library's module together."""
+        config = self.config
+        sizes = {
+            "tensor_model_parallel_size": config.tensor_model_parallel_size,
+            config.context_key: config.context_size,
+            "ep_size": config.ep_size,
+        }
+        for key, size in sizes.items():
+            if size > 1:
+                raise UnsupportedError(
+                    f"role {self._mesh.role}: strategy_config.{key} is {size}, expected 1: a model of a library has no"
+                    " plan for it. Remove the key: its parameters are sharded over all ranks"
+                )
 
     def _context(self) -> ContextParallel | None:
         if self.meshes.context is None:
@@ -120,7 +150,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
 
         Collective: every rank must call it the same number of times.
         """
-        (found,) = self.passes.score([micro], want)
+        (found,) = self._score([micro], want)
         return found
 
     def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
@@ -129,7 +159,11 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         Idle passes run immediately; the others run as the iterator is consumed.
         """
         self.passes.make_up_for(len(micros), want)
-        return self.passes.score(micros, want)
+        return self._score(micros, want)
+
+    def _score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
+        with self._averaged() if want.ema else nullcontext():
+            yield from self.passes.score(micros, want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Accumulate the gradients of `micros`. Collective.
@@ -144,6 +178,38 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         except NonFiniteError:
             optimizer.clear()
             raise
+
+    def run_module(self, batches: Sequence[ModuleBatch], program: ModuleProgram) -> Iterator[Mapping[str, Tensor]]:
+        """Run a program for each batch. Collective.
+
+        Idle batches are computed immediately; the others as the iterator is consumed.
+        """
+        return self.passes.run_module(self._module(), batches, program)
+
+    def forward_backward_module(self, batches: Sequence[ModuleBatch], loss: ModuleLoss) -> list[LossMetrics]:
+        """Accumulate the gradients of `batches`, like `forward_backward`. Collective."""
+        optimizer = self._require_training()
+        try:
+            return self.passes.forward_backward_module(self._module(), batches, loss)
+        except NonFiniteError:
+            optimizer.clear()
+            raise
+
+    def _module(self) -> StrategyModule:
+        passes = self.passes.module_passes
+        return self._program_module(
+            passes.called(self.passes.call_module), partial(passes.entered, self._averaged), self.compute_dtype
+        )
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Compute with the moving averages. Gathered parameters are freed before they would become stale."""
+        self.passes.free()
+        with self._require_training().averaged():
+            try:
+                yield
+            finally:
+                self.passes.free()
 
     def optimizer_step(self) -> StepStats:
         """Clip gradients and run the optimizer step. Collective."""
@@ -161,6 +227,11 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
     def export_model(self, path: Path) -> None:
         """Write a Hugging Face model directory, or only the adapters. Collective."""
         self._write_gathered(path, self.weights.spec)
+        self.process_group.wait()
+
+    def export_head(self, path: Path) -> None:
+        """Write the output layer from rank 0. Collective."""
+        self._write_head(self.passes.task_model.head if self.library is None else None, path)
         self.process_group.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------

@@ -41,6 +41,15 @@ def training(question: MemoryInput) -> MemoryEstimate:
                 offloads=True,
             ),
         ]
+        if question.averages:
+            uses.append(
+                MemoryItem(
+                    what="optimizer",
+                    num_bytes=4 * trained,
+                    formula=f"moving average of 4 × {millions(trained)}",
+                    offloads=True,
+                )
+            )
         if question.world_size > 1:
             bucket = min(BUCKET_BYTES, 4 * trained)
             uses.append(

@@ -7,16 +7,18 @@ gradients, moments and the update are float32, and the model gets the rounded re
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from roll_core.errors import UnsupportedError
 from roll_core.spec.train import ParameterState, StepStats
-from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
+from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, move_averages, schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -50,6 +52,10 @@ class AdamW:
                 self.masters[name] = master
                 parameter.register_post_accumulate_grad_hook(_adder(self.grads[name]))  # type: ignore[no-untyped-call]
         self.torch_optimizer = adamw(self.masters.values(), training)
+        self.averages: dict[str, Tensor] = {}
+        """Moving average of each master weight, float32; empty without `ema_decay`."""
+        if training.ema_decay is not None:
+            self.averages = {name: each.detach().clone() for name, each in self.masters.items()}
 
     def step(self) -> StepStats:
         """Sum gradients over ranks, clip, update, and zero the gradients.
@@ -69,13 +75,46 @@ class AdamW:
             group["lr"] = learning_rate
         self.torch_optimizer.step()
         self._publish()
+        self._average()
         self.flat_grad.zero_()
         self.step_count += 1
         return StepStats(grad_norm=norm, learning_rate=learning_rate)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving averages into the model's parameters inside this context. Changes no state.
+
+        Raises `UnsupportedError` without `ema_decay`.
+        """
+        if not self.averages:
+            raise UnsupportedError("outputs of the moving average are wanted, but ema_decay is not set")
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+            self._publish()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        """Exchange float32 parameters with their averages; copy averages into the others, which `_publish` restores."""
+        for name, average in self.averages.items():
+            parameter = self.parameters[name].data
+            if self.masters[name] is self.parameters[name]:
+                kept = parameter.clone()
+                parameter.copy_(average)
+                average.copy_(kept)
+            else:
+                parameter.copy_(average)
+
+    def _average(self) -> None:
+        """Move the averages toward the master weights."""
+        masters = [self.masters[name] for name in self.averages]
+        move_averages([*self.averages.values()], masters, self.training, self.step_count + 1)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, and master weights of parameters that are not float32, by name; created before the first step."""
-        found: dict[str, Tensor] = {}
+        """Moments, averages, and master weights of parameters that are not float32, by name; created before step 1."""
+        found: dict[str, Tensor] = {f"average.{name}": each for name, each in self.averages.items()}
         for name, master in self.masters.items():
             for moment, tensor in zip(MOMENTS, moments(self.torch_optimizer, master), strict=True):
                 found[f"{moment}.{name}"] = tensor
@@ -98,10 +137,12 @@ class AdamW:
         return ParameterState(master=master.detach(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
     def state(self) -> list[Tensor]:
-        """All tensors allocated so far: moments, step counts, and master weights that are not the parameters."""
+        """All tensors allocated so far: moments, step counts, averages, and masters that are not the parameters."""
         entries = self.torch_optimizer.state.values()
         made = [each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor)]
-        return made + [each.data for name, each in self.masters.items() if each is not self.parameters[name]]
+        return [*made, *self.averages.values()] + [
+            each.data for name, each in self.masters.items() if each is not self.parameters[name]
+        ]
 
     def _norm(self) -> float:
         norms = torch._foreach_norm(list(self.grads.values()), 2)
@@ -109,10 +150,12 @@ class AdamW:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Round the master weights into the model's parameters."""
+        """Round the master weights into the model's parameters, without autograd's notice (see `StrategyModule`)."""
         rounded = [name for name, master in self.masters.items() if master is not self.parameters[name]]
         if rounded:
-            torch._foreach_copy_([self.parameters[name] for name in rounded], [self.masters[name] for name in rounded])
+            torch._foreach_copy_(
+                [self.parameters[name].data for name in rounded], [self.masters[name] for name in rounded]
+            )
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:

@@ -6,8 +6,9 @@ MicroBatch -> TaskModel -> TokenOutputs -> loss -> backward -> flat float32 grad
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from typing_extensions import override
@@ -27,7 +28,7 @@ from roll_modeling.checkpoints import (
 from roll_modeling.export import write_model
 from roll_modeling.fused import fuse
 from roll_modeling.layout import make_adjacent
-from roll_modeling.model import load_model
+from roll_modeling.module_programs import checkpoint_blocks, finite_module_loss
 from roll_modeling.offload import host_copies, keep_freed_memory
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram
     from roll_core.spec.train import (
         LossFn,
         LossMetrics,
+        LossOutput,
         MicroBatch,
         PortableState,
         StateKind,
@@ -53,9 +56,12 @@ if TYPE_CHECKING:
         TokenOutputs,
         WantedOutputs,
     )
+    from roll_modeling.module_programs import StrategyModule
     from roll_strategy_hf.config import HFTrainConfig
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMAT = 1
 """Format version of the saved training state."""
@@ -74,17 +80,22 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
         """Load the model, add adapters, fuse modules, broadcast rank 0's parameters and create the optimizer."""
         self._begin_build(model, mesh)
         self.replicas = Replicas(mesh)
-        self.model = load_model(model, device=mesh.device)
-        make_adjacent(self.model)
+        self.model = self._load_model(mesh.device)
+        if self.library is None:
+            make_adjacent(self.model)
         self.adapters = self._add_adapters()
         if self.config.fused:
-            log.info("%s: %d modules fused", mesh.role, fuse(self.model))
+            if self.library is None:
+                log.info("%s: %d modules fused", mesh.role, fuse(self.model))
             if mesh.device == "cpu":
                 keep_freed_memory()
         self.replicas.broadcast(self.model.parameters())
-        self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
+        if self.library is None:
+            self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
         if self.training is not None:
-            if model.gradient_checkpointing:
+            if model.gradient_checkpointing and self.library is not None:
+                checkpoint_blocks(self.library.blocks(self.model))
+            elif model.gradient_checkpointing:
                 checkpoint_layers(self.model)
             self.optimizer = AdamW(dict(self.model.named_parameters()), self.training, self.replicas)
 
@@ -93,8 +104,16 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
     @torch.no_grad()
     def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run a forward pass without gradients; outputs are on the mesh's device."""
+        (found,) = self.forward_all([micro], want)
+        return found
+
+    @torch.no_grad()
+    def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
+        """Run forward passes, with the moving average of the parameters if wanted."""
         self.offloader.need("weights")
-        return self.task_model.outputs(micro.to(self._mesh.device), want)
+        with self._require_training().averaged() if want.ema else nullcontext():
+            for micro in micros:
+                yield self.task_model.outputs(micro.to(self._mesh.device), want)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Run forward and backward passes and accumulate gradients. Collective over the ranks.
@@ -103,25 +122,46 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
         gradients.
         """
         self._require_training()
-        found: list[LossMetrics] = []
-        error: NonFiniteError | None = None
-        try:
-            found.extend(self._one_backward(micro.to(self._mesh.device), loss) for micro in micros)
-        except NonFiniteError as raised:
-            error = raised
-        self.replicas.raise_together(error)
-        return found
+
+        def loss_of(micro: MicroBatch) -> LossOutput:
+            here = micro.to(self._mesh.device)
+            return finite_loss(loss, self.task_model.outputs(here, loss.want), here)
+
+        return self._backward(micros, loss_of)
+
+    @torch.no_grad()
+    def run_module(self, batches: Sequence[ModuleBatch], program: ModuleProgram) -> Iterator[Mapping[str, Tensor]]:
+        """Run a program for each batch."""
+        module = self._module()
+        for batch in batches:
+            yield program(module, batch.to(self._mesh.device))
+
+    def forward_backward_module(self, batches: Sequence[ModuleBatch], loss: ModuleLoss) -> list[LossMetrics]:
+        """Run losses and their backward passes and accumulate gradients. Collective over the ranks.
+
+        If a loss is not finite, raises `NonFiniteError` with the rows on every rank, before NaN reaches the gradients.
+        """
+        self._require_training()
+        module = self._module()
+        return self._backward(batches, lambda each: finite_module_loss(loss, module, each.to(self._mesh.device)))
 
     def optimizer_step(self) -> StepStats:
         """Reduce gradients over ranks, clip, and update the parameters. Collective over the ranks."""
         return self._require_training().step()
 
-    def _one_backward(self, micro: MicroBatch, loss: LossFn) -> LossMetrics:
-        outputs = self.task_model.outputs(micro, loss.want)
-        found = finite_loss(loss, outputs, micro)
-        if found.loss.requires_grad:
-            found.loss.backward()  # type: ignore[no-untyped-call]
-        return plain_metrics(found)
+    def _backward(self, batches: Sequence[T], loss_of: Callable[[T], LossOutput]) -> list[LossMetrics]:
+        """Compute the loss of each batch and its gradients. Raises `NonFiniteError` on every rank."""
+        found: list[LossMetrics] = []
+        error: NonFiniteError | None = None
+        try:
+            found.extend(_one_backward(loss_of(each)) for each in batches)
+        except NonFiniteError as raised:
+            error = raised
+        self.replicas.raise_together(error)
+        return found
+
+    def _module(self) -> StrategyModule:
+        return self._program_module(self.model, lambda: self._require_training().averaged())
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +173,8 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def export_model(self, path: Path) -> None:
-        """Write a Hugging Face model from rank 0: the whole model, or only the adapter with `lora_export: adapter`."""
+        """Write the model from rank 0, as transformers or its library loads it, or only the adapter with `lora_export:
+        adapter`."""
         if self.replicas.rank == 0 and self.adapters is not None and self.adapters.lora.export == "adapter":
             self.adapters.export(path)
         elif self.replicas.rank == 0:
@@ -144,7 +185,15 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
                 name: copies.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), tensor.detach().clone())
                 for name, tensor in whole.items()
             }
-            write_model(self.model, self.spec, state, path)
+            if self.library is not None:
+                self.library.write(self.model, self.spec, state, path)
+            else:
+                write_model(self.model, self.spec, state, path)
+        self.replicas.wait()
+
+    def export_head(self, path: Path) -> None:
+        """Write the output layer from rank 0."""
+        self._write_head(self.task_model.head, path)
         self.replicas.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------
@@ -231,6 +280,12 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
         if hasattr(self, "replicas"):
             self.replicas.close()
         self.optimizer = None
+
+
+def _one_backward(found: LossOutput) -> LossMetrics:
+    if found.loss.requires_grad:
+        found.loss.backward()  # type: ignore[no-untyped-call]
+    return plain_metrics(found)
 
 
 def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

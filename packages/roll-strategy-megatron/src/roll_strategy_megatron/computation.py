@@ -8,11 +8,13 @@ ids.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,9 +23,15 @@ from megatron.core.tensor_parallel import (
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TokenOutputs
-from roll_modeling.logprobs import HeadRequest
-from roll_modeling.task_model import check_ids, gather_ids, idle_microbatch
-from roll_strategy_megatron.head import VocabularyShare, sharded_head_outputs
+from roll_modeling.logprobs import HeadRequest, read_head
+from roll_modeling.task_model import check_ids, gather_ids, idle_microbatch, teacher_hidden
+from roll_strategy_megatron.head import (
+    ExchangedIds,
+    VocabularyShare,
+    sharded_comparison,
+    sharded_head_outputs,
+    share_of_head,
+)
 from roll_strategy_megatron.packing import Passage, num_padded, on_device, pack_for
 from roll_strategy_megatron.pipeline import Pipeline
 from roll_strategy_megatron.router_replay import disagreements
@@ -34,7 +42,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import MicroBatch, WantedOutputs
+    from roll_core.spec.train import Comparison, MicroBatch, WantedOutputs
+    from roll_modeling.logprobs import LinearHead
     from roll_strategy_megatron.balancing import Balancing
     from roll_strategy_megatron.bridge.transforms import Sizes
     from roll_strategy_megatron.config import MegatronConfig
@@ -62,6 +71,9 @@ class Computation:
         self.vocab = sizes.vocab
         rows = sizes.padded_vocab // parallel.tp.size()
         first = parallel.tp.rank() * rows
+        self.shards = ExchangedIds(parallel.tp, sizes.vocab, rows)
+        self.other_head: tuple[str, LinearHead] | None = None
+        """File of the other model's head in the last comparison, and this rank's rows of it."""
         self.share = VocabularyShare(group=parallel.tp, first=first, num_real=min(max(sizes.vocab - first, 0), rows))
 
     def run(
@@ -190,26 +202,52 @@ class Computation:
             topk=want.topk,
             chunk_tokens=self.config.logprob_chunk_tokens,
         )
+        hidden_NH = hidden[:, 0].index_select(0, packing.rows_N)
+
+        def spread(rows_N: Tensor | None) -> Tensor | None:
+            return None if rows_N is None else self._spread(rows_N, passage)
+
+        hidden_TH = spread(hidden_NH.float()) if want.hidden else None
+        compared_T = None
+        if want.comparison is not None:
+            compared_T = spread(self._compared(hidden_NH, passage, want.comparison, request))
+        if not replace(want, comparison=None).head:
+            return TokenOutputs(hidden_TH=hidden_TH, compared_T=compared_T)
         ids_TK = gather_ids(passage.micro, want)
         found = sharded_head_outputs(
-            hidden[:, 0].index_select(0, packing.rows_N),
+            hidden_NH,
             self.runs[-1].head_weight(),
             packing.targets_N,
             request,
             self.share,
             None if ids_TK is None else ids_TK[packing.places_N],
         )
-
-        def spread(rows_N: Tensor | None) -> Tensor | None:
-            return None if rows_N is None else self._spread(rows_N, passage)
-
         return TokenOutputs(
+            hidden_TH=hidden_TH,
+            compared_T=compared_T,
             logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
             entropy_T=spread(found.entropy_N),
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
             gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
         )
+
+    def _compared(self, hidden_NH: Tensor, passage: Passage, comparison: Comparison, request: HeadRequest) -> Tensor:
+        """Values of a comparison with another model, of the tokens with an output; 0 for an idle microbatch."""
+        weight_VH, places_N = self.runs[-1].head_weight(), passage.packing.places_N
+        if self.other_head is None or self.other_head[0] != comparison.head:
+            whole = read_head(comparison.head, torch.device("cpu"))
+            own = share_of_head(whole, self.share, len(weight_VH), self.vocab)
+            bias = None if own.bias is None else own.bias.to(weight_VH.device)
+            self.other_head = comparison.head, replace(own, weight=own.weight.to(weight_VH.device), bias=bias)
+        other_NH, idle = teacher_hidden(passage.micro)[places_N], len(places_N) if passage.idle else 0
+        weights_T = passage.micro.streams.get(comparison.stream)
+        weights_N = None if weights_T is None else weights_T[places_N]
+        if idle:  # the output layer still has a gradient, for which the reduction over ranks waits
+            hidden_NH, other_NH, weights_N = hidden_NH[:0], other_NH[:0], None
+        head, function = self.other_head[1], comparison.function
+        found_N = sharded_comparison(hidden_NH, weight_VH, head, other_NH, function, request, weights_N, self.shards)
+        return F.pad(found_N, (0, idle))
 
     def _spread(self, rows_N: Tensor, passage: Passage) -> Tensor:
         """Scatter rows to the indices of their tokens among the T, and sum over context-parallel ranks."""
@@ -254,5 +292,7 @@ class Computation:
             topk_logprobs_TK=of(here.topk_logprobs_TK, k > 0, k),
             topk_ids_TK=of(here.topk_ids_TK, k > 0, k, dtype=torch.int64),
             gathered_logprobs_TK=of(here.gathered_logprobs_TK, want.gathered, num_ids),
+            hidden_TH=of(here.hidden_TH, want.hidden, self.runs[0].config.hidden_size),
+            compared_T=of(here.compared_T, want.comparison is not None),
             routing_disagreement_T=disagreement_T,
         )

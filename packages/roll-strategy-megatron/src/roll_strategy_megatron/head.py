@@ -16,15 +16,20 @@ The logprob of each given id adds a term like that of `y`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from typing_extensions import override
 
-from roll_modeling.logprobs import HeadOutputs
+from roll_core.errors import UnsupportedError
+from roll_modeling.logprobs import HeadOutputs, LinearHead, VocabularyShards, compared
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from roll_modeling.logprobs import HeadRequest
@@ -65,6 +70,84 @@ def sharded_head_outputs(
         topk_ids_NK=ids_NK if request.topk else None,
         gathered_logprobs_NK=None if gather_ids_NK is None else logprobs_NJ[:, 1:],
     )
+
+
+class ExchangedIds(VocabularyShards):
+    """Exchange between tensor-parallel ranks: each compares a part of a chunk's tokens over the whole vocabulary.
+
+    rank 0: all tokens, its ids  ─┐ all-to-all ┌─  rank 0: first tokens, all ids  ─► values, gradient ─┐ all-to-all
+    rank 1: all tokens, its ids  ─┘            └─  rank 1: last tokens, all ids   ─► values, gradient ─┘ and back
+    """
+
+    def __init__(self, group: Any, vocab: int, rows: int) -> None:
+        """`vocab` ids of the whole vocabulary, `rows` of them per rank, padding included."""
+        self.group, self.vocab, self.rows = group, vocab, rows
+
+    @override
+    def all_ids(self, logits_Cv: Tensor) -> Tensor:
+        ranks = self.group.size()
+        received = self._exchanged(logits_Cv).view(ranks, -1, self.rows)
+        return received.transpose(0, 1).reshape(-1, ranks * self.rows)[:, : self.vocab].contiguous()
+
+    @override
+    def own_ids(self, gradient_cV: Tensor) -> Tensor:
+        ranks = self.group.size()
+        padded = F.pad(gradient_cV, (0, ranks * self.rows - self.vocab))
+        return self._exchanged(padded.view(-1, ranks, self.rows).transpose(0, 1).reshape(-1, self.rows))
+
+    @override
+    def own_tokens(self, values_C: Tensor) -> Tensor:
+        found: Tensor = values_C.chunk(self.group.size())[self.group.rank()]
+        return found
+
+    @override
+    def all_tokens(self, values_c: Tensor) -> Tensor:
+        found = values_c.new_empty(self.group.size() * len(values_c))
+        dist.all_gather_into_tensor(found, values_c.contiguous(), group=self.group)
+        return found
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """Send the i-th of equal parts to rank i."""
+        found = torch.empty_like(parts)
+        dist.all_to_all_single(found, parts.contiguous(), group=self.group)
+        return found
+
+
+def share_of_head(head: LinearHead, share: VocabularyShare, rows: int, vocab: int) -> LinearHead:
+    """This rank's rows of another model's head, padded with zeros to `rows`.
+
+    Raises `UnsupportedError` unless the head has `vocab` rows.
+    """
+    if len(head.weight) != vocab:
+        raise UnsupportedError(f"the models have vocabularies of {len(head.weight)} and {vocab} ids, which differ")
+    weight_vH = head.weight[share.first : share.first + rows]
+    more = rows - len(weight_vH)
+    bias_v = None if head.bias is None else F.pad(head.bias[share.first : share.first + rows], (0, more))
+    return replace(head, weight=F.pad(weight_vH, (0, 0, 0, more)), bias=bias_v)
+
+
+def sharded_comparison(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    other: LinearHead,
+    other_hidden_NH: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    request: HeadRequest,
+    weights_N: Tensor | None,
+    shards: ExchangedIds,
+) -> Tensor:
+    """Values of a comparison with another model, see `roll_modeling.logprobs.compared`. Collective over `shards`.
+
+    The gradient of `hidden_NH` is this rank's part of a sum over these ranks.
+    """
+    ranks, num_tokens = shards.group.size(), len(hidden_NH)
+    if more := -num_tokens % ranks:
+        hidden_NH, other_hidden_NH = F.pad(hidden_NH, (0, 0, 0, more)), F.pad(other_hidden_NH, (0, 0, 0, more))
+        weights_N = None if weights_N is None else F.pad(weights_N, (0, more))
+    size = request.chunk(len(weight_VH), hidden_NH.device)
+    request = replace(request, chunk_tokens=size + -size % ranks)
+    head = LinearHead(weight=weight_VH)
+    return compared(head, hidden_NH, other, other_hidden_NH, function, request, weights_N, shards)[:num_tokens]
 
 
 class _ShardedHead(torch.autograd.Function):

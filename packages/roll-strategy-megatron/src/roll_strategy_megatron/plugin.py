@@ -24,6 +24,7 @@ CAPABILITIES = TrainCapabilities(
     expert_parallel=True,
     topk=True,
     gathered=True,
+    whole_vocabulary=True,
     offload=True,
     portable_state=True,
     lora=True,

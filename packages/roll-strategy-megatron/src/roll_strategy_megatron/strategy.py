@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
+from roll_modeling.logprobs import LinearHead, write_head
 from roll_modeling.model import DTYPES
 from roll_modeling.pieces import write_gathered
 from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
@@ -280,6 +281,17 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
                 shape_of=lambda each: tuple(each.shape),
                 writes=leads,
             )
+        self.parallel.wait()
+
+    def export_head(self, path: Path) -> None:
+        """Write the output layer from rank 0, gathered from the ranks that shard the vocabulary. Collective."""
+        if self.spec.task != "causal_lm":
+            raise UnsupportedError(f"a model of task {self.spec.task} has no output layer of a vocabulary")
+        self.offloader.need("weights")
+        read = self.lora.merged if self.lora is not None else Tensor.detach
+        ((_, weight_VH),) = self.bridge.export(read, self.dtype, only=(self.bridge.head,))
+        if self._mesh.rank == 0:
+            write_head(LinearHead(weight=weight_VH), path)
         self.parallel.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------

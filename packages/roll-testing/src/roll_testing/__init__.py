@@ -6,37 +6,65 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll_testing.algorithms import AdvantageConformance, PolicyLossConformance
     from roll_testing.bench import Case, Split, Step
     from roll_testing.conformance import TrainStrategyConformance
+    from roll_testing.environments import EnvironmentConformance
+    from roll_testing.executors import ExecutorConformance
     from roll_testing.infer.conformance import InferStrategyConformance
+    from roll_testing.packaging import PackagingConformance
+    from roll_testing.pipelines import PipelineConformance
     from roll_testing.platforms import PlatformConformance
     from roll_testing.ranks import RankHost, RanksFailedError
+    from roll_testing.recording import RecordingConformance
     from roll_testing.reference import ReferenceModel, TransformersModel
+    from roll_testing.rewards import RewardConformance, Scored
+    from roll_testing.trackers import TrackerConformance
     from roll_testing.transports import WeightTransportConformance
 
 __all__ = [
+    "AdvantageConformance",
     "Case",
+    "EnvironmentConformance",
+    "ExecutorConformance",
     "InferStrategyConformance",
+    "PackagingConformance",
+    "PipelineConformance",
     "PlatformConformance",
+    "PolicyLossConformance",
     "RankHost",
     "RanksFailedError",
+    "RecordingConformance",
     "ReferenceModel",
+    "RewardConformance",
+    "Scored",
     "Split",
     "Step",
+    "TrackerConformance",
     "TrainStrategyConformance",
     "TransformersModel",
     "WeightTransportConformance",
 ]
 
 _HOMES = {
+    "AdvantageConformance": "algorithms",
     "Case": "bench",
+    "EnvironmentConformance": "environments",
+    "ExecutorConformance": "executors",
     "InferStrategyConformance": "infer.conformance",
+    "PackagingConformance": "packaging",
+    "PipelineConformance": "pipelines",
     "PlatformConformance": "platforms",
+    "PolicyLossConformance": "algorithms",
     "RankHost": "ranks",
     "RanksFailedError": "ranks",
+    "RecordingConformance": "recording",
     "ReferenceModel": "reference",
+    "RewardConformance": "rewards",
+    "Scored": "rewards",
     "Split": "bench",
     "Step": "bench",
+    "TrackerConformance": "trackers",
     "TrainStrategyConformance": "conformance",
     "TransformersModel": "reference",
     "WeightTransportConformance": "transports",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.data.module_rows import balance_rows, module_batches
 from roll_core.data.pack import balance, pack, totals
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.model import ModelSpec
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import (
         LossFn,
+        LossMetrics,
         MicroBatch,
         StepStats,
         TokenOutputs,
@@ -94,6 +97,18 @@ class Step:
     """Number of `forward_backward` calls over which the microbatches are spread."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleStep:
+    """One optimizer step of a module program: the rows of all ranks, and the loss."""
+
+    rows: Sequence[ModuleRow]
+    loss: ModuleLoss
+    max_rows: int = 100
+    """Maximum number of rows per batch."""
+    calls: int = 1
+    """Number of `forward_backward_module` calls over which the batches are spread."""
+
+
 def make(case: Case) -> TrainStrategy:
     """Construct the strategy without building it."""
     owner = f"train strategy {case.provider.name}"
@@ -149,7 +164,7 @@ def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split:
     return pack(mine, totals=denominators, max_sequences=split.max_sequences, max_tokens=split.max_tokens)
 
 
-def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str, float]]:
+def take_step(strategy: TrainStrategy, step: Step | ModuleStep) -> tuple[StepStats, dict[str, float]]:
     """Run one optimizer step.
 
     Return its statistics and this rank's summed metrics. Repeats the step while it overflows during the search for a
@@ -163,15 +178,47 @@ def take_step(strategy: TrainStrategy, step: Step) -> tuple[StepStats, dict[str,
     raise AssertionError(f"after {MOST_OVERFLOWS} skipped steps the scale of the loss is still too large")
 
 
-def accumulate(strategy: TrainStrategy, step: Step) -> dict[str, float]:
+def accumulate(strategy: TrainStrategy, step: Step | ModuleStep) -> dict[str, float]:
     """Accumulate gradients of this rank's share and return its summed metrics."""
-    mine = micros(share(strategy, step.sequences), step.sequences, step.split)
     metrics: dict[str, float] = {}
     for part in range(step.calls):
-        for each in strategy.forward_backward(mine[part :: step.calls], step.loss):
+        for each in _backward(strategy, step, part):
             for name, value in each.items():
                 metrics[name] = metrics.get(name, 0.0) + value
     return metrics
+
+
+def _backward(strategy: TrainStrategy, step: Step | ModuleStep, part: int) -> list[LossMetrics]:
+    if isinstance(step, ModuleStep):
+        batches = module_share(strategy, step.rows, step.max_rows, len(step.rows))
+        return strategy.forward_backward_module(batches[part :: step.calls], step.loss)
+    mine = micros(share(strategy, step.sequences), step.sequences, step.split)
+    return strategy.forward_backward(mine[part :: step.calls], step.loss)
+
+
+def module_share(
+    strategy: TrainStrategy, rows: Sequence[ModuleRow], max_rows: int, total_rows: int = 1
+) -> list[ModuleBatch]:
+    """Return the batches of this rank's share of the rows."""
+    place = strategy.data_rank
+    mine = [rows[i] for i in balance_rows(rows, place.size)[place.index]]
+    return [batch for _, batch in module_batches(mine, max_rows=max_rows, total_rows=total_rows)]
+
+
+def module_outputs(
+    strategy: TrainStrategy, rows: Sequence[ModuleRow], program: ModuleProgram, max_rows: int
+) -> dict[str, dict[str, Floats]]:
+    """Return outputs of a program for this rank's share, by output name and then by row id.
+
+    Empty on ranks that are not leaders.
+    """
+    found: dict[str, dict[str, Floats]] = {}
+    batches = module_share(strategy, rows, max_rows)
+    for batch, answer in zip(batches, strategy.run_module(batches, program), strict=True):
+        for name, tensor in answer.items():
+            assert not tensor.requires_grad, f"output {name} of run_module has gradients"
+            found.setdefault(name, {}).update(zip(batch.ids, as_array(tensor), strict=True))
+    return found if strategy.data_rank.leader else {}
 
 
 def weights(strategy: TrainStrategy) -> Arrays:
@@ -207,6 +254,8 @@ def present(found: TokenOutputs) -> dict[str, Tensor]:
         "topk_logprobs": found.topk_logprobs_TK,
         "topk_ids": found.topk_ids_TK,
         "gathered_logprobs": found.gathered_logprobs_TK,
+        "hidden": found.hidden_TH,
+        "compared": found.compared_T,
         "routing_disagreement": found.routing_disagreement_T,
     }
     return {name: tensor for name, tensor in named.items() if tensor is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roll_testing.contract import TrainContractTests
 from roll_testing.failure import FailureTests
+from roll_testing.module_programs import ModuleProgramTests
 from roll_testing.numbers import TrainNumberTests
 from roll_testing.packaging import PackagingTests
 from roll_testing.portable_state import PortableTests
@@ -11,7 +12,13 @@ from roll_testing.state import StateTests
 
 
 class TrainStrategyConformance(
-    PackagingTests, TrainContractTests, TrainNumberTests, StateTests, PortableTests, FailureTests
+    PackagingTests,
+    TrainContractTests,
+    TrainNumberTests,
+    ModuleProgramTests,
+    StateTests,
+    PortableTests,
+    FailureTests,
 ):
     """Tests that every train strategy must pass.
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
 """Environment variable. With the value `full`, a missing engine fails the tests instead of skipping them."""
 
-HF_PACKAGES = "roll-infer-hf,roll-strategy-hf"
-"""Value of `ROLL_PLUGINS` that loads the core and the strategies of the quick start."""
+HF_PACKAGES = "roll-executor-ray,roll-infer-hf,roll-strategy-hf,roll-weight-transports"
+"""Value of `ROLL_PLUGINS` that loads the core, the strategies of the quick start, and what several workers need."""
 
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
@@ -177,7 +177,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def hf_plugins() -> tuple[Plugin, ...]:
-    """Return the loaded plugins of roll-core and the two hf packages, ignoring all other installed plugins."""
-    found = load_plugins(environ={"ROLL_PLUGINS": HF_PACKAGES})
+def hf_plugins(*packages: str) -> tuple[Plugin, ...]:
+    """Return the loaded plugins of `HF_PACKAGES` and of `packages`, and no other installed ones."""
+    found = load_plugins(environ={"ROLL_PLUGINS": ",".join((HF_PACKAGES, *packages))})
     return tuple(each for each in found if each.state == "loaded")

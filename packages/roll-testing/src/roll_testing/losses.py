@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from roll_core.algorithms.aggregate import Aggregation
+from roll_core.algorithms.aggregate import Aggregation, stream_weights, weighted_sum
 from roll_core.algorithms.losses import (
     CrossEntropy,
     EntropyTerm,
@@ -16,7 +16,7 @@ from roll_core.algorithms.losses import (
     SFTObjective,
     ValueObjective,
 )
-from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
+from roll_core.spec.train import Comparison, LossOutput, TrainingSpec, WantedOutputs
 from roll_testing.bench import WHOLE, Split
 
 if TYPE_CHECKING:
@@ -94,6 +94,40 @@ class GivenIds:
         weights_TK = (micro.gather_ids_TK % 7 - 3).float()
         per_token_T = (weights_TK * found_TK).sum(dim=1) - logprobs_T
         return LossOutput(loss=per_token_T[micro.loss_mask_T].sum() / max(micro.totals.tokens, 1))
+
+
+TAUGHT = "taught"
+"""Stream with the weights of `CrossEntropyOfTeacher`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropyOfTeacher:
+    """Weighted mean of `- sum q log p` of this model q and another p. Without `head`, the entropy of q.
+
+    If both models are equal, both are equal, and so are their gradients: `sum (dq) log q` is that of the entropy.
+    """
+
+    head: str = ""
+
+    @property
+    def want(self) -> WantedOutputs:
+        """The comparison, or the entropy."""
+        if not self.head:
+            return WantedOutputs(entropy=True, temperature=0.7, masked_only=True)
+        comparison = Comparison(head=self.head, function=cross_entropy, stream=TAUGHT)
+        return WantedOutputs(comparison=comparison, temperature=0.7, masked_only=True)
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Weigh tokens differently."""
+        found_T = outputs.compared_T if self.head else outputs.entropy_T
+        if found_T is None:
+            raise AssertionError("the strategy returned no comparison, although it declares whole_vocabulary")
+        return LossOutput(loss=weighted_sum(found_T, stream_weights(micro, TAUGHT)))
+
+
+def cross_entropy(other_CV: Tensor, own_CV: Tensor) -> Tensor:
+    """Cross-entropy of the other model's distributions relative to this model's."""
+    return -(own_CV.exp() * other_CV).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

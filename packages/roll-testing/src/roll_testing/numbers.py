@@ -12,12 +12,24 @@ from roll_core.algorithms.losses import SFTObjective
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
-from roll_testing.losses import EVERY_TERM, LOSSES, MAGNIFIED, OF_TASK, SPLITS, TRAINING, GivenIds
+from roll_testing.losses import (
+    EVERY_TERM,
+    LOSSES,
+    MAGNIFIED,
+    OF_TASK,
+    SPLITS,
+    TAUGHT,
+    TRAINING,
+    CrossEntropyOfTeacher,
+    GivenIds,
+)
 from roll_testing.models import cut_rollouts
+from roll_testing.programs import average, export_teacher
 from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from roll_core.spec.providers import Task
     from roll_core.spec.train import LossFn, TrainingSpec
@@ -61,6 +73,16 @@ class TrainNumberTests(TrainKit):
         self.need(self.can.gathered, "gathered")
         self._compare(case, WantedOutputs(gathered=True, temperature=0.7), "gathered_logprobs")
 
+    def test_comparisons_over_the_vocabulary_equal_the_reference(
+        self, case: Case, world_size: int, tmp_path: Path
+    ) -> None:
+        """The cross-entropy of the model relative to itself, by its exported head and hidden states, is the entropy."""
+        loss = CrossEntropyOfTeacher(head=str(tmp_path / "head"))
+        batch = self._taught(case, loss.head)
+        found = self.scored(case, batch, replace(loss.want, masked_only=False), WHOLE)
+        expected = self.reference(case).by_sequence(batch, WantedOutputs(entropy=True, temperature=0.7))
+        check_rows("compared", found["compared"], expected["entropy"], BOUNDS[case.model.dtype].outputs)
+
     def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
         """Values must equal the reference's.
 
@@ -100,6 +122,14 @@ class TrainNumberTests(TrainKit):
         """Logprobs of given ids must have gradients, added to those of the tokens' own logprobs."""
         self.need(self.can.gathered, "gathered")
         self._compare_gradient("gradient of given ids", case, GivenIds())
+
+    def test_the_gradient_of_comparisons_equals_the_reference(
+        self, case: Case, world_size: int, tmp_path: Path
+    ) -> None:
+        """The gradient of the cross-entropy of the model relative to itself must equal that of the entropy."""
+        loss = CrossEntropyOfTeacher(head=str(tmp_path / "head"))
+        batch = self._taught(case, loss.head)
+        self._compare_gradient("gradient of comparisons", case, loss, batch, CrossEntropyOfTeacher())
 
     def test_the_gradient_of_every_task_equals_the_reference(self, case: Case, task: Task) -> None:
         """The gradient must equal the reference's for every declared task.
@@ -225,6 +255,36 @@ class TrainNumberTests(TrainKit):
         training = replace(TRAINING, weight_decay=0.0, lr_scheduler_type=schedule, warmup_steps=2, num_steps=6)
         self._compare_steps(case, training)
 
+    @pytest.mark.parametrize("low", [False, True], ids=["fp32", "lower precision"])
+    def test_the_moving_average_equals_the_reference(self, case: Case, world_size: int, low: bool) -> None:
+        """Outputs with `ema` must be those of the weights' moving average, and leave the weights as they are.
+
+        In lower precision, only the latter is compared: weights are rounded, the average is not.
+        """
+        self.need(self.can.ema, "ema")
+        self.need_training()
+        dtypes = [each for each in self.can.dtypes if each != "fp32"]
+        self.need(not low or bool(dtypes), "another dtype than fp32")
+        training, decay = replace(TRAINING, ema_decay=0.6), 0.6
+        steps = [Step(sequences=self.batch(i), loss=LOSSES["sft"]) for i in range(3)]
+        case = (self._in(case, dtypes[0]) if low else case).with_(training=training)
+        rows: dict[str, dict[str, Floats]] = {}
+        for held, found in self.run(average, case, steps, self.batch()):
+            for name, outputs in found.items():
+                rows.setdefault(name, {}).update(outputs.get("logprobs", {}))
+            assert all((held[-1][name] == each).all() for name, each in held[-2].items())
+        check_rows("logprobs after those of the average", rows["after"], rows["before"], 0.0)
+        assert any((rows["average"][name] != each).any() for name, each in rows["before"].items())
+        if low:
+            return
+        expected, *later = self.run(average, case, steps, self.batch())[0][0][:-1]
+        for weights in later:
+            expected = {name: decay * each + (1 - decay) * weights[name] for name, each in expected.items()}
+        reference = self.reference(case)
+        reference.take(expected)
+        found_there = reference.by_sequence(self.batch(), WantedOutputs(logprobs=True))["logprobs"]
+        check_rows("logprobs of the average", rows["average"], found_there, BOUNDS["fp32"].outputs)
+
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _compare(self, case: Case, want: WantedOutputs, *names: str) -> None:
@@ -237,19 +297,39 @@ class TrainNumberTests(TrainKit):
             bound = 0.0 if name.endswith("_ids") else BOUNDS[case.model.dtype].outputs
             check_rows(name, found[name], expected[name], bound)
 
-    def _compare_gradient(self, what: str, case: Case, loss: LossFn) -> None:
-        """Compare the gradient of the whole batch with the reference's."""
-        found, reference, bounds = (
-            self._gradient(case, self.batch(), loss),
-            self.reference(case),
-            BOUNDS[case.model.dtype],
-        )
+    def _taught(self, case: Case, head: str) -> list[TrainSequence]:
+        """The batch with the model's own hidden states as those of a teacher, whose head is written to a file."""
+        self.need(self.can.whole_vocabulary, "whole_vocabulary")
+        hidden: dict[str, Floats] = {}
+        for rows in self.run(export_teacher, case, self.batch(), head):
+            hidden |= rows.get("hidden", {})
+        return [
+            replace(
+                each,
+                teacher_hidden=hidden[each.id],
+                streams={TAUGHT: np.where(each.loss_mask, np.arange(len(each)) % 3, 0).astype(np.float32)},
+            )
+            for each in self.batch()
+        ]
+
+    def _compare_gradient(
+        self,
+        what: str,
+        case: Case,
+        loss: LossFn,
+        batch: Sequence[TrainSequence] = (),
+        of_reference: LossFn | None = None,
+    ) -> None:
+        """Compare the gradient of a batch with the reference's, by default of the whole batch and of the same loss."""
+        batch = batch or self.batch()
+        found, reference, bounds = (self._gradient(case, batch, loss), self.reference(case), BOUNDS[case.model.dtype])
+        loss = of_reference or loss
         if self.gradient_training is not None:
-            expected = reference.gradient(self.batch(), loss)
+            expected = reference.gradient(batch, loss)
             check_near(what, found, self._all(case, expected), bounds.gradient)
             return
         before = reference.weights()
-        (step,) = reference.train(ONE_STEP, [Step(sequences=self.batch(), loss=loss)])
+        (step,) = reference.train(ONE_STEP, [Step(sequences=batch, loss=loss)])
         moved = {name: before[name] - each for name, each in reference.weights().items()}
         check_near(what, found, moved | _norm(step.grad_norm), bounds.steps)
 

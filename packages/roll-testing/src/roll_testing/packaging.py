@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from packaging.requirements import Requirement
@@ -22,6 +22,8 @@ from roll_testing.kit import Kit, registry
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from roll_core.spec.providers import Provider
 
 DTYPES = ("fp32", "bf16", "fp16")
 HEAVY = ("torch", "transformers", "ray", "datasets")
@@ -127,6 +129,19 @@ class PackagingTests(Kit):
             for module, packages in modules.items()
             if needed & {package.lower().replace("_", "-") for package in packages}
         } | {name.replace("-", "_") for name in needed}
+
+
+class PackagingConformance(PackagingTests):
+    """The tests of this group for a part of any kind.
+
+    class TestMyPackage(PackagingConformance, kind=EnvironmentProvider):
+        name = "my_environment"
+    """
+
+    def __init_subclass__(cls, kind: type[Provider] | None = None, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if kind is not None:
+            cls._kind = kind
 
 
 class RefusalTests(Kit):

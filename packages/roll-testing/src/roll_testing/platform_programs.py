@@ -29,7 +29,7 @@ class PlatformReport:
 
     name: str
     device_type: str
-    ray_resource: str
+    resource_name: str
     visible_devices: str
     also_visible_devices: tuple[str, ...]
     collective_backend: str
@@ -71,7 +71,7 @@ def ask(_rank: int, target: str) -> PlatformReport:
         "signal handlers": _handlers() == signals,
         "the threads": set(threading.enumerate()) <= threads,
     }
-    for name in ("name", "device_type", "ray_resource", "visible_devices", "also_visible_devices"):
+    for name in ("name", "device_type", "resource_name", "visible_devices", "also_visible_devices"):
         said[name] = getattr(platform, name)
     return PlatformReport(
         collective_backend=platform.collective_backend,

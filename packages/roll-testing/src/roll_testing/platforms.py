@@ -88,9 +88,9 @@ class PlatformConformance(PackagingTests):
     # -- reported properties -------------------------------------------------------------------------------------------
 
     def test_its_names_can_be_used(self) -> None:
-        """Device type, Ray resource and collective backend must not be empty. Names of variables must be valid."""
+        """Device type, resource name and collective backend must not be empty. Names of variables must be valid."""
         said = self.answers
-        for what in ("device_type", "ray_resource", "collective_backend"):
+        for what in ("device_type", "resource_name", "collective_backend"):
             if not isinstance(getattr(said, what), str) or not getattr(said, what):
                 raise AssertionError(f"{what} is {getattr(said, what)!r}, expected a name")
         names = [name for name in (said.visible_devices, *said.also_visible_devices) if name]

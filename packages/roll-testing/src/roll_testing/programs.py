@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
-from roll_core.spec.train import ParameterState, PortableState
+from roll_core.spec.train import ParameterState, PortableState, WantedOutputs
 from roll_testing.bench import (
     WHOLE,
     accumulate,
@@ -22,6 +22,7 @@ from roll_testing.bench import (
     make,
     mesh_of,
     micros,
+    module_outputs,
     outputs,
     present,
     take_step,
@@ -31,10 +32,11 @@ from roll_testing.bench import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from roll_core.spec.module_program import ModuleProgram, ModuleRow
     from roll_core.spec.providers import Task
-    from roll_core.spec.train import LossFn, StateKind, StepStats, TrainStrategy, WantedOutputs
+    from roll_core.spec.train import LossFn, StateKind, StepStats, TrainStrategy
     from roll_core.types import DataRank, Floats, TrainSequence
-    from roll_testing.bench import Arrays, Case, Split, Step
+    from roll_testing.bench import Arrays, Case, ModuleStep, Split, Step
 
 Rows = dict[str, dict[str, "Floats"]]
 """Outputs by output name, then by sequence id."""
@@ -103,13 +105,13 @@ def score(rank: int, case: Case, sequences: Sequence[TrainSequence], want: Wante
         return outputs(strategy, sequences, want, split)
 
 
-def train(rank: int, case: Case, steps: Sequence[Step]) -> Trained:
+def train(rank: int, case: Case, steps: Sequence[Step | ModuleStep]) -> Trained:
     """Run some optimizer steps on a freshly built model."""
     with built(case, rank) as strategy:
         return observe(strategy, steps)
 
 
-def observe(strategy: TrainStrategy, steps: Sequence[Step]) -> Trained:
+def observe(strategy: TrainStrategy, steps: Sequence[Step | ModuleStep]) -> Trained:
     """Run some optimizer steps on a built model."""
     before = weights(strategy)
     return _trained(strategy, before, [take_step(strategy, step) for step in steps])
@@ -173,6 +175,28 @@ def only_score(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[
             "forward_backward": raised(lambda: strategy.forward_backward([micro], step.loss)),
             "optimizer_step": raised(strategy.optimizer_step),
         }
+
+
+def export_teacher(rank: int, case: Case, sequences: Sequence[TrainSequence], head: str) -> Rows:
+    """Export the head to a file; return the hidden states."""
+    with built(case.with_(training=None), rank) as strategy:
+        strategy.export_head(Path(head))
+        return outputs(strategy, sequences, WantedOutputs(hidden=True))
+
+
+def average(
+    rank: int, case: Case, steps: Sequence[Step], batch: Sequence[TrainSequence]
+) -> tuple[list[Arrays], dict[str, Rows]]:
+    """Return the weights before and after each step; and outputs of the moving average, and of the weights around."""
+    want = WantedOutputs(logprobs=True)
+    with built(case, rank) as strategy:
+        held = [weights(strategy)]
+        for step in steps:
+            take_step(strategy, step)
+            held.append(weights(strategy))
+        names = ("before", "average", "after")
+        found = {name: outputs(strategy, batch, replace(want, ema=name == "average")) for name in names}
+        return [*held, weights(strategy)], found
 
 
 def live_together(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[Rows, Rows, Trained]:
@@ -248,7 +272,7 @@ def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tup
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def save_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: str) -> Trained:
+def save_between(rank: int, case: Case, steps: Sequence[Step | ModuleStep], at: int, folder: str) -> Trained:
     """Run all steps without interruption, and save after the first `at` steps.
 
     The deferred write that `save` returns is executed as late as possible, after the last step. It must not contain any
@@ -266,7 +290,9 @@ def save_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: 
         return found
 
 
-def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:
+def resume(
+    rank: int, case: Case, spoil: Sequence[Step | ModuleStep], steps: Sequence[Step | ModuleStep], folder: str
+) -> Trained:
     """Load a state after unrelated steps, then run `steps`.
 
     Loading must discard everything before it, including gradients.
@@ -277,7 +303,7 @@ def resume(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], 
         return observe(strategy, steps)
 
 
-def _spoil(strategy: TrainStrategy, steps: Sequence[Step]) -> None:
+def _spoil(strategy: TrainStrategy, steps: Sequence[Step | ModuleStep]) -> None:
     """Give the strategy another state: weights, moments, gradients, and weights that a publish may cache."""
     for step in steps:
         take_step(strategy, step)
@@ -428,6 +454,41 @@ def import_foreign(rank: int, case: Case) -> dict[str, tuple[str, Raised | None]
         ):
             found[what] = odd, raised(partial(strategy.import_state, replace(own, shapes=others)))
         return found
+
+
+# -- module programs ---------------------------------------------------------------------------------------------------
+
+
+def run_programs(
+    rank: int,
+    case: Case,
+    steps: Sequence[ModuleStep],
+    rows: Sequence[ModuleRow],
+    programs: Sequence[ModuleProgram],
+    max_rows: int = 100,
+    folder: str = "",
+) -> tuple[list[Arrays], list[Rows]]:
+    """Return the weights before, between and after steps and programs, and the outputs of the programs.
+
+    The programs run after the steps. Exports the model into `folder`, if given.
+    """
+    with built(case, rank) as strategy:
+        held = [weights(strategy)]
+        for step in steps:
+            take_step(strategy, step)
+            held.append(weights(strategy))
+        found = [module_outputs(strategy, rows, program, max_rows) for program in programs]
+        held.append(weights(strategy))
+        if folder:
+            strategy.export_model(Path(folder))
+        return held, found
+
+
+def refuse_a_module_loss(rank: int, case: Case, step: ModuleStep) -> tuple[Raised | None, Arrays, Arrays]:
+    """Return the error of `forward_backward_module`, and the weights before and after it."""
+    with built(case, rank) as strategy:
+        before = weights(strategy)
+        return raised(lambda: accumulate(strategy, step)), before, weights(strategy)
 
 
 # -- failure -----------------------------------------------------------------------------------------------------------

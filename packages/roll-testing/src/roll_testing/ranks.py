@@ -15,7 +15,9 @@ import random
 import socket
 import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,10 @@ PORTS = 20_000, 32_000
 GRACE_S = 15.0
 """Seconds after a call's timeout in which the host reports the ranks that timed out. Then the host itself is considered
 failed."""
+RESERVED = 64
+"""Number of ports of `free_port` that a process keeps reserved, each with an open socket."""
+_reserved: deque[int] = deque()
+"""Descriptors of these sockets."""
 
 
 class RanksFailedError(AssertionError):
@@ -129,10 +135,28 @@ class RankHost:
         return self._connection
 
 
+@cache
+def shared_host(environment: tuple[tuple[str, str], ...] = (), preload: tuple[str, ...] = ()) -> RankHost:
+    """Return the host with these settings that all callers in this process share: it imports its modules once.
+
+    It ends with the process; after a call whose ranks could not be ended, the next call starts another.
+    """
+    return RankHost(environment=dict(environment), preload=preload)
+
+
 def free_port() -> int:
-    """Return a free local port that the system does not assign to outgoing connections."""
+    """Return a free local port that the system does not assign to outgoing connections, and reserve it.
+
+    The reserving socket is bound but does not listen: sockets with SO_REUSEADDR, such as those of torch's stores, can
+    bind the same port, and other calls of this function, in any process, cannot return it. The last `RESERVED` ports
+    of a process stay reserved.
+    """
     while True:
         port = random.SystemRandom().randrange(*PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _reserved.append(probe.detach())
+            if len(_reserved) > RESERVED:
+                os.close(_reserved.popleft())
             return port

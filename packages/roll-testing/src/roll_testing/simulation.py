@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from roll_core.errors import WorkerDiedError, WorkerHungError
 from roll_core.runtime.rollout.replicas import Replica
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from roll_core.runtime.rollout.replicas import OnResult
-    from roll_core.types import FinishReason, GenerateRequest
+    from roll_core.types import FinishReason, GenerateRequest, TokenIds
 
 
 _MANY = 1 << 20
@@ -152,7 +153,7 @@ class SimulatedEngine(Replica):
         for request in requests:
             made = self._requests[request.id] = _Request(request, on_result)
             base, _, suffix = request.id.partition("#")
-            before = len(request.prompt_ids) - self._prompt_tokens
+            before = self._sampled_before(request)
             for index in range(request.n):
                 which = int(suffix.partition(".")[0]) if suffix else index
                 length = max(1, min(self._length_of(base, which) - before, request.params.max_new_tokens))
@@ -254,6 +255,15 @@ class SimulatedEngine(Replica):
             self._timer = loop.call_at(self._at + stalled_s + max(0.0, left_s), self._advance)
         self._advancing = False
 
+    def _sampled_before(self, request: GenerateRequest) -> int:
+        """Number of response tokens at the end of a request's prompt: those of the parts before it."""
+        return len(request.prompt_ids) - self._prompt_tokens
+
+    def _tokens(self, row: SimulatedRow, num: int, *, whole: bool) -> TokenIds:
+        """The first `num` tokens of a row. `whole`: the last one ends the response."""
+        first = len(row.request.request.prompt_ids)
+        return np.arange(first, first + num, dtype=np.int64) if self._real else _TOKENS[:num]
+
     def _arrived(self, rows: Sequence[SimulatedRow]) -> None:
         """Queue the rows of a submitted request."""
         self._waiting += rows
@@ -284,11 +294,43 @@ class SimulatedEngine(Replica):
     def _output(self, row: SimulatedRow, reason: FinishReason) -> CompletionOutput:
         generated = 0 if row.start < 0 else min(row.stretch, int(self._progress - row.start + 1e-6))
         num = row.length if reason == "stop" else row.before + generated
-        first = len(row.request.request.prompt_ids)
         versions = np.broadcast_to(np.int32(self.version), num) if self.version else _FIRST_VERSION[:num]
         return CompletionOutput(
-            token_ids=np.arange(first, first + num, dtype=np.int64) if self._real else _TOKENS[:num],
+            token_ids=self._tokens(row, num, whole=reason == "stop"),
             logprobs=_LOGPROBS[:num],
             versions=versions,
             finish_reason="abort" if reason == "abort" else reason,
         )
+
+
+class SimulatedReplies(SimulatedEngine):
+    """Engine for rollout programs with several turns: replies of one repeated token and an end token.
+
+    Prompts may have any length. Every request must allow the same number of new tokens, `max_new_tokens`: the number of
+    tokens before a part of a reply follows from what is left of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        speed: Speed,
+        length_of: Callable[[str, int], int],
+        *,
+        max_new_tokens: int,
+        token_id: int,
+        end_id: int,
+    ) -> None:
+        """`length_of(id, index)` is the length of a reply, with its end token."""
+        super().__init__(name, speed, length_of, prompt_tokens=0)
+        self._max_new_tokens, self._token_id, self._end_id = max_new_tokens, token_id, end_id
+
+    @override
+    def _sampled_before(self, request: GenerateRequest) -> int:
+        return self._max_new_tokens - request.params.max_new_tokens
+
+    @override
+    def _tokens(self, row: SimulatedRow, num: int, *, whole: bool) -> TokenIds:
+        ids = np.full(num, self._token_id, dtype=np.int64)
+        if whole:
+            ids[-1:] = self._end_id
+        return ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
@@ -14,7 +13,7 @@ from roll_core.spec.providers import PlatformProvider, TrainCapabilities, TrainP
 from roll_testing.kit import Kit, one_thread, registry
 from roll_testing.losses import GRADIENT
 from roll_testing.models import LARGE, QWEN3, make_batch, write_checkpoint
-from roll_testing.ranks import RankHost, free_port
+from roll_testing.ranks import free_port, shared_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.spec.providers import Task
     from roll_core.spec.train import TrainingSpec, WantedOutputs
     from roll_core.types import Floats, TrainSequence
-    from roll_testing.bench import Case, Split, Step
+    from roll_testing.bench import Case, ModuleStep, Split, Step
     from roll_testing.programs import Trained
     from roll_testing.reference import Reference
 
@@ -117,7 +116,7 @@ class TrainKit(Kit):
                 "variant": list(self.variants),
                 "world_size": [(each, size) for each in self.variants for size in self.sizes(each)],
                 "several": [(each, size) for each in self.variants for size in self.sizes(each) if size > 1],
-                "task": list(self.can.tasks),
+                "task": [task for task in self.can.tasks if task != "flow"],
                 "scalar_task": [task for task in self.can.tasks if task in ("value", "reward")],
                 "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
             }
@@ -205,7 +204,7 @@ class TrainKit(Kit):
             answers[key] = (function(0, case, *arguments),)
         if key not in answers:
             with_port = case.with_(master_port=free_port() if case.world_size > 1 else 0)
-            host = _host(tuple(sorted(self.environment.items())), self.preload)
+            host = shared_host(tuple(sorted(self.environment.items())), self.preload)
             answers[key] = host.run(
                 function, with_port, *arguments, num_ranks=case.world_size, timeout_s=self.timeout_s
             )
@@ -224,7 +223,7 @@ class TrainKit(Kit):
                 found.setdefault(name, {}).update(rows)
         return found
 
-    def trained(self, case: Case, training: TrainingSpec, steps: Sequence[Step]) -> Trained:
+    def trained(self, case: Case, training: TrainingSpec, steps: Sequence[Step | ModuleStep]) -> Trained:
         """Run optimizer steps on all ranks.
 
         Return rank 0's statistics, metrics summed over all leaders, and the weights.
@@ -277,8 +276,3 @@ class TrainKit(Kit):
 
 def _names(answers: Sequence[Trained], step: int) -> list[str]:
     return sorted({name for each in answers for name in each.metrics[step]})
-
-
-@cache
-def _host(environment: tuple[tuple[str, str], ...], preload: tuple[str, ...]) -> RankHost:
-    return RankHost(environment=dict(environment), preload=preload)

@@ -184,6 +184,21 @@ class WeightTransportConformance(PackagingTests):
         self.receive(sender.address, 3, _read_all, 1)
         self._expect_lost(sender, SHORT, timed_out={0, 2})
 
+    def test_a_cancelled_sender_does_not_wait_for_receivers_that_never_connect(self) -> None:
+        """After `cancel_transfer`, `send` must raise `ReceiversLostError` before its deadline.
+
+        Otherwise a receiver that exits before it connects blocks the trainer until the deadline.
+        """
+        sender = self.open_sender(1)
+        cancel = load_transport(self.provider).cancel_transfer
+        timer = threading.Timer(0.2, cancel, [sender.address, self._options])
+        timer.start()
+        try:
+            self._expect_lost(sender, IN_TIME, disconnected={0})
+        finally:
+            timer.join()
+        cancel(sender.address, self._options)
+
     def test_a_receiver_that_stops_reading_is_named(self) -> None:
         """`ReceiversLostError.timed_out` must have the rank of a receiver that has stopped reading by the deadline."""
         done = threading.Event()

@@ -52,6 +52,9 @@ class AdvantageInput:
     """int64, index of each token's rollout."""
     groups_S: Tensor
     """int64, index of each rollout's group."""
+    baselines_S: Tensor | None = None
+    """float32, reward of the greedy response to each rollout's prompt; None unless the estimator's record has
+    `needs_baseline`."""
     components_S: Mapping[str, Tensor] = field(default_factory=dict)
     """float32, numeric components of the rewards (`Reward.detail`) by name, as scored. NaN where a rollout has none."""
     turns: RolloutTurns | None = None

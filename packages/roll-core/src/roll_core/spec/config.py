@@ -36,6 +36,8 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
+AUTO = "auto"
+"""Value of `executor` that chooses among the installed executors."""
 WeightFormat = Literal["dtype", "fp8"]
 """Format in which an engine receives weights. `dtype`: all tensors in its `model_args.dtype`. `fp8`: the layers'
 matrices in E4M3 with one scale per row, all other tensors in that dtype."""
@@ -224,8 +226,8 @@ class ModelArguments(Config):
     def _one_source(self) -> ModelArguments:
         if self.model_name_or_path is not None and self.random_init is not None:
             raise ValueError("model_name_or_path and random_init exclude each other: remove one of them")
-        if self.random_init is not None and "model_type" not in self.random_init:
-            raise ValueError("random_init needs a model_type, for example qwen3")
+        if self.random_init is not None and not {"model_type", "_class_name"} & self.random_init.keys():
+            raise ValueError("random_init needs a model_type, for example qwen3, or the _class_name of a flow model")
         return self
 
 
@@ -283,6 +285,9 @@ class DataArguments(Config):
     """Column with a list of chat messages, or its JSON. Replaces prompt and response."""
     system: str | None = None
     """Column with a system message."""
+    tools: str | None = None
+    """Column with the schemas of tools that the chat template describes to the model: a list, or its JSON, in the
+    format of OpenAI's API."""
     tag: str = "tag"
     """Column with the domain."""
     id: str = "id"
@@ -425,7 +430,8 @@ class WorkerConfig(Config):
     system_envs: EnvVars = {}
     """Environment variables of this role's workers. They override the pipeline's and the platform's."""
     environment: EnvironmentConfig | None = None
-    """Python environment of this role's workers. Default: the driver's. Requires the executor `ray`."""
+    """Python environment of this role's workers. Default: the driver's. Requires an executor that supports it, such
+    as `ray`."""
 
     @field_validator("device_mapping", mode="before")
     @classmethod
@@ -583,6 +589,39 @@ Rewards = dict[str, SerializeAsAny[RewardConfig]]
 """Reward configs by domain. They are saved with the keys of their own schemas."""
 
 
+class CustomEnvConfig(Config):
+    """`custom_envs.<tag>`: an environment or an agent, and its options. Base of the schemas of such entries."""
+
+    environment: str = ""
+    """Name of the environment: see `roll-core plugins`. Or your own class, `module:Class`."""
+    env_config: dict[str, Any] = {}
+    """Options of the environment. Each environment has its own; those of your own class are its parameters."""
+    agent: str = ""
+    """Name of an agent, which calls the policy at an endpoint. Or your own function or class, `module:function`.
+
+    With an environment as well, the agent writes the replies to its messages.
+    """
+    agent_config: dict[str, Any] = {}
+    """Options of the agent: those of the function are its parameters after `task` and `session`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_env_type(cls, value: Any) -> Any:
+        """ROLL calls the key `env_type`."""
+        if isinstance(value, dict) and "env_type" in value and "environment" not in value:
+            return {("environment" if key == "env_type" else key): each for key, each in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _environment_or_agent(self) -> CustomEnvConfig:
+        if not self.environment and not self.agent:
+            raise ValueError("neither environment nor agent is given: name an environment, an agent, or both")
+        for part, options in (("environment", "env_config"), ("agent", "agent_config")):
+            if getattr(self, options) and not getattr(self, part):
+                raise ValueError(f"{options} has no effect without {part}")
+        return self
+
+
 class TokenizerConfig(Config):
     """`tokenizer`: create a tokenizer, for models trained from scratch. Otherwise the model's own is loaded."""
 
@@ -684,9 +723,6 @@ class RewardFailuresConfig(GuardConfig):
 class GuardsConfig(Config):
     """`guards`: checks while a run progresses. Pipelines with their own guards use a subclass."""
 
-    # Guards show these docstrings at run time. Other schemas keep this off: reading docstrings costs start-up time.
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
     weights_unchanged: GuardConfig = GuardConfig()
     """Optimizer steps with a gradient were published, but no weight differs from the previous version."""
     zero_gradient: WarningGuardConfig = WarningGuardConfig()
@@ -729,6 +765,8 @@ class RunConfig(Config):
     """Role that is trained on responses generated with its own weights; empty if there is none."""
     multi_turn: ClassVar[bool] = False
     """True if rollouts have several turns, which advantage estimators can credit."""
+    group_size_key: ClassVar[str] = ""
+    """Dotted key with the number of samples of a prompt; empty if none are compared."""
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys of `data_args` that name a required column, by the key above `data_args`: `{"sft_train": ("prompt",
     "response")}`. Rows without a response are prompts, whose responses `rewards` scores. `roll-core check` does not
@@ -742,9 +780,10 @@ class RunConfig(Config):
     """Parent folder of run directories."""
     seed: Seed = 42
     """Seed of all random numbers, below 2^64."""
-    executor: Literal["auto", "local", "ray"] = "auto"
-    """`local`: everything in this process. `ray`: Ray actors. `auto`: local if every role has one worker and weights
-    can be transferred within one process."""
+    executor: str = AUTO
+    """Executor that starts the workers: see `roll-core plugins`. `local`: everything in this process. `auto`: `local`
+    if every role has one worker and weights can be transferred within one process, otherwise the installed executor
+    with the highest priority."""
     platform: str | None = None
     """Hardware platform. Default: detected."""
     num_gpus_per_node: PositiveInt | None = None
@@ -835,20 +874,15 @@ class RunConfig(Config):
             return []
         return [value] if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _one_process_has_one_environment(self) -> RunConfig:
-        foreign = [name for name, role in self.roles().items() if role.environment is not None]
-        if self.executor == "local" and foreign:
-            raise ValueError(
-                f"executor: local runs all workers in this process, but {', '.join(foreign)} has its own Python"
-                " environment: remove executor"
-            )
-        return self
-
     @property
     def replays_experts(self) -> bool:
         """True if router replay is enabled: in training, the routers of `policy_role` repeat the engine's choices."""
         return False
+
+    def capabilities(self) -> Mapping[str, tuple[str, ...]]:
+        """Capabilities that the strategies of roles must declare, by role: flags of `TrainCapabilities` or
+        `InferCapabilities`. `roll-core check` and `run` refuse other strategies. Called on a valid config."""
+        return {}
 
     def warnings(self, parts: Mapping[str, Provider]) -> Mapping[str, str]:
         """Dotted keys whose values are valid but probably unintended, each with the reason and a remedy.

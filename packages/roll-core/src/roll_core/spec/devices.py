@@ -8,16 +8,18 @@ range   := "range" "(" int ["," int ["," int]] ")"
 
 from __future__ import annotations
 
+import ast
 import re
 
 MAX_SLOTS = 1_000_000
-_TOKEN = re.compile(r"\s*(?:(?P<int>-?[0-9]{1,9})|(?P<word>[A-Za-z_]\w*)|(?P<sign>[()\[\],+]))")
+_WORDS = re.compile(r"(?:[\s()\[\],+-]|\b(?:list|range|[0-9]{1,9})\b)*", re.ASCII)
+"""Matches text that has only words and signs of the grammar."""
 
 
 def parse_device_mapping(value: object) -> tuple[int, ...]:
     """Slots of a mapping, in order. Raises `ValueError` with the reason and the position in the expression."""
     if isinstance(value, str):
-        slots = _Parser(value).mapping()
+        slots = _slots(value)
     elif isinstance(value, (list, tuple)):
         for slot in value:
             if isinstance(slot, bool) or not isinstance(slot, int):
@@ -38,86 +40,53 @@ def parse_device_mapping(value: object) -> tuple[int, ...]:
     return tuple(slots)
 
 
-class _Parser:
-    """Recursive-descent parser of the grammar above."""
+def _slots(text: str) -> list[int]:
+    """Slots of an expression. Raises `ValueError`."""
+    words = _WORDS.match(text)
+    end = words.end() if words is not None else 0
+    if end < len(text):
+        raise _error(text, end, "is not part of a mapping")
+    expression = re.sub(r"\s", " ", text)
+    begin = len(text) - len(text.lstrip())
+    try:
+        return _evaluated(text, ast.parse(expression[begin:], mode="eval").body, begin)
+    except SyntaxError as error:
+        raise _error(text, begin + (error.offset or 1) - 1, f"is not valid: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:80]!r}: nested too deeply") from None
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens: list[tuple[str, str, int]] = []
-        at = 0
-        while at < len(text.rstrip()):
-            match = _TOKEN.match(text, at)
-            if match is None or match.lastgroup is None:
-                begin = at + len(text[at:]) - len(text[at:].lstrip())
-                raise self._error(begin, "is not part of a mapping")
-            self.tokens.append((match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
-            at = match.end()
-        self.at = 0
 
-    def mapping(self) -> list[int]:
-        slots = self._term()
-        while self._take("+"):
-            slots += self._term()
-            if len(slots) > MAX_SLOTS:
-                raise ValueError(f"{self.text[:80]!r}: more than the {MAX_SLOTS} slots allowed")
-        if self.at < len(self.tokens):
-            raise self._error(self.tokens[self.at][2], "was not expected here")
-        return slots
+def _evaluated(text: str, node: ast.expr, begin: int) -> list[int]:
+    """Slots of a node, which starts `begin` characters after its own offset."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            slots = _evaluated(text, left, begin) + _evaluated(text, right, begin)
+        case ast.Call(func=ast.Name("list"), args=[ast.List() | ast.Call(func=ast.Name("range")) as inner]):
+            slots = _evaluated(text, inner, begin)
+        case ast.Call(func=ast.Name("range"), args=[_] | [_, _] | [_, _, _] as bounds):
+            numbers = [_number(text, each, begin) for each in bounds]
+            if numbers[2:] == [0]:
+                raise ValueError(f"{text[:80]!r}: a range's step is not 0")
+            slots = list(range(*numbers)[: MAX_SLOTS + 1])
+        case ast.List(elts=items):
+            slots = [_number(text, each, begin) for each in items]
+        case _:
+            raise _error(text, begin + node.col_offset, "is not list(range(…)), range(…) or [slot, …]")
+    if len(slots) > MAX_SLOTS:
+        raise ValueError(f"{text[:80]!r}: more than the {MAX_SLOTS} slots allowed")
+    return slots
 
-    def _term(self) -> list[int]:
-        if self._take("list"):
-            self._need("(")
-            slots = self._slots("is not range(…) or [slot, …]")
-            self._need(")")
-            return slots
-        return self._slots("is not list(range(…)), range(…) or [slot, …]")
 
-    def _slots(self, problem: str) -> list[int]:
-        if self._take("range"):
-            return self._range()
-        if not self._take("["):
-            raise self._error(self._position(), problem)
-        slots = []
-        while not self._take("]"):
-            slots.append(self._int())
-            if not self._take(","):
-                self._need("]")
-                break
-        return slots
+def _number(text: str, node: ast.expr, begin: int) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+            return -number
+    raise _error(text, begin + node.col_offset, "is not a number")
 
-    def _range(self) -> list[int]:
-        self._need("(")
-        bounds = [self._int()]
-        while len(bounds) < 3 and self._take(","):
-            bounds.append(self._int())
-        self._need(")")
-        if len(bounds) == 3 and bounds[2] == 0:
-            raise ValueError(f"{self.text[:80]!r}: a range's step is not 0")
-        numbers = range(*bounds)
-        if len(numbers) > MAX_SLOTS:
-            raise ValueError(f"{self.text[:80]!r}: {len(numbers)} slots are more than the {MAX_SLOTS} allowed")
-        return list(numbers)
 
-    def _int(self) -> int:
-        if self.at < len(self.tokens) and self.tokens[self.at][0] == "int":
-            self.at += 1
-            return int(self.tokens[self.at - 1][1])
-        raise self._error(self._position(), "is not a number")
-
-    def _take(self, word: str) -> bool:
-        if self.at < len(self.tokens) and self.tokens[self.at][1] == word:
-            self.at += 1
-            return True
-        return False
-
-    def _need(self, word: str) -> None:
-        if not self._take(word):
-            raise self._error(self._position(), f"should be {word!r}")
-
-    def _position(self) -> int:
-        return self.tokens[self.at][2] if self.at < len(self.tokens) else len(self.text)
-
-    def _error(self, at: int, problem: str) -> ValueError:
-        found = self.text[at : at + 12].split("\n")[0]
-        subject = repr(found) if found else "the end"
-        return ValueError(f"{self.text[:80]!r}: {subject} at character {at + 1} {problem}")
+def _error(text: str, at: int, problem: str) -> ValueError:
+    found = text[at : at + 12].split("\n")[0]
+    subject = repr(found) if found else "the end"
+    return ValueError(f"{text[:80]!r}: {subject} at character {at + 1} {problem}")

@@ -11,14 +11,14 @@ docs/troubleshooting.md has a section for each known error of the core and of th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from roll_core.spec.config import RunConfig
+    from roll_core.spec.config import EnvironmentConfig, RunConfig
     from roll_core.spec.platform import Platform
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -43,6 +43,18 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleEnvironment:
+    """Python environment of a role that has one of its own, and what the role needs in it."""
+
+    config: EnvironmentConfig
+    """The role's `environment` in the config."""
+    package: str
+    """Distribution of the strategy or reward that the role's workers run."""
+    needs: tuple[str | tuple[str, ...], ...] = ()
+    """`Provider.needs` of that strategy or reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
     """Input of a check."""
 
@@ -50,6 +62,8 @@ class CheckContext:
     """Platform that a run would select; None if there is none."""
     config: RunConfig | None = None
     """Config of the run to start, if one was given."""
+    environments: Mapping[str, RoleEnvironment] = field(default_factory=dict)
+    """Python environments of the config's roles that have one of their own, by role."""
 
 
 Check = Callable[[CheckContext], Iterable[CheckResult]]

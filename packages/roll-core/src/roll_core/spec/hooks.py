@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import (
         AdvantageProvider,
+        AgentProvider,
         CheckProvider,
+        EnvironmentProvider,
+        ExecutorProvider,
         FragmentProvider,
         ImporterProvider,
         InferProvider,
@@ -85,6 +88,18 @@ def roll_rewards() -> Iterable[RewardProvider]:
 
 
 @hookspec
+def roll_environments() -> Iterable[EnvironmentProvider]:
+    """Offer environments, selected by `custom_envs.<tag>.environment`."""
+    yield from ()
+
+
+@hookspec
+def roll_agents() -> Iterable[AgentProvider]:
+    """Offer agents, selected by `custom_envs.<tag>.agent`."""
+    yield from ()
+
+
+@hookspec
 def roll_trackers() -> Iterable[TrackerProvider]:
     """Offer metrics trackers, selected by `track_with`."""
     yield from ()
@@ -105,6 +120,12 @@ def roll_policy_losses() -> Iterable[PolicyLossProvider]:
 @hookspec
 def roll_weight_transports() -> Iterable[WeightTransportProvider]:
     """Offer transports from trainers to engines, selected by priority or by `weight_transport`."""
+    yield from ()
+
+
+@hookspec
+def roll_executors() -> Iterable[ExecutorProvider]:
+    """Offer executors, which start the workers of a run, selected by `executor`."""
     yield from ()
 
 

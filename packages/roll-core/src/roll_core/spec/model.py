@@ -50,6 +50,8 @@ class ModelSpec:
     """Directory or hub id."""
     random_init: Mapping[str, Any] | None = None
     """Keys of a transformers config, including `model_type`. The weights are initialised randomly from `seed`."""
+    library: str = ""
+    """`"module:attribute"` of the `ModelLibrary` that loads the model. Empty: transformers."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys to override in the loaded config (`model_config_kwargs`)."""
     dtype: str = "fp32"

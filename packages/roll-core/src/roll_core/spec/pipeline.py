@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from roll_core.errors import ContractError
+from roll_core.errors import ContractError, UnsupportedError
 from roll_core.field_docs import document_fields
 from roll_core.spec.platform import ROLE_KINDS, RoleKind
 from roll_core.spec.providers import TASKS, Task, TrainCapabilities
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.spec.algorithms import AdvantageEstimator
-    from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
-    from roll_core.spec.providers import AdvantageProvider
+    from roll_core.spec.config import CustomEnvConfig, DataArguments, RunConfig, WorkerConfig
+    from roll_core.spec.environment import Environment
+    from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
+    from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
     from roll_core.spec.rollout import Prompt, RolloutProgram
     from roll_core.spec.train import LossFn, WantedOutputs
     from roll_core.types import (
@@ -55,8 +59,14 @@ class RoleSpec:
     kind: RoleKind
     """`train`, `score` (forward only), `generate` or `reward`."""
     task: Task = "causal_lm"
+    library: str = ""
+    """`ModelSpec.library` of its model."""
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
+    ema_decay: float | None = None
+    """Decay of the moving average of a trained role's parameters, for `TrainRole.score(ema=True)`. None: keep none."""
+    ema_ramp: float | None = None
+    """`TrainingSpec.ema_ramp`."""
     model_from: str = ""
     """Role whose model this role uses if its own `model_args` name none. An engine with this field receives weights by
     `publish_weights`, so it may lose them while other roles use its slots."""
@@ -84,6 +94,8 @@ class ScoredSequences:
     """`[L, K]`: K most likely tokens at each position, given the tokens before it; 0 for a sequence's first token."""
     gathered_logprobs: list[Floats] | None = None
     """`[L, K]`: logprobs of `TrainSequence.gather_ids`."""
+    hidden: list[Floats] | None = None
+    """`[L, H]`: inputs of the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +107,7 @@ class UpdateResult:
     num_steps: int
     num_skipped: int
     num_tokens: int
-    """Tokens that passed through the model, prompts included, without padding."""
+    """Tokens that passed through the model, prompts included, without padding; 0 for `update_program`."""
     num_overflows: int = 0
     """Skipped steps that only lowered the loss scale (float16)."""
 
@@ -153,6 +165,29 @@ class RolloutPlan:
     """Creates the rollout program of each group; None for a single turn."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAgent:
+    """An agent's record, whose target may be a class or a function, and the options of the config."""
+
+    provider: AgentProvider
+    owner: str
+    """Description with the package, for messages."""
+    options: Mapping[str, Any]
+    """Keyword arguments, with the defaults of the provider's schema. Plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEnvironment:
+    """An environment's class and the options of the config."""
+
+    provider: EnvironmentProvider
+    owner: str
+    """Description with the package, for messages."""
+    cls: type[Environment]
+    options: Mapping[str, Any]
+    """Keyword arguments of `cls`, with the defaults of the provider's schema. Plain JSON values."""
+
+
 class Rollouts(ABC):
     """Batches of scored groups, in prompt order. The groups of a batch do not depend on the order in which they finish,
     unless the plan has `first_ready`.
@@ -178,13 +213,15 @@ class Rollouts(ABC):
 class TrainRole(ABC):
     """A role with a train strategy: it trains, or only computes forward passes (kind `score`).
 
-    Coroutines: `forward`, `score`, `update`.
+    Coroutines: `forward`, `score`, `update`, `run_program`, `update_program`, `export_head`.
     """
 
     name: str
     config: WorkerConfig
     capabilities: TrainCapabilities
     """Capabilities of its strategy."""
+    weight_version: int
+    """Number of optimizer steps so far, without skipped steps and without warm-up steps of learning rate 0."""
 
     async def score(
         self,
@@ -195,15 +232,19 @@ class TrainRole(ABC):
         values: bool = False,
         temperature: float = 1.0,
         base: bool = False,
+        ema: bool = False,
         topk: int = 0,
         gathered: bool = False,
+        hidden: bool = False,
         masked_only: bool = False,
     ) -> ScoredSequences:
         """Run forward passes on all data-parallel ranks; returns the selected outputs.
 
         `base`: use the model without the adapters that the role trains. Raises `UnsupportedError` if it trains none.
+        `ema`: use the moving average that `RoleSpec.ema_decay` requests; needs `capabilities.ema`.
         `topk` is K and needs `capabilities.topk`. `gathered` selects logprobs of the sequences' `gather_ids` and needs
-        `capabilities.gathered`. `masked_only`: outputs outside the loss mask may be 0.
+        `capabilities.gathered`. `hidden` needs `capabilities.whole_vocabulary`. `masked_only`: outputs outside the loss
+        mask may be 0.
         """
         from roll_core.spec.train import WantedOutputs
 
@@ -213,9 +254,11 @@ class TrainRole(ABC):
             values=values,
             topk=topk,
             gathered=gathered,
+            hidden=hidden,
             masked_only=masked_only,
             temperature=temperature,
             base=base,
+            ema=ema,
         )
         return await self.forward(sequences, want)
 
@@ -241,15 +284,32 @@ class TrainRole(ABC):
         for the same seed. An epoch of a single step is the same with any seed.
         """
 
+    async def run_program(
+        self, rows: Sequence[ModuleRow], program: ModuleProgram
+    ) -> list[Mapping[str, NDArray[np.generic]]]:
+        """Run a program without gradients on all data-parallel ranks; returns its outputs for each row, without batch
+        dimension. Needs `capabilities.module_programs`, as does `update_program`.
+
+        Batches have at most `infer_batch_size` rows.
+        """
+        raise UnsupportedError(f"{self.name} runs no module programs")
+
+    async def update_program(
+        self, rows: Sequence[ModuleRow], loss: ModuleLoss, *, epochs: int = 1, shuffle_seed: int | None = None
+    ) -> UpdateResult:
+        """Run optimizer steps over `rows`, at most `sequences_per_step` at a time, for `epochs` epochs. Like `update`;
+        every row is a unit of its own."""
+        raise UnsupportedError(f"{self.name} runs no module programs")
+
+    @abstractmethod
+    async def export_head(self, path: Path) -> None:
+        """Write the model's output layer to a file, for `WantedOutputs.comparison` of another role. Needs
+        `capabilities.whole_vocabulary`."""
+
     @property
     @abstractmethod
     def sequences_per_step(self) -> int:
         """gradient_accumulation_steps × per_device_train_batch_size × data-parallel size."""
-
-    @property
-    @abstractmethod
-    def weight_version(self) -> int:
-        """Number of optimizer steps so far, without skipped steps and without warm-up steps of learning rate 0."""
 
 
 class InferRole(ABC):
@@ -260,20 +320,12 @@ class InferRole(ABC):
 
     name: str
     config: WorkerConfig
+    weight_version: int
+    """Version of its weights; 0 before the first publish."""
 
     @abstractmethod
-    async def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        on_completion: Callable[[Completion], None] | None = None,
-    ) -> list[Completion]:
-        """Generate completions, returned in the order of `requests`. `on_completion` is called on the event loop as
-        each one finishes."""
-
-    @property
-    @abstractmethod
-    def weight_version(self) -> int:
-        """Version of its weights; 0 before the first publish."""
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Generate completions, returned in the order of `requests`."""
 
 
 class Run(ABC):
@@ -286,6 +338,7 @@ class Run(ABC):
     dir: Path
     """The run directory."""
     tokenizer: PreTrainedTokenizerBase
+    """Missing if the pipeline's record has `tokenizer=False`."""
     step: int
     """Steps done so far."""
 
@@ -310,6 +363,11 @@ class Run(ABC):
         """Record samples in `samples.jsonl`: the first few of each step."""
 
     @abstractmethod
+    def log_images(self, images: Sequence[bytes], captions: Sequence[str], *, split: Split = "train") -> None:
+        """Record PNG images with captions in `images.jsonl`, for the report. All images of a step and split make one
+        grid; `val` counts the steps done, `train` the current one."""
+
+    @abstractmethod
     def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
         """Trip a guard unless `ok`: raise, warn or do nothing, as configured. `fatal`: raise even if the action is
         `warn`.
@@ -325,9 +383,16 @@ class Run(ABC):
 
     @abstractmethod
     async def rollout(
-        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
+        self,
+        role: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        n: int,
+        split: Split = "train",
+        program: Callable[[], RolloutProgram] | None = None,
     ) -> list[Group]:
-        """Sample `n` responses to each prompt, and score each group when it is complete.
+        """Sample `n` responses to each prompt, and score each group when it is complete. `program` as in `RolloutPlan`.
 
         Groups are in prompt order. A sample's `reward` is a value or a failure. Call `publish_weights` first, so that
         the engine has the current weights. Requests of `val` are seeded; those of `train` only if seeds cost the engine
@@ -356,20 +421,8 @@ class Run(ABC):
         without a response raises `DataError`, or is skipped if `require_response` is false."""
 
     @abstractmethod
-    def preferences(
-        self,
-        data: DataArguments,
-        *,
-        labelled: bool = False,
-        overlong: Literal["drop", "truncate"] = "drop",
-        margin: str | None = None,
-    ) -> Sequence[TrainSequence]:
-        """Rows of preference data as training sequences, with the streams of `roll_core.types`: the chosen and then the
-        rejected response of each pair; or single responses if `labelled`. `margin` names a column of numbers."""
-
-    @abstractmethod
-    def columns(self, data: DataArguments) -> Sequence[str]:
-        """Names of the columns that the rows have."""
+    def rows(self, data: DataArguments) -> Any:
+        """The `roll_core.data.rows.Rows` of all files, for a pipeline that encodes them itself. Read once per run."""
 
     @abstractmethod
     def advantage_estimator(self, name: str) -> AdvantageEstimator:
@@ -380,8 +433,16 @@ class Run(ABC):
         """Provider record of that estimator: its requirements and its own normalisation."""
 
     @abstractmethod
-    def policy_loss(self, name: str) -> str:
-        """`"module:attribute"` of the policy loss that a plugin offers under this name. Workers import it."""
+    def environment(self, entry: CustomEnvConfig) -> LoadedEnvironment:
+        """The environment that an entry of `custom_envs` names."""
+
+    @abstractmethod
+    def agent(self, entry: CustomEnvConfig) -> LoadedAgent:
+        """The agent that an entry of `custom_envs` names."""
+
+    @abstractmethod
+    def policy_loss_provider(self, name: str) -> PolicyLossProvider:
+        """Provider record of the policy loss that a plugin offers under this name. Workers import its `target`."""
 
 
 class Pipeline(ABC, Generic[ConfigT]):
@@ -389,7 +450,7 @@ class Pipeline(ABC, Generic[ConfigT]):
 
         prepare -> roles -> setup -> [load_state] -> { step, evaluate?, state? } * prepare's result
 
-    Coroutines: `setup`, `step`, `evaluate`.
+    Coroutines: `setup`, `step`, `evaluate`, `close`.
     """
 
     def __init__(self, config: ConfigT) -> None:
@@ -424,6 +485,9 @@ class Pipeline(ABC, Generic[ConfigT]):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a value that `state` returned."""
 
+    async def close(self) -> None:
+        """Release what `prepare` and `setup` acquired. Called once, after the roles are closed, also after an error."""
+
     def export_role(self) -> str:
         """Name of the role whose model is exported at the end; empty for none."""
         return ""
@@ -433,7 +497,11 @@ class Tracker(ABC):
     """Receives the metrics of a run, in the driver. Several trackers may be active at once."""
 
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
-        """Open the tracker; `options` are `tracker_kwargs.<name>`."""
+        """Open the tracker; `options` are `tracker_kwargs.<name>`.
+
+        Files in `run_dir / "trackers"` are copied into the directory of a run that resumes this one, before its tracker
+        is opened. Store the id of a remote run there.
+        """
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

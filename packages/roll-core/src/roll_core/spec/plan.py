@@ -143,6 +143,8 @@ class MemoryInput:
     trains: bool = False
     trained_parameters: int = 0
     """Parameters with gradients: all of them, or those of adapters."""
+    averages: bool = False
+    """True if the role keeps a moving average of the trained parameters (`TrainingSpec.ema_decay`)."""
     added_parameters: int = 0
     """Parameters of adapters, in addition to the model's own."""
     gradient_checkpointing: bool = False

@@ -21,6 +21,11 @@ RoleKind = Literal["train", "score", "generate", "reward"]
 """Kind of a role: train a model, score (forward passes only), generate, or compute rewards."""
 ROLE_KINDS: tuple[RoleKind, ...] = get_args(RoleKind)
 
+HOST_DEVICE = "cpu"
+"""Torch device of workers without slots."""
+HOST_BACKEND = "gloo"
+"""Collective backend of workers without slots. A platform's own backend may support only tensors on its devices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
@@ -53,8 +58,8 @@ class Platform(ABC):
     name: str
     device_type: str
     """Torch device type, `cpu` or `cuda`."""
-    ray_resource: str
-    """Ray resource name of a slot: `CPU`, `GPU`, `NPU`."""
+    resource_name: str
+    """Name of a slot in a cluster's list of resources: `CPU`, `GPU`, `NPU`. Executors reserve slots by it."""
     visible_devices: str
     """Environment variable that restricts a process to some devices; empty if there is none."""
     also_visible_devices: tuple[str, ...] = ()

@@ -11,8 +11,9 @@ from typing import Literal, get_args
 
 from roll_core.field_docs import document_fields
 
-Task = Literal["causal_lm", "value", "reward"]
-"""What a model computes: next-token logprobs, a value per token, or a score per sequence."""
+Task = Literal["causal_lm", "value", "reward", "flow"]
+"""What a model computes: next-token logprobs, a value per token, a score per sequence, or, without tokens, the velocity
+of a flow."""
 TASKS: tuple[Task, ...] = get_args(Task)
 
 ModelParallelism = Literal["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
@@ -43,8 +44,15 @@ class TrainCapabilities:
     offload: bool = False
     topk: bool = False
     """Returns top-k logprobs, which SFT's token accuracy and distillation need."""
+    ema: bool = False
+    """Keeps a moving average of the trained parameters: honours `TrainingSpec.ema_decay` and `WantedOutputs.ema`."""
+    module_programs: bool = False
+    """Runs module programs (`roll_core.spec.module_program`), for models that `ModelSpec.library` loads."""
     gathered: bool = False
     """Returns logprobs of given token ids: honours `WantedOutputs.gathered`, which distillation needs."""
+    whole_vocabulary: bool = False
+    """Compares distributions over the whole vocabulary with those of another model: honours `WantedOutputs.hidden` and
+    `WantedOutputs.comparison`, and exports its head, for distillation with `kd_support: full`."""
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
     `import_state`."""
@@ -67,6 +75,8 @@ class InferCapabilities:
     """Serves a trained adapter on top of a fixed base model: honours `ModelSpec.lora`, and updates carry only A and B.
     If the strategy's configuration does not enable this (`StrategyConfig.serves_adapters`), it gets merged weights."""
     prompt_logprobs: bool = False
+    prompt_topk: bool = False
+    """Returns the most likely tokens of a prompt: honours `GenerateRequest.prompt_topk`."""
     routed_experts: bool = False
     """Returns the experts chosen in a mixture-of-experts model: honours `ModelSpec.router_replay` and
     `GenerateRequest.routed_experts`."""
@@ -155,6 +165,8 @@ class PipelineProvider(Provider):
     plan: str = ""
     """`"module:function"` that returns its roles and what they do in a step, see `roll_core.spec.plan`. Empty:
     `roll-core plan` assumes that each role of the config works on its own."""
+    tokenizer: bool = True
+    """False for models without tokens: the run has no tokenizer, and the config needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +178,33 @@ class RewardProvider(Provider):
     enforces_timeout: bool = False
     """True if `score` itself raises `RewardFailure` at `timeout_s`, for any response; it then runs on threads of the
     worker. Otherwise it runs in child processes of the worker, which are killed at `timeout_s`."""
+
+
+Isolation = Literal["inline", "thread", "process"]
+"""Where the methods of an environment run: on the driver's event loop, in threads of the driver, or in processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentProvider(Provider):
+    """Offers an environment; `target` is a subclass of `roll_core.spec.environment.Environment`. The values of `config`
+    are its keyword arguments."""
+
+    isolation: Isolation = "process"
+    """`inline`: coroutine functions that never block. `thread`: a call that exceeds its deadline is abandoned, its
+    thread cannot be stopped. `process`: one process per running episode, which is killed at a deadline."""
+    concurrency: int = 0
+    """Maximum number of episodes at the same time; 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentProvider(Provider):
+    """Offers an agent; `target` is a subclass of `roll_core.spec.agent.Agent`. The values of `config` are its keyword
+    arguments."""
+
+    isolation: Isolation = "process"
+    """As for `EnvironmentProvider`."""
+    concurrency: int = 0
+    """Maximum number of rollouts at the same time; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +220,11 @@ class AdvantageProvider(Provider):
     """True if it reads the critic's values."""
     needs_groups: bool = False
     """True if it compares the samples of one prompt. Each prompt then needs at least two samples."""
+    needs_baseline: bool = False
+    """True if it reads `AdvantageInput.baselines_S`. The pipeline then generates and scores a greedy response for each
+    prompt, and does not train on it. Not with `RunConfig.multi_turn`."""
+    non_negative: bool = False
+    """True if it refuses negative rewards. `roll-core check` warns if the config's rewards may be negative."""
     needs_turns: bool = False
     """True if it reads `AdvantageInput.turns`. Only pipelines with `RunConfig.multi_turn` have them."""
     normalise: Literal["config", "group", "batch", "none"] = "config"
@@ -195,6 +239,8 @@ class PolicyLossProvider(Provider):
 
     off_policy: bool = True
     """False if it has no importance ratio. `check` then warns about several optimizer steps per batch."""
+    whole_rollouts: bool = False
+    """True if it reads statistics of a whole rollout. The rows of a rollout are then in one microbatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +257,25 @@ class WeightTransportProvider(Provider):
     """True if strategies need not list it in their `weight_transports`: it requires only tensors on the host."""
     uses_directory: bool = False
     """True if it transfers weights through `model_update_dir`. If that key is set, no other transport is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorProvider(Provider):
+    """Offers an executor; `target` is a subclass of `roll_core.runtime.cluster.executors.base.Executor`."""
+
+    priority: int = 0
+    """`executor: auto` uses the suitable executor with the highest priority. An executor with priority 0 is used only
+    if `executor` in the config names it."""
+    in_process: bool = False
+    """True if all workers run in the driver's process. `auto` uses such an executor if each role has one worker."""
+    python_environments: bool = False
+    """True if it starts workers in their role's own Python environment (`GroupSpec.environment`)."""
+    address_variable: str = ""
+    """Environment variable with the address of an existing cluster that it connects to. If the variable is set and not
+    `local`, workers run on other hosts, which may have other devices, files and packages."""
+    placement_timeout_s: int = 0
+    """Seconds that `start` waits for slots that other jobs occupy, as `roll-core plan` reports; 0 if it does not
+    reserve slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

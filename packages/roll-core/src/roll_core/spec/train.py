@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll_core.errors import NotBuiltError, UnsupportedError
 from roll_core.field_docs import document_fields
+from roll_core.spec.module_program import LossOutput as LossOutput  # noqa: TC001 - for importers of this module
 from roll_core.types import DataRank, Totals
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram
     from roll_core.spec.providers import TrainCapabilities
 
 StateKind = Literal["weights", "grads", "optimizer"]
@@ -80,6 +82,8 @@ class MicroBatch:
     gather_ids_TK: Tensor | None = None
     """int64 `[T, K]`: token ids whose logprobs `WantedOutputs.gathered` requests."""
     teacher_logprobs_TK: Tensor | None = None
+    teacher_hidden_TH: Tensor | None = None
+    """float32 `[T, H]`, `TokenOutputs.hidden_TH` of another model, for `WantedOutputs.comparison`."""
     routed_experts_TMK: Tensor | None = None
     """int16 `[T, M, K]`: experts to which each token is routed in each layer with experts; -1 lets the router choose.
 
@@ -119,6 +123,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A value per token from its distributions under another model and under this one, over the whole vocabulary.
+
+    The strategy computes the logprobs of both models chunk by chunk: logits of all tokens never exist at once.
+    """
+
+    head: str
+    """File that `TrainStrategy.export_head` of the other model wrote."""
+    function: Callable[[Tensor, Tensor], Tensor]
+    """Returns values `[C]` from logprobs `[C, V]` of the other model and of this one. Picklable, and independent of how
+    tokens are split."""
+    stream: str = ""
+    """Stream whose weights the loss probably multiplies the values with. A hint: a strategy may then compute gradients
+    in the forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WantedOutputs:
     """Selects the outputs of a forward pass. Nothing else is computed."""
 
@@ -133,10 +154,17 @@ class WantedOutputs:
     gathered: bool = False
     """Logprobs of the K ids of `MicroBatch.gather_ids_TK`, with gradients. Used only with `capabilities.gathered`.
     `UnsupportedError` if K is greater than V. K counts as 0 for microbatches without ids."""
+    hidden: bool = False
+    """Input of the head. Used only with `capabilities.whole_vocabulary`."""
+    comparison: Comparison | None = None
+    """Compares with the model whose hidden states are `MicroBatch.teacher_hidden_TH`, both at `temperature`, with
+    gradients. Used only with `capabilities.whole_vocabulary`."""
     masked_only: bool = False
     """Only positions where `MicroBatch.read_T` is True are read. A strategy may leave the others 0 to save work."""
     temperature: float = 1.0
     """Divisor of the logits before the softmax: the sampling temperature of the rollouts."""
+    ema: bool = False
+    """Compute with the moving average of the trained parameters. Used only with `capabilities.ema`, never by a loss."""
     base: bool = False
     """Compute with the base model, without adapters (`ModelSpec.lora`): a reference policy without a second copy. Used
     only with `capabilities.lora`, and never by a loss."""
@@ -144,7 +172,7 @@ class WantedOutputs:
     @property
     def head(self) -> bool:
         """True if an output of the language model's head is selected."""
-        return self.logprobs or self.entropy or self.topk > 0 or self.gathered
+        return self.logprobs or self.entropy or self.topk > 0 or self.gathered or self.comparison is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +192,10 @@ class TokenOutputs:
     topk_ids_TK: Tensor | None = None
     gathered_logprobs_TK: Tensor | None = None
     """Logprob of each id of `MicroBatch.gather_ids_TK`, given the tokens before token `t`."""
+    hidden_TH: Tensor | None = None
+    """Input of the head from which the distribution of token `t` is computed."""
+    compared_T: Tensor | None = None
+    """Values of `WantedOutputs.comparison`."""
     routing_disagreement_T: Tensor | None = None
     """With router replay, if the strategy provides it: fraction of replayed experts that the router would not have
     chosen.
@@ -171,16 +203,6 @@ class TokenOutputs:
     Averaged over layers and top-k, for the token *before* `t`, whose state determines the distribution of token `t`.
     Without gradients.
     """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossOutput:
-    """Result of a loss for one microbatch."""
-
-    loss: Tensor
-    """Scalar: this microbatch's share of the global objective, with denominators from `micro.totals`."""
-    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Shares, see `LossMetrics`. The strategy detaches tensors."""
 
 
 class LossFn(Protocol):
@@ -213,6 +235,12 @@ class TrainingSpec:
     warmup_steps: int = 0
     num_steps: int = 1
     """Optimizer steps of the whole run: the length of the schedule."""
+    ema_decay: float | None = None
+    """Keep a moving average of the trained parameters, in float32: `average = d × average + (1 - d) × parameter` after
+    each optimizer step that is not skipped. It begins with the first weights and is part of `save` and `load`. None:
+    keep none. Used only with `capabilities.ema`."""
+    ema_ramp: float | None = None
+    """The decay of step t, counted from 1, is min(`ema_decay`, `ema_ramp` × t). None: `ema_decay` from the start."""
     max_grad_norm: float = 0.0
     """Global 2-norm to which gradients are clipped; 0 disables clipping."""
 
@@ -322,6 +350,17 @@ class TrainStrategy(ABC):
         it is split. May be called several times before a step.
         """
 
+    def run_module(self, batches: Sequence[ModuleBatch], program: ModuleProgram) -> Iterator[Mapping[str, Tensor]]:
+        """Run a program for each batch, without gradients. Called on all ranks together, like `forward_all`: each rank
+        passes its own batches, possibly none, and a strategy whose forward pass is collective equalises their numbers.
+        Only with `capabilities.module_programs`."""
+        raise UnsupportedError(f"{type(self).__name__} runs no module programs")
+
+    def forward_backward_module(self, batches: Sequence[ModuleBatch], loss: ModuleLoss) -> list[LossMetrics]:
+        """Like `forward_backward`, for a loss that calls the module itself. Raises `NonFiniteError` on every rank,
+        naming the rows, if a loss is not finite. Only with `capabilities.module_programs`."""
+        raise UnsupportedError(f"{type(self).__name__} runs no module programs")
+
     @abstractmethod
     def optimizer_step(self) -> StepStats:
         """Clip, step, advance the schedule and clear the gradients. A non-finite gradient changes nothing
@@ -383,6 +422,11 @@ class TrainStrategy(ABC):
         Raises `UnsupportedError` if the task has no such format.
         """
         raise UnsupportedError(f"{type(self).__name__} does not export models")
+
+    def export_head(self, path: Path) -> None:
+        """Write the output layer to the file `path`, for `Comparison.head`. Called on all ranks together, and only with
+        `capabilities.whole_vocabulary`; rank 0 writes. Raises `UnsupportedError` if the head is no linear layer."""
+        raise UnsupportedError(f"{type(self).__name__} does not export its head")
 
     def offload(self, parts: Sequence[StateKind]) -> None:
         """Move `parts` to the host and free their device memory. Parts that are already offloaded stay there.

@@ -21,7 +21,7 @@ from roll_strategy_megatron.bridge.transforms import Copy
 from roll_strategy_megatron.parallel import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -88,6 +88,8 @@ class Bridge:
         self.num_experts: int = runs[0].config.num_moe_experts or 0
         self.shapes = {name: tuple(each.shape) for name, each in hf.named_parameters()}
         self.tied = bool(hf.config.tie_word_embeddings) and not scalar_head
+        self.head = EMBEDDING if self.tied else TIED
+        """Name of the output layer's weight."""
         self.spare = {TIED} if self.tied or (scalar_head and scalar_head != TIED) else set()
         self.held = [self._placed(run, name, each) for run in runs for name, each in run.named_parameters()]
         for each in self.held:
@@ -237,17 +239,21 @@ class Bridge:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def export(self, read: Callable[[nn.Parameter], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, read: Callable[[nn.Parameter], Tensor], dtype: torch.dtype, only: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Full tensors on every rank, by the names and in the order of transformers' model, as new tensors.
 
         Collective.
 
         `read` returns the tensor to export for a parameter, such as a moment, in the parameter's shape and in `dtype`.
-        At most the tensors of one rule and layer are in memory.
+        At most the tensors of one rule and layer are in memory. `only` restricts the names.
         """
         pending: dict[str, Tensor] = {}
         mine = self.by_rule()
         for name, (rule, layer) in self.groups.items():
+            if only is not None and name not in only:
+                continue
             if name not in pending:
                 names = self._hf_names(rule, layer)
                 stage = self.stages[(rule.mcore, layer)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from roll_testing.infer.engine import Engine, Setup
     from roll_testing.infer.models import Oracle
 
-    Fresh = Callable[[Setup], Engine]
+    EngineOf = Callable[[Setup], Engine]
 
 RANK = 3
 """Not a power of two, and smaller than the rank that engines make room for."""
@@ -34,14 +34,15 @@ SIZE = 0.6
 class AdapterTests(InferKit):
     """Tests of strategies that declare `lora`, started with `adapter_config` in addition to their configuration."""
 
-    def test_an_adapter_is_applied_to_the_model(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
+    def test_an_adapter_is_applied_to_the_model(self, engine_of: EngineOf, setup: Setup, oracle: Oracle) -> None:
         """Logprobs must be those of the base model before a publish, and those of W + B A after it.
 
         Each publish replaces the adapter before it, on all linear layers or on some. The receipt must have the digests
         of A and B, and of nothing else.
         """
         self.need(self.can.lora, "lora")
-        engine = self._serving(fresh, setup)
+        self._stop_shared()
+        engine = engine_of(self._with_adapters(setup))
         self.check_outputs(engine, setup, oracle)
         stored = self.stored(setup)
         layers = _layers(stored)
@@ -52,13 +53,13 @@ class AdapterTests(InferKit):
             has_digests(receipt, adapter, "the adapter")
             self.check_outputs(engine, setup, oracle, merged(stored, adapter))
 
-    def test_an_adapter_that_does_not_fit_is_named(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
+    def test_an_adapter_that_does_not_fit_is_named(self, engine_of: EngineOf, setup: Setup, oracle: Oracle) -> None:
         """A missing, unknown or misshapen tensor must raise a `WeightSyncError` of its own class that names the tensor.
 
         The next good publish must work.
         """
         self.need(self.can.lora, "lora")
-        engine = self._serving(fresh, setup)
+        engine = engine_of(self._with_adapters(setup))
         stored = self.stored(setup)
         good = self.published(random_adapter(stored, _layers(stored), 5), setup.model)
         name = list(good)[len(good) // 2]
@@ -75,30 +76,28 @@ class AdapterTests(InferKit):
             engine.publish(good)
         self.check_outputs(engine, setup, oracle, merged(stored, good))
 
-    def test_adapters_over_a_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
+    def test_adapters_over_a_lower_precision_stay_in_bounds(
+        self, engine_of: EngineOf, setup: Setup, low_dtype: str
+    ) -> None:
         """Low-precision logprobs must stay within bounds of a reference whose model and adapter are rounded alike."""
         self.need(self.can.lora, "lora")
         if low_dtype != self.dtypes()[-1]:
             pytest.skip("one of the lower precisions is enough")
         setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
-        engine, oracle = self._serving(fresh, setup), self.oracle_of(setup.model)
+        engine, oracle = engine_of(self._with_adapters(setup)), self.oracle_of(setup.model)
         stored = self.published(self.stored(setup), setup.model)
         oracle.take(stored)
         adapter = self.published(random_adapter(stored, _layers(stored), 6), setup.model)
         engine.publish(adapter)
         self.check_outputs(engine, setup, oracle, merged(stored, adapter))
 
-    def _serving(self, fresh: Fresh, setup: Setup) -> Engine:
-        """Start an engine that can load adapters."""
+    def _with_adapters(self, setup: Setup) -> Setup:
+        """Return the setup of an engine that can load adapters."""
         lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=float(RANK))
-        engine = fresh(
-            setup.with_(
-                model=replace(setup.model, lora=lora),
-                strategy_config={**setup.strategy_config, **self.adapter_config},
-            )
+        return setup.with_(
+            model=replace(setup.model, lora=lora),
+            strategy_config={**setup.strategy_config, **self.adapter_config},
         )
-        engine.start()
-        return engine
 
 
 def _layers(weights: Mapping[str, Tensor]) -> list[str]:

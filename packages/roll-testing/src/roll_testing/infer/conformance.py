@@ -16,9 +16,9 @@ from roll_testing.packaging import PackagingTests
 
 class InferStrategyConformance(
     PackagingTests,
-    StartingTests,
     RoutingTests,
     AdapterTests,
+    StartingTests,
     LifecycleTests,
     WeightTests,
     InferContractTests,

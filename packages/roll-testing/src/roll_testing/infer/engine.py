@@ -51,7 +51,12 @@ class Setup:
 
 
 def ask(
-    prompt: Sequence[int] | TokenIds, *, n: int = 1, prompt_logprobs: bool = False, **params: Any
+    prompt: Sequence[int] | TokenIds,
+    *,
+    n: int = 1,
+    prompt_logprobs: bool = False,
+    prompt_topk: int = 0,
+    **params: Any,
 ) -> GenerateRequest:
     """Return a request with a unique id. By default it generates 16 tokens and ignores end tokens."""
     return GenerateRequest(
@@ -60,6 +65,7 @@ def ask(
         params=SamplingParams(**{"ignore_eos": True, "max_new_tokens": 16, **params}),
         n=n,
         prompt_logprobs=prompt_logprobs,
+        prompt_topk=prompt_topk,
     )
 
 

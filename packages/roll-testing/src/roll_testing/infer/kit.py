@@ -141,21 +141,37 @@ class InferKit(Kit):
         return found
 
     @pytest.fixture
-    def engine(self, setup: Setup, oracle: Oracle, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    def engine(self, setup: Setup, oracle: Oracle, engine_of: Callable[[Setup], Engine]) -> Engine:
         """The shared engine, with the weights that the model was stored with."""
-        live, key = self._once("engine"), pickle.dumps(setup)
-        if live.get("key") != key:
-            self._stop_shared()
-            started = Engine(setup)
-            live.update(engine=started)
-            started.start()
-            live.update(key=key)
-        engine: Engine = live["engine"]
+        engine = engine_of(setup)
         self._restore(engine, setup)
+        return engine
+
+    @pytest.fixture
+    def engine_of(self, request: pytest.FixtureRequest) -> Iterator[Callable[[Setup], Engine]]:
+        """`engine_of(setup)` returns the shared engine with the weights that it has; another setup starts another."""
         failed = request.session.testsfailed
-        yield engine
+        yield self._running
         if request.session.testsfailed > failed or request.node.get_closest_marker("xfail"):
             self._stop_shared()
+
+    @pytest.fixture
+    def doomed(self) -> Iterator[Callable[[Setup], Engine]]:
+        """`doomed(setup)` returns a started engine that the test may stop or kill: the shared one, for the last time.
+
+        Called again, it starts another.
+        """
+        taken: list[Engine] = []
+
+        def take(setup: Setup) -> Engine:
+            taken.append(self._running(setup))
+            self._once("engine").clear()
+            self._restore(taken[-1], setup)
+            return taken[-1]
+
+        yield take
+        for each in taken:
+            each.close()
 
     @pytest.fixture
     def fresh(self) -> Iterator[Callable[[Setup], Engine]]:
@@ -180,6 +196,17 @@ class InferKit(Kit):
                 cls._stop_shared()
             finally:
                 gc.collect()  # collect now: an error here is reported with collection enabled, see `Kit`
+
+    def _running(self, setup: Setup) -> Engine:
+        live, key = self._once("engine"), pickle.dumps(setup)
+        if live.get("key") != key:
+            self._stop_shared()
+            started = Engine(setup)
+            live.update(engine=started)
+            started.start()
+            live.update(key=key)
+        engine: Engine = live["engine"]
+        return engine
 
     @classmethod
     def _stop_shared(cls) -> None:

@@ -43,6 +43,9 @@ ENDING = 40
 GROUPS = 40
 """Maximum number of groups until some outputs are seen to finish before others. An engine may generate all outputs
 between two polls, on a busy host many times in a row."""
+SILENT = 4
+"""Number of groups without any report after which an engine does not report: on a busy host, the polls of a group may
+all come after its end."""
 
 
 class LifecycleTests(InferKit):
@@ -176,17 +179,20 @@ class LifecycleTests(InferKit):
             reports = await _reports_of(engine.strategy, running)
             return before, reports, [each.result() for each in running]
 
-        for _ in range(GROUPS):
+        grows = False
+        for attempt in range(GROUPS):
             before, reports, found = engine.run(act)
             assert not before, f"progress() reported {[each.id for each in before]} although no request is running"
+            assert reports or attempt < SILENT, "progress() did not report a running request"
             parts = [_beginnings(reports, completion) for completion in found]
             sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
-            if max(sizes) > LONG or len(found[0].outputs[0].token_ids) != LONG:
+            if max(sizes, default=0) > LONG or len(found[0].outputs[0].token_ids) != LONG:
                 raise AssertionError(f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens")
+            grows = grows or len(sizes - {0}) >= 2
             ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
-            if len(sizes - {0}) >= 2 and {True, False} in ended:
+            if grows and {True, False} in ended:
                 return
-        assert len(sizes - {0}) >= 2, f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens"
+        assert grows, f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens"
         raise AssertionError("progress() reported no finished output of a group while others of the group were running")
 
     def test_progress_reports_versions_during_an_update(self, engine: Engine, setup: Setup) -> None:
@@ -226,6 +232,7 @@ class LifecycleTests(InferKit):
         finally:
             engine.run(lambda: _cancelled(telling))
         parts = _beginnings(reports, found)
+        assert parts, "progress() did not report a running request"
         mine = [each for each in updated if each.id == request.id]
         for index, output in enumerate(output for each in mine for output in each.outputs):
             num = len(output.token_ids)
@@ -399,7 +406,6 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 def _beginnings(reports: Sequence[Completion], whole: Completion) -> list[Completion]:
     """Return the reports of this request; fail unless each output is a prefix of the final one."""
     found = [each for each in reports if each.id == whole.id]
-    assert found, "progress() did not report a running request"
     for each in found:
         assert len(each.outputs) == len(whole.outputs), (
             f"progress() reported {len(each.outputs)} outputs, expected {len(whole.outputs)}"

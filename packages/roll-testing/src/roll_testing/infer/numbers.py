@@ -10,6 +10,7 @@ import pytest
 from roll_testing.bounds import check_rows
 from roll_testing.infer.engine import ask
 from roll_testing.infer.kit import InferKit
+from roll_testing.infer.models import log_softmax
 from roll_testing.infer.trainer import check_against_trainer
 
 if TYPE_CHECKING:
@@ -119,3 +120,27 @@ class InferNumberTests(InferKit):
             found = {each.id: each.prompt_logprobs for each in asked if each.prompt_logprobs is not None}
             expected = {each.id: oracle.prompt_logprobs(each.prompt_ids) for each in requests[:-1]}
             check_rows("prompt logprob", found, expected, self.bound(setup))
+
+    def test_the_top_tokens_of_a_prompt_equal_the_reference(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
+        """Top-k logprobs `[P, K]` of a prompt must equal the reference's, best first, without temperature.
+
+        Requests with different K share a prompt. The first token has none: zeros.
+        """
+        self.need(self.can.prompt_topk, "prompt_topk")
+        prompt = self.prompt(20)
+        requests = [
+            ask(prompt, prompt_logprobs=True, prompt_topk=k, max_new_tokens=1, temperature=0.5) for k in (3, 5, 0)
+        ]
+        logprobs = log_softmax(oracle.logits(prompt))[:-1]
+        for request, completion in zip(requests, engine.generate(*requests), strict=True):
+            k, found = request.prompt_topk, completion.prompt_topk
+            assert (found is None) == (k == 0), "top tokens of a prompt must be returned if requested, and only then"
+            if found is None:
+                continue
+            assert found.ids.shape == found.logprobs.shape == (len(prompt), k)
+            assert not found.ids[0].any()
+            assert not found.logprobs[0].any()
+            at_ids = np.take_along_axis(logprobs, found.ids[1:], axis=1).astype(np.float32)
+            best = -np.sort(-logprobs, axis=1)[:, :k].astype(np.float32)
+            for name, expected in (("of the returned ids", at_ids), ("of the best ids", best)):
+                check_rows(f"logprob {name}", {"": found.logprobs[1:]}, {"": expected}, self.bound(setup))

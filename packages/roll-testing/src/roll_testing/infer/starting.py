@@ -1,4 +1,4 @@
-"""Test group *starting*: how an engine starts and stops. Each test starts its own engine."""
+"""Test group *starting*: how an engine starts and stops. Few tests need one of their own: starting may be slow."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from roll_testing.programs import Raised
 
     Fresh = Callable[[Setup], Engine]
+    EngineOf = Callable[[Setup], Engine]
 
 CONFIG = """\
 pipeline: rlvr
@@ -48,53 +49,53 @@ meanwhile."""
 
 
 class StartingTests(RefusalTests, InferKit):
-    """Each test that needs an engine starts its own."""
+    """The first test kills the engine that the tests before shared, and those in lower precision share another."""
 
     _run = CONFIG
 
-    def test_a_started_engine_has_the_models_weights(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
+    def test_requests_of_a_killed_engine_raise(self, doomed: EngineOf, setup: Setup) -> None:
+        """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
+
+        `stop` must then work. Only for engines whose author names their `processes`.
+        """
+        completions: list[Completion] = []
+
+        def attempt() -> tuple[Engine, Raised | None]:
+            engine = doomed(setup)
+            processes = self.processes(engine.strategy)
+            if not processes:
+                pytest.skip(f"{self.name} has no processes() to kill")
+
+            async def act() -> None:
+                running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+                await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
+                with stopped(processes):
+                    if await is_open(running, ARRIVED_S):
+                        for each in processes:
+                            os.kill(each, signal.SIGKILL)
+                completions.append(await running)
+
+            return engine, raised(lambda: engine.run(act, PROMPT_S))
+
+        def missed(found: tuple[Engine, Raised | None]) -> bool:
+            """True if the engine had sent all 400 tokens before it was killed."""
+            return found[1] is None and all(len(each.token_ids) == 400 for each in completions[-1].outputs)
+
+        engine, error = until_interrupted(attempt, missed)
+        expect(error, Exception, "a request of an engine that was killed")
+        engine.run(engine.strategy.stop)
+
+    def test_a_started_engine_has_the_models_weights(self, engine_of: EngineOf, setup: Setup, oracle: Oracle) -> None:
         """A started engine must have the model's weights, as version 0, without an update."""
-        engine = fresh(setup)
-        engine.start()
-        self.check_outputs(engine, setup, oracle)
+        self._stop_shared()
+        self.check_outputs(engine_of(setup), setup, oracle)
 
-    def test_logprobs_in_lower_precision_stay_in_bounds(self, fresh: Fresh, setup: Setup, low_dtype: str) -> None:
-        """Low-precision logprobs must stay within bounds of a reference with weights rounded alike.
-
-        The test compares them before and after an update.
-        """
-        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
-        engine, oracle = fresh(setup), self.oracle_of(setup.model)
-        oracle.take(self.stored(setup))
-        engine.start()
-        self.check_outputs(engine, setup, oracle)
-        if self.can.weight_transports:
-            engine.publish(self.published(self.stored(setup), setup.model))
-            self.check_outputs(engine, setup, oracle)
-
-    def test_logprobs_in_lower_precision_are_near_the_train_strategys(
-        self, fresh: Fresh, setup: Setup, low_dtype: str
-    ) -> None:
-        """Low-precision logprobs must be near those of the train strategy.
-
-        Both use the same dtype and the same weights.
-        """
-        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
-        self.need_trainer(setup)
-        engine = fresh(setup)
-        engine.start()
-        requests = [
-            ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in (1, 9, 30)
-        ]
-        check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
-
-    def test_requests_after_stop_raise(self, fresh: Fresh, setup: Setup) -> None:
+    def test_requests_after_stop_raise(self, doomed: EngineOf, setup: Setup) -> None:
         """After `stop`, requests must raise, and `stop` may be called again.
 
         A running request must end, with an error or with the tokens that it has.
         """
-        engine = fresh(setup)
-        engine.start()
+        engine = doomed(setup)
 
         async def act() -> tuple[object, object]:
             running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), n=2, max_new_tokens=400)))
@@ -107,6 +108,36 @@ class StartingTests(RefusalTests, InferKit):
 
         _, late = engine.run(act)
         assert isinstance(late, Exception), f"a request after stop returned {late}, expected an error"
+
+    def test_logprobs_in_lower_precision_stay_in_bounds(
+        self, engine_of: EngineOf, setup: Setup, low_dtype: str
+    ) -> None:
+        """Low-precision logprobs must stay within bounds of a reference with weights rounded alike.
+
+        The test compares them before and after an update.
+        """
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        engine, oracle = engine_of(setup), self.oracle_of(setup.model)
+        oracle.take(self.stored(setup))
+        self.check_outputs(engine, setup, oracle)
+        if self.can.weight_transports:
+            engine.publish(self.published(self.stored(setup), setup.model))
+            self.check_outputs(engine, setup, oracle)
+
+    def test_logprobs_in_lower_precision_are_near_the_train_strategys(
+        self, engine_of: EngineOf, setup: Setup, low_dtype: str
+    ) -> None:
+        """Low-precision logprobs must be near those of the train strategy.
+
+        Both use the same dtype and the same weights.
+        """
+        setup = setup.with_(model=replace(setup.model, dtype=low_dtype))
+        self.need_trainer(setup)
+        engine = engine_of(setup)
+        requests = [
+            ask(self.prompt(length), n=2, temperature=0.8, seed=self.seed(engine, length)) for length in (1, 9, 30)
+        ]
+        check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
     def test_a_missing_model_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
         """`start` must raise a `RollError` that contains the missing model path. `stop` must not raise afterwards."""
@@ -134,36 +165,3 @@ class StartingTests(RefusalTests, InferKit):
             assert sizes == [request.params.max_new_tokens] * 2, (
                 f"{request.params.max_new_tokens} tokens were requested twice, found {sizes}"
             )
-
-    def test_requests_of_a_killed_engine_raise(self, fresh: Fresh, setup: Setup) -> None:
-        """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
-
-        `stop` must then work. Only for engines whose author names their `processes`.
-        """
-        completions: list[Completion] = []
-
-        def attempt() -> tuple[Engine, Raised | None]:
-            engine = fresh(setup)
-            engine.start()
-            processes = self.processes(engine.strategy)
-            if not processes:
-                pytest.skip(f"{self.name} has no processes() to kill")
-
-            async def act() -> None:
-                running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
-                await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
-                with stopped(processes):
-                    if await is_open(running, ARRIVED_S):
-                        for each in processes:
-                            os.kill(each, signal.SIGKILL)
-                completions.append(await running)
-
-            return engine, raised(lambda: engine.run(act, PROMPT_S))
-
-        def missed(found: tuple[Engine, Raised | None]) -> bool:
-            """True if the engine had sent all 400 tokens before it was killed."""
-            return found[1] is None and all(len(each.token_ids) == 400 for each in completions[-1].outputs)
-
-        engine, error = until_interrupted(attempt, missed)
-        expect(error, Exception, "a request of an engine that was killed")
-        engine.run(engine.strategy.stop)

@@ -28,7 +28,7 @@ class Board(Platform):
 
     name = "wrong_board"
     device_type = "cpu"
-    ray_resource = "CPU"
+    resource_name = "CPU"
     visible_devices = ""
     collective_backend = "gloo"
 

@@ -29,7 +29,7 @@ from roll_core.errors import (
 )
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.weights import make_receipt
-from roll_core.types import Completion, CompletionOutput
+from roll_core.types import Completion, CompletionOutput, TopTokens
 from roll_wrong.plugin import ENGINE
 
 NAMES = ("table.weight", "bias")
@@ -204,7 +204,17 @@ class RightEngine(InferStrategy):
             id=request.id,
             outputs=tuple(self.finished(each, running.aborted) for each in running.outputs),
             prompt_logprobs=rows,
+            prompt_topk=self.top_tokens(request) if request.prompt_topk else None,
         )
+
+    def top_tokens(self, request):
+        ids = np.zeros((len(request.prompt_ids), request.prompt_topk), dtype=np.int64)
+        logprobs = np.zeros(ids.shape, dtype=np.float32)
+        for i in range(1, len(ids)):
+            row_V = self.prompt_logprobs_at(request)(self.row(request.prompt_ids[i - 1]))
+            ids[i] = np.argsort(-row_V, kind="stable")[: request.prompt_topk]
+            logprobs[i] = row_V[ids[i]]
+        return TopTokens(ids=ids, logprobs=logprobs)
 
     def prompt_logprobs_at(self, request):
         return log_softmax

@@ -15,7 +15,7 @@ class RightPlatform(Platform):
 
     name = "right_platform"
     device_type = "cpu"
-    ray_resource = "BOARD"
+    resource_name = "BOARD"
     visible_devices = "BOARD_VISIBLE_DEVICES"
     collective_backend = "gloo"
     slots_share_cores = True

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
+    ExecutorProvider,
     InferCapabilities,
     InferProvider,
     PlatformProvider,
@@ -55,6 +56,33 @@ OWN_OPTIMIZER = TrainCapabilities(
     gathered=True,
     weight_transports=("shared", "shm"),
 )
+FLOW = TrainCapabilities(
+    tasks=("flow",),
+    dtypes=("fp32",),
+    data_parallel=True,
+    gradient_checkpointing=True,
+    lora=True,
+    ema=True,
+    module_programs=True,
+)
+FLOWS = {
+    name: "".join(part.capitalize() for part in name.split("_"))
+    for name in (
+        "right_flow",
+        "calls_once",
+        "halves_losses",
+        "mean_of_batches",
+        "mean_of_replicas",
+        "cuts_blocks",
+        "base_with_adapters",
+        "average_without_ramp",
+        "average_stays",
+        "average_seen_by_autograd",
+        "average_lost",
+        "nameless_flow",
+        "exports_base",
+    )
+}
 OPTIMIZERS = {
     name: "".join(part.capitalize() for part in name.split("_"))
     for name in (
@@ -147,10 +175,11 @@ ENGINE = InferCapabilities(
     dtypes=("fp32",),
     sleeps=True,
     prompt_logprobs=True,
+    prompt_topk=True,
     in_flight_update=True,
     weight_transports=("shared", "shm"),
 )
-WITHOUT_PROMPT_LOGPROBS = replace(ENGINE, prompt_logprobs=False)
+WITHOUT_PROMPT_LOGPROBS = replace(ENGINE, prompt_logprobs=False, prompt_topk=False)
 WITH_ENDPOINT = replace(ENGINE, endpoint=True)
 IN_BF16 = replace(ENGINE, dtypes=("fp32", "bf16"))
 WITH_ADAPTERS = replace(IN_BF16, lora=True)
@@ -167,6 +196,7 @@ WRONG_ENGINES = (
     "logprobs_penalised",
     "logprobs_of_the_kept",
     "prompt_logprobs_tempered",
+    "late_top_tokens",
     "greedy_logprobs_zero",
     "noisy_logprobs",
     "finer_logprobs",
@@ -227,6 +257,43 @@ WRONG_ENGINES = (
 )
 
 
+IN_PROCESS = (
+    "right_here",
+    "reverses_ranks",
+    "forgets_arguments",
+    "forgets_variables",
+    "names_other_processes",
+    "changes_threads",
+    "one_at_a_time",
+    "widens_arrays",
+    "plain_errors",
+    "without_traces",
+    "hides_echoes",
+    "ignores_unknown_methods",
+    "keeps_cancelled_calls",
+    "never_closes",
+    "closes_once",
+    "leaves_workers",
+)
+EXECUTORS = (
+    *IN_PROCESS,
+    "right_processes",
+    "leaves_processes",
+    "deaf_watch",
+    "forgets_the_rank",
+    "silent_exits",
+    "loses_another",
+)
+
+
+@hookimpl
+def roll_executors():
+    for name in EXECUTORS:
+        target = f"roll_wrong.executors:{name.title().replace('_', '')}"
+        summary = "For the tests of the kit for executors"
+        yield ExecutorProvider(name=name, target=target, summary=summary, in_process=name in IN_PROCESS)
+
+
 @hookimpl
 def roll_platforms():
     yield PlatformProvider(name="wrong_board", target="roll_wrong.board:Board", summary="Pretends", priority=-1)
@@ -248,6 +315,14 @@ def roll_train_strategies():
             summary="For the tests of the conformance kit",
             capabilities=SPECIAL.get(name, ALONE),
             platforms=("wrong_board",),
+        )
+    for name, target in FLOWS.items():
+        yield TrainProvider(
+            name=name,
+            target=f"roll_wrong.flows:{target}",
+            config="roll_strategy_hf.config:HFTrainConfig",
+            summary="For the tests of the conformance kit",
+            capabilities=FLOW,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from roll_core.errors import ModelError
 from roll_core.spec.weights import digest
-from roll_core.types import Completion, WeightReceipt
+from roll_core.types import Completion, TopTokens, WeightReceipt
 from roll_wrong.engine import RightEngine, log_softmax
 from roll_wrong.plugin import IN_BF16, WITH_ENDPOINT, WITHOUT_PROMPT_LOGPROBS
 
@@ -57,6 +57,14 @@ class PromptLogprobsTempered(RightEngine):
 
     def prompt_logprobs_at(self, request):
         return lambda row_V: log_softmax(row_V / request.params.temperature)
+
+
+class LateTopTokens(RightEngine):
+    """Reports the most likely tokens of a prompt one position late."""
+
+    def top_tokens(self, request):
+        found = super().top_tokens(request)
+        return TopTokens(ids=np.roll(found.ids, 1, axis=0), logprobs=np.roll(found.logprobs, 1, axis=0))
 
 
 class GreedyLogprobsZero(RightEngine):

@@ -1,0 +1,158 @@
+"""Module programs for strategies that wrap a torch module: models of a library, the module as programs see it, and the
+check of losses.
+
+    ModuleBatch -> program(StrategyModule, batch) -> tensors, or finite_module_loss -> backward
+
+Shapes: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
+from roll_core.spec.module_program import ModelLibrary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.module_program import ModuleBatch, ModuleLoss
+    from roll_core.spec.train import LossOutput
+
+
+def model_library(spec: ModelSpec) -> ModelLibrary | None:
+    """Create the library of `spec.library`; None for models of transformers.
+
+    Raises `ModelError` if it cannot be imported or is no `ModelLibrary`.
+    """
+    if not spec.library:
+        return None
+    try:
+        found: Any = pkgutil.resolve_name(spec.library)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(f"library {spec.library!r} cannot be imported: {error}; expected 'module:class'") from error
+    if not (isinstance(found, type) and issubclass(found, ModelLibrary)):
+        raise ModelError(f"library {spec.library!r} is not a subclass of {ModelLibrary.__module__}.ModelLibrary")
+    return found()
+
+
+def load_module(library: ModelLibrary, spec: ModelSpec, *, device: str = "cpu") -> nn.Module:
+    """Load the model of `spec` by its library, in evaluation mode on `device`. Raises `ModelError`."""
+    module = library.load(spec)
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"library {spec.library!r}: load returned {type(module).__name__}, expected a torch module")
+    return module.to(device).eval()
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Make each block save only its input and recompute the rest in the backward pass.
+
+    Random numbers are not repeated: blocks must use none, as in evaluation mode.
+    """
+    for block in blocks:
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed
+
+
+class StrategyModule:
+    """The `ProgramModule` of a strategy."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        base: Callable[[], AbstractContextManager[None]] | None = None,
+        average: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """`forward` is the module, or an engine's wrapper of it; `dtype` is the compute dtype.
+
+        Within `base()` the module computes without adapters, within `average()` with the moving average. Both must
+        restore the parameters bit for bit, without autograd's notice: a loss may enter them between the forward pass
+        and the backward pass. None: the role has no adapters, or no average.
+        """
+        self._forward, self._dtype = forward, dtype
+        self._contexts = {"base": base, "average": average}
+        self._active: set[str] = set()
+        self._device = torch.device(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of inputs and outputs."""
+        return self._device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, with inputs `[B, ...]` of floating point in the compute dtype."""
+        from torch.utils._pytree import tree_map
+
+        args, kwargs = tree_map(self._cast, (args, kwargs))
+        return self._forward(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
+            return value.to(self._dtype)
+        return value
+
+    def base(self) -> AbstractContextManager[None]:
+        """Compute without adapters and gradients. Raises `UnsupportedError` without adapters."""
+        return self._within("base", "the role has no adapters (model_args.lora_target), so it has no base model")
+
+    def average(self) -> AbstractContextManager[None]:
+        """Compute with the moving average and without gradients. Raises `UnsupportedError` without one."""
+        return self._within("average", "the role keeps no moving average of its parameters (ema_decay)")
+
+    @contextmanager
+    def _within(self, name: str, missing: str) -> Iterator[None]:
+        """Enter a context once; nested entries change nothing."""
+        context = self._contexts[name]
+        if context is None:
+            raise UnsupportedError(missing)
+        if name in self._active:
+            with torch.no_grad():
+                yield
+            return
+        self._active.add(name)
+        try:
+            with torch.no_grad(), context():
+                yield
+        finally:
+            self._active.discard(name)
+
+
+def finite_module_loss(loss: ModuleLoss, module: StrategyModule, batch: ModuleBatch) -> LossOutput:
+    """Compute the loss of a batch. Raises `NonFiniteError`, naming the rows, for a non-finite loss.
+
+    The check prevents NaN gradients.
+    """
+    found = loss(module, batch)
+    if not torch.isfinite(found.loss.detach()).all():
+        raise NonFiniteError(_where_not_finite(float(found.loss.detach()), batch))
+    return found
+
+
+def _where_not_finite(loss: float, batch: ModuleBatch) -> str:
+    """Message that names the rows with a non-finite input, or all rows of the batch if every input is finite."""
+    for name, tensor in batch.tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad_B = ~torch.isfinite(tensor).flatten(1).all(dim=1) if tensor.ndim > 1 else ~torch.isfinite(tensor)
+            rows = ", ".join(batch.ids[at] for at in bad_B.nonzero()[:, 0].tolist())
+            return f"the loss is {loss}: input {name} is not finite in rows {rows}"
+    return f"the loss is {loss} although every input is finite; it came from rows {', '.join(batch.ids)}"

@@ -1,0 +1,239 @@
+"""Configuration schema of the pipeline `reward_flow`. Light: imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import override
+
+from roll_core.pipelines.config import sequences_per_step
+from roll_core.spec.config import (
+    Config,
+    DataArguments,
+    Dtype,
+    NonNegativeFloat,
+    PositiveInt,
+    Rewards,
+    RunConfig,
+    ScoreWorkerConfig,
+    TrainWorkerConfig,
+)
+from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, GroupAdvantageOptions, NFTOptions, ReflOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from roll_core.data.rows import Rows
+    from roll_core.spec.providers import Provider
+
+FROM_SAMPLES = frozenset({"samples", "steps", "score"})
+"""Inputs of an objective that come from sampled images. `refl` samples them itself."""
+
+
+class FlowValidationConfig(Config):
+    """`validation`: held-out prompts. Their images follow the ODE, from initial noise that is always the same."""
+
+    data_args: DataArguments
+    num_inference_steps: PositiveInt | None = None
+    """Steps of a trajectory. Default: as in training. Flow-GRPO trains with 10 and evaluates with 40."""
+    guidance_scale: NonNegativeFloat | None = None
+    """Scale of classifier-free guidance. Default: as in training."""
+    num_images_per_prompt: PositiveInt = 1
+    """Images per prompt."""
+    ema: bool = False
+    """Sample with the moving average of the weights (`ema_decay`)."""
+
+
+class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
+    """`pipeline: reward_flow`: trains a flow model for images or video on rewards, preferences or data."""
+
+    reads_text: ClassVar[bool] = False
+
+    actor_train: TrainWorkerConfig
+    """The flow model. It samples the images and is trained on them. Batch sizes count images, or pairs."""
+    teacher: ScoreWorkerConfig | None = None
+    """Frozen flow model whose velocities `objective: distill` learns on the student's own trajectories."""
+    rewards: Rewards = Field(default_factory=dict)
+    """Rewards by name. The reward of an image is their sum, each multiplied by its `weight`."""
+    validation: FlowValidationConfig | None = None
+    """Held-out prompts. Default: no validation."""
+    rollout_batch_size: PositiveInt = 8
+    """Prompts per step."""
+    num_images_per_prompt: PositiveInt = 8
+    """Images per prompt (G). Advantages compare them."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over the images of a step."""
+    height: PositiveInt = 512
+    """Height of images in pixels."""
+    width: PositiveInt = 512
+    """Width of images in pixels."""
+    num_frames: PositiveInt | None = None
+    """Frames of a video. Default: images."""
+    negative_prompt: str = ""
+    """Prompt of the unconditional velocity in classifier-free guidance. Not read for rows with columns `uncond`."""
+    prompt_encoder: Literal["pipeline", "words"] = "pipeline"
+    """Conditioning of rows without columns `cond`. `pipeline`: the text encoders in the model's directory. `words`: a
+    random vector per word, for models with random weights."""
+    prompt_tokens: PositiveInt | None = None
+    """Text tokens of a prompt; longer prompts are cut off. Default: as the model's pipeline in diffusers; 8 `words`."""
+    embedded_guidance: NonNegativeFloat | None = None
+    """Guidance scale that the model is conditioned on, for models distilled from guidance: FLUX.1-dev 3.5."""
+    encoder_device: str = "cpu"
+    """Device on which prompts and images of the data are encoded, once, before the first step."""
+    encoder_dtype: Dtype = "bf16"
+    """Dtype of the text encoders."""
+    vae_dtype: Dtype = "fp32"
+    """Dtype of the VAE."""
+    decode_batch_size: PositiveInt = 1
+    """Images that the VAE decodes at a time."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay d of a moving average of the weights, after each optimizer step: `d × average + (1 - d) × weights`.
+
+    `objective: nft` samples with it. Default: none.
+    """
+    ema_ramp: Annotated[float, Field(gt=0)] | None = None
+    """Decay of optimizer step t: at most `ema_ramp × t`. DiffusionNFT: 0.001 up to a decay of 0.5."""
+    image_column: str = "image"
+    """Column with the images of `objective: flow_matching`: file names relative to the data file, or latents."""
+    shuffle: bool = True
+    """Shuffle the rows of each epoch. If false, rows keep the order of the files."""
+    num_logged_images: Annotated[int, Field(ge=0)] = 32
+    """Maximum number of images per evaluation in the report."""
+
+    @model_validator(mode="after")
+    def _data_are_given(self) -> RewardFlowConfig:
+        if not self.actor_train.data_args.file_name:
+            raise ValueError("actor_train.data_args.file_name is missing: name the files with the rows")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_read(self) -> RewardFlowConfig:
+        needed = sorted(self.objective_inputs & {"advantages", "score"})
+        if needed and not self.rewards:
+            raise ValueError(f"objective {self.objective} needs rewards, found none: configure at least one")
+        if self.rewards and not needed and self.validation is None:
+            raise ValueError(f"rewards are not read: objective {self.objective} needs none, and there is no validation")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_are_whole(self) -> RewardFlowConfig:
+        if not self.samples_images:
+            return self
+        images = self.rollout_batch_size * self.num_images_per_prompt
+        per_step, product = sequences_per_step(self.actor_train)
+        if images % per_step:
+            raise ValueError(
+                f"rollout_batch_size {self.rollout_batch_size} prompts × num_images_per_prompt"
+                f" {self.num_images_per_prompt} = {images} images, expected a multiple of the images of an optimizer"
+                f" step: {product}"
+            )
+        options = self.advantage_settings
+        compares = isinstance(options, GroupAdvantageOptions) and (
+            options.std == "group" or self.rollout_batch_size == 1
+        )
+        if "advantages" in self.objective_inputs and compares and self.num_images_per_prompt == 1:
+            raise ValueError(
+                "num_images_per_prompt 1 leaves nothing to compare: every advantage would be 0; set at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_and_average_exist(self) -> RewardFlowConfig:
+        if self.uses_reference and not self.actor_train.model_args.trains_adapters:
+            raise ValueError(
+                f"objective {self.objective} compares with the model without its adapters, but actor_train trains the"
+                " whole model: set actor_train.model_args.lora_target, or objective_options.kl_coef: 0 if there is one"
+            )
+        averages = {
+            f"objective {self.objective}": self.uses_average,
+            "validation.ema": self.validation is not None and self.validation.ema,
+        }
+        for key, needed in averages.items():
+            if needed and self.ema_decay is None:
+                raise ValueError(f"{key} reads the moving average of the weights: set ema_decay, for example 0.5")
+        if self.ema_ramp is not None and self.ema_decay is None:
+            raise ValueError("ema_ramp has no effect without ema_decay")
+        if self.ema_decay is not None and self.portable_checkpoints:
+            raise ValueError(
+                "portable_checkpoints contain no moving average, which a resumed run needs: remove one of"
+                " portable_checkpoints and ema_decay"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_used(self) -> RewardFlowConfig:
+        if (self.teacher is not None) != ("teacher" in self.objective_inputs):
+            raise ValueError(
+                f"objective {self.objective} reads no teacher: remove it"
+                if self.teacher is not None
+                else f"objective {self.objective} needs the role teacher: configure teacher"
+            )
+        return self
+
+    @classmethod
+    @override
+    def check_rows(cls, key: str, rows: Rows, data: DataArguments, values: Mapping[Any, Any]) -> None:
+        from roll_pipeline_diffusion.rows import check_rows
+
+        objective = values.get("objective") if key == "actor_train" else None
+        images = {"diffusion_dpo": [data.chosen, data.rejected], "flow_matching": [values.get("image_column", "image")]}
+        scales = [values.get("guidance_scale"), (values.get("validation") or {}).get("guidance_scale")]
+        guided = any(isinstance(each, (int, float)) and each != 1 for each in scales)
+        check_rows(rows, data, images.get(str(objective), []), guided=guided)
+
+    @override
+    def capabilities(self) -> Mapping[str, tuple[str, ...]]:
+        found = {"actor_train": ("module_programs",) if self.ema_decay is None else ("module_programs", "ema")}
+        return found if self.teacher is None else found | {"teacher": ("module_programs",)}
+
+    @override
+    def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
+        options, found = self.objective_settings, {}
+        if self.num_steps_per_batch > 1 and isinstance(options, ReflOptions):
+            found["ppo_epochs"] = (
+                "refl samples its images anew in each optimizer step, so that further passes repeat the same noise"
+            )
+        if isinstance(options, NFTOptions) and self.guidance_scale != 1:
+            found["guidance_scale"] = "DiffusionNFT is meant to train without guidance (arXiv:2509.16117 §4): set 1"
+        return found
+
+    @property
+    def advantage_settings(self) -> Config:
+        """The advantage's options with defaults."""
+        from roll_pipeline_diffusion.algorithm_config import options_of
+
+        return options_of("advantage", self.advantage)(**self.advantage_options)
+
+    @property
+    def validation_guidance(self) -> float:
+        """Guidance scale of the evaluation."""
+        own = None if self.validation is None else self.validation.guidance_scale
+        return self.guidance_scale if own is None else own
+
+    @property
+    def needs_unconditional(self) -> bool:
+        """True if programs need conditioning without the prompt."""
+        dropout = getattr(self.objective_settings, "conditioning_dropout", 0.0)
+        return self.guidance_scale != 1 or self.validation_guidance != 1 or dropout > 0
+
+    @property
+    def image_columns(self) -> dict[str, str]:
+        """Columns with the images that the objective trains on, by the name of their latents."""
+        data = self.actor_train.data_args
+        if "pairs" in self.objective_inputs:
+            return {"chosen_latents": data.chosen, "rejected_latents": data.rejected}
+        return {"latents": self.image_column} if "data" in self.objective_inputs else {}
+
+    @property
+    def samples_images(self) -> bool:
+        """True if a step samples images, False if it trains on images of the data."""
+        return bool(self.objective_inputs & FROM_SAMPLES)
+
+    @property
+    def num_steps_per_batch(self) -> int:
+        """Optimizer steps per pipeline step."""
+        if not self.samples_images:
+            return 1
+        images = self.rollout_batch_size * self.num_images_per_prompt
+        return self.ppo_epochs * (images // sequences_per_step(self.actor_train)[0])

@@ -1,0 +1,218 @@
+"""Rewards by a user's Python functions: a score, with or without gradients, and a reader of text in images."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import numbers
+import os
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from roll_core.errors import ConfigError, ConfigProblem, ContractError, DataError, RewardFailure
+from roll_core.types import Reward
+from roll_pipeline_diffusion.rewards.base import DifferentiableReward, ImageReward
+from roll_pipeline_diffusion.rewards.config import READER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from roll_pipeline_diffusion.rewards.base import Images, Row
+    from roll_pipeline_diffusion.rewards.config import ImageFunctionConfig, ImageTextConfig
+
+MAX_HANGING = 4
+"""Number of hung calls at which further calls are refused."""
+
+
+class FunctionReward(DifferentiableReward):
+    """Calls `f(images, prompts, rows)`, or with `differentiable` `f(pixels, columns)`."""
+
+    config: ImageFunctionConfig
+
+    @override
+    def load(self, device: str) -> None:
+        super().load(device)
+        self.function = _import(self.config.function, self.config.parameters, "function")
+        self.calls = _Deadline(self.config.timeout_s)
+
+    @override
+    def row_arrays(self, prompt: str, row: Row) -> Mapping[str, NDArray[np.generic]]:
+        return {name: _numbers(name, row) for name in self.config.numbers}
+
+    @override
+    def score_tensor(self, pixels: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
+        found: Tensor = self.function(pixels, dict(arrays))
+        return found
+
+    @override
+    def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
+        if self.config.differentiable:
+            return super().score_images(images, prompts, rows)
+        found = self.calls(lambda: self.function(images, list(prompts), list(rows)))
+        try:
+            listed = list(found)
+        except TypeError as error:
+            raise ContractError(f"returned {type(found).__name__}, expected a value for each image") from error
+        return [_reward(each) for each in listed]
+
+
+class TextReward(ImageReward):
+    """`max(0, 1 − distance / length)`: edit distance between the text read and the text wanted, of this length.
+
+    Case and blanks do not count, as in Flow-GRPO (arXiv:2505.05470). ROLL has no reader of its own: readers need a
+    library and weights.
+    """
+
+    config: ImageTextConfig
+
+    @override
+    def load(self, device: str) -> None:
+        self.reader = _import(self.config.reader, READER, "reader")
+        self.calls = _Deadline(self.config.timeout_s)
+
+    @override
+    def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
+        wanted = [self._wanted(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        found = self.calls(lambda: [self.reader(each) for each in images])
+        return [_compare(read, text) for read, text in zip(found, wanted, strict=True)]
+
+    def _wanted(self, prompt: str, row: Row) -> str:
+        text = row.get(self.config.text)
+        if text is None:
+            quoted = re.search(r'"([^"]+)"|“([^”]+)”', prompt)
+            text = (quoted[1] or quoted[2]) if quoted else None
+        if not isinstance(text, str) or not _letters(text):
+            raise DataError(f"column {self.config.text!r} is {text!r}, and prompt {prompt!r} has no quoted text")
+        return text
+
+
+def _compare(read: Any, wanted: str) -> Reward:
+    if not isinstance(read, str):
+        raise ContractError(f"the reader returned {type(read).__name__}, expected str")
+    one, other = _letters(read), _letters(wanted)
+    return Reward(value=max(0.0, 1 - edit_distance(one, other) / len(other)), detail={"read": read[:200]})
+
+
+def _letters(text: str) -> str:
+    return "".join(text.lower().split())
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Minimum number of inserted, deleted and replaced letters (Levenshtein)."""
+    before = list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        now = [row]
+        for column, wanted in enumerate(other, 1):
+            now.append(min(before[column] + 1, now[-1] + 1, before[column - 1] + (letter != wanted)))
+        before = now
+    return before[-1]
+
+
+def check(name: str, *arguments: str) -> None:
+    """Print why a function cannot be called with these arguments, as JSON. For the child process of `check_code`."""
+    try:
+        _import(name, arguments, "")
+        problem = ""
+    except ConfigError as error:
+        problem = error.problems[0].message
+    sys.stdout.write("\n" + json.dumps({"problem": problem}) + "\n")
+
+
+def _import(name: str, arguments: tuple[str, ...], key: str) -> Callable[..., Any]:
+    """Import a function and check that it can be called. Raises `ConfigError` with the key."""
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"{type(function).__name__}, expected a plain function")
+        inspect.signature(function).bind(*arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # importing user code may raise anything, SystemExit included
+        message = f"{name} cannot be called as f({', '.join(arguments)}): {type(error).__name__}: {error}"
+        hint = f"it is imported with the working directory {here} first on the module path"
+        raise ConfigError([ConfigProblem("image reward", key, message, hint, code="ROLL-C041")]) from error
+    return function  # type: ignore[no-any-return]
+
+
+class _Deadline:
+    """Calls functions in threads, for at most some seconds. A call that hangs is abandoned; it cannot be stopped."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._hanging: list[threading.Thread] = []
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+        if len(self._hanging) >= MAX_HANGING:
+            raise RewardFailure(f"{len(self._hanging)} calls of the function hang, which cannot be stopped")
+        results: list[Any] = []
+
+        def run() -> None:
+            try:
+                results.append((function(), None))
+            except BaseException as error:  # user code; the caller reports it
+                results.append((None, error))
+
+        thread = threading.Thread(target=run, name="image-reward", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if not results:
+            self._hanging.append(thread)
+            raise RewardFailure(f"scoring exceeded timeout_s {self._timeout_s:g} s")
+        found, error = results[0]
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:  # such as SystemExit, which must not end the run
+            raise RewardFailure(f"{type(error).__name__}: {error}") from error
+        return found
+
+
+def _reward(found: Any) -> Reward:
+    """A function's value: a number, a `Reward`, or a dict with `value` or `failure` and details."""
+    if isinstance(found, Reward):
+        return found
+    if isinstance(found, dict):
+        detail = {str(key): each for key, each in found.items() if key not in ("value", "failure")}
+        detail = {
+            key: each if isinstance(each, str) else _number(each, f"detail {key!r}") for key, each in detail.items()
+        }
+        if found.get("value") is None:
+            return Reward(
+                value=None, failure=str(found.get("failure") or "the function returned no value"), detail=detail
+            )
+        return Reward(value=_number(found["value"], "value"), detail=detail)
+    return Reward(value=_number(found, "value"))
+
+
+def _number(found: Any, what: str) -> float:
+    if hasattr(found, "item") and getattr(found, "ndim", None) == 0:
+        found = found.item()  # numpy's and torch's scalars
+    if not isinstance(found, numbers.Real):
+        raise ContractError(f"returned {type(found).__name__} as {what}, expected a number, a Reward or a dict")
+    return float(found)
+
+
+def _numbers(name: str, row: Row) -> NDArray[np.generic]:
+    try:
+        found = np.asarray(row[name], np.float32)
+    except KeyError:
+        raise DataError(f"a row has no column {name!r}, only {', '.join(sorted(row))}") from None
+    except (TypeError, ValueError) as error:
+        raise DataError(f"column {name!r} is {row[name]!r}, expected numbers") from error
+    if not np.isfinite(found).all():
+        raise DataError(f"column {name!r} is {row[name]!r}, expected finite numbers")
+    return found

@@ -1,0 +1,138 @@
+"""A reward by an endpoint that scores images. Only JSON crosses the network, with images as PNG in base64."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import RewardFailure
+from roll_core.types import Reward
+from roll_pipeline_diffusion.rewards.base import ImageReward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_pipeline_diffusion.rewards.base import Images, Row
+    from roll_pipeline_diffusion.rewards.config import ImageHttpConfig
+
+MAX_REPLY = 4 << 20
+"""Bytes of a reply."""
+FIRST_DELAY_S = 0.2
+"""Seconds before the first retry. Each further one waits twice as long."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, which would send images and the key to another host."""
+
+    @override
+    def redirect_request(self, *arguments: Any, **options: Any) -> None:
+        return None
+
+
+class HttpReward(ImageReward):
+    """Scores batches of images by an endpoint. A request that fails is a failure of its images, never a value."""
+
+    config: ImageHttpConfig
+
+    @override
+    def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
+        size = self.config.batch_size
+        found: list[Reward] = []
+        for start in range(0, len(images), size):
+            part = slice(start, start + size)
+            found += self._score(images[part], prompts[part], rows[part])
+        return found
+
+    def _score(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> list[Reward]:
+        columns = self.config.row_columns
+        message = {
+            "images": [[_png(frame) for frame in each] if each.ndim == 4 else _png(each) for each in images],
+            "prompts": list(prompts),
+            "rows": [{name: row.get(name) for name in columns} for row in rows],
+        }
+        try:
+            data = json.dumps(message, default=_plain, allow_nan=False).encode("ascii")
+            scores = self._post_with_retries(data)
+            if not isinstance(scores, list) or len(scores) != len(images):
+                count = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"
+                raise RewardFailure(f"{self.config.url}: {count} for {len(images)} images")
+        except (RewardFailure, ValueError) as error:
+            return [Reward(value=None, failure=str(error))] * len(images)
+        return [_reward(each) for each in scores]
+
+    def _post_with_retries(self, data: bytes) -> Any:
+        for attempt in range(self.config.max_retries + 1):
+            try:
+                return self._post(data)
+            except _TemporaryFailure:
+                if attempt == self.config.max_retries:
+                    raise
+                time.sleep(FIRST_DELAY_S * 2**attempt)
+        raise AssertionError
+
+    def _post(self, data: bytes) -> Any:
+        url, deadline = self.config.url, time.monotonic() + self.config.timeout_s
+        headers = {"Content-Type": "application/json"}
+        if self.config.api_key:
+            headers["Authorization"] = f"Bearer {self.config.api_key}"
+        request = urllib.request.Request(url, data=data, headers=headers, method="POST")
+        body = b""
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=self.config.timeout_s) as reply:
+                # A server that sends a byte now and then never exceeds the timeout of its socket.
+                while chunk := reply.read1(1 << 16):
+                    body += chunk
+                    if len(body) > MAX_REPLY:
+                        raise RewardFailure(f"{url}: a reply of more than {MAX_REPLY} bytes")
+                    if time.monotonic() > deadline:
+                        raise _TemporaryFailure(f"{url}: no whole reply within timeout_s {self.config.timeout_s:g} s")
+        except urllib.error.HTTPError as error:
+            with error:
+                kind = _TemporaryFailure if error.code == 429 or error.code >= 500 else RewardFailure
+                raise kind(f"{url}: status {error.code}: {error.read(300)!r}") from error
+        except (OSError, ValueError) as error:
+            raise _TemporaryFailure(f"{url}: {error}") from error
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RewardFailure(f"{url}: the reply is not JSON: {body[:100]!r}") from error
+        return found.get("scores") if isinstance(found, dict) else None
+
+
+class _TemporaryFailure(RewardFailure):
+    """A failure that may not happen again."""
+
+
+def _reward(found: Any) -> Reward:
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        return Reward(value=float(found))
+    if isinstance(found, dict):
+        value, detail = found.get("value"), found.get("detail")
+        detail = detail if isinstance(detail, dict) else {}
+        plain = {str(name): each for name, each in detail.items() if isinstance(each, int | float | str)}
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return Reward(value=float(value), detail=plain)
+        if found.get("failure"):
+            return Reward(value=None, failure=str(found["failure"])[:500], detail=plain)
+    return Reward(value=None, failure=f"the endpoint returned {found!r:.200}, expected a number or value or failure")
+
+
+def _png(image: Images) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, format="PNG")
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise ValueError(f"a column has {type(value).__name__}, which is not JSON: remove it from row_columns")

@@ -1,0 +1,143 @@
+"""Configs of `reward_flow`: what is refused, with its place, before a model is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll_core.api.files import FileCheck
+from roll_core.config import load
+from roll_core.errors import ConfigError
+from roll_core.plugins.registry import Registry
+from roll_pipeline_diffusion import plans
+from roll_testing.kit import hf_plugins
+
+REGISTRY = Registry(hf_plugins("roll-pipeline-diffusion"))
+SAMPLES = """\
+pipeline: reward_flow
+height: 8
+width: 8
+rollout_batch_size: 2
+num_images_per_prompt: 4
+max_steps: 3
+actor_train:
+  model_args: {random_init: {_class_name: SD3Transformer2DModel}}
+  training_args: {per_device_train_batch_size: 8}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+REWARDS = "rewards: {bright: {reward: image_brightness}}\n"
+GRPO = SAMPLES + REWARDS
+LORA = GRPO.replace("SD3Transformer2DModel}", "SD3Transformer2DModel}, lora_target: all-linear")
+MATCHING = SAMPLES + "objective: flow_matching\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write({"prompt": "red square", "image": "0.png", "chosen": "0.png", "rejected": "0.png"})
+    Path("0.png").touch()
+    return tmp_path
+
+
+def write(*rows):
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def loaded(text, *overrides):
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    return load(Path("run.yaml"), overrides, REGISTRY, FileCheck())
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (GRPO, []),
+        (GRPO, ["guidance_scale=4.5"]),
+        (GRPO, ["window=random", "window_options={size: 2}"]),
+        (GRPO, ["rollout_batch_size=1", "num_images_per_prompt=8", "advantage_options={std: group}"]),
+        (GRPO, ["objective=refl"]),
+        (GRPO, ["objective=nft", "objective_options={kl_coef: 0.0}", "ema_decay=0.5", "ema_ramp=0.001"]),
+        (LORA, ["objective_options={kl_coef: 0.04}"]),
+        (MATCHING, []),
+        (LORA.replace(REWARDS, ""), ["objective=diffusion_dpo"]),
+        (SAMPLES, ["objective=distill", "teacher={strategy_args: {strategy_name: hf_infer}}"]),
+    ],
+)
+def test_a_config_is_accepted(text, overrides):
+    assert not loaded(text, *overrides).warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "key"),
+    [
+        (SAMPLES, [], ""),  # no reward
+        (MATCHING + REWARDS, [], ""),  # a reward that nothing reads
+        (GRPO, ["rollout_batch_size=3"], ""),  # 12 images, 8 per optimizer step
+        (
+            GRPO.replace("batch_size: 8", "batch_size: 2"),
+            ["num_images_per_prompt=1", "advantage_options={std: group}"],
+            "",
+        ),
+        (GRPO, ["window_options.step_range=[0, 10]", "window=random"], "window_options.step_range"),
+        (GRPO, ["sampler=ode"], "sampler"),
+        (GRPO, ["objective_options={kl_coef: 0.04}"], ""),  # a reference without adapters
+        (GRPO, ["objective=nft", "objective_options={kl_coef: 0.0}"], ""),  # no moving average
+        (GRPO, ["ema_ramp=0.001"], ""),
+        (GRPO, ["ema_decay=0.5", "portable_checkpoints=true"], ""),
+        (GRPO, ["objective=distill"], ""),  # no teacher
+        (GRPO, ["teacher={strategy_args: {strategy_name: hf_infer}}"], ""),
+        (GRPO, ["objective=grpo"], "objective"),
+        (GRPO, ["num_inference_steps=1"], "num_inference_steps"),
+        (GRPO, ["actor_train.data_args.file_name=null"], ""),
+        (GRPO, ["actor_train.data_args.file_name=none.jsonl"], "actor_train.data_args.file_name"),
+    ],
+)
+def test_a_wrong_config_is_refused(text, overrides, key):
+    with pytest.raises(ConfigError) as raised:
+        loaded(text, *overrides)
+    (problem,) = raised.value.problems
+    assert problem.key == key
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "row"),
+    [
+        (MATCHING, [], {"prompt": "red square", "image": "1.png"}),
+        (MATCHING, [], {"prompt": "red square", "image": 3}),
+        (MATCHING, [], {"prompt": "red square"}),
+        (GRPO, [], {"text": "red square"}),
+        (GRPO, ["guidance_scale=4.5"], {"cond.prompt_embeds": [[0.0]]}),
+        (LORA.replace(REWARDS, ""), ["objective=diffusion_dpo"], {"prompt": "red square", "chosen": "0.png"}),
+    ],
+    ids=["no file", "no name", "no column", "no prompt", "no unconditional embedding", "no pair"],
+)
+def test_a_wrong_row_is_located(text, overrides, row):
+    write(row)
+    with pytest.raises(ConfigError) as raised:
+        loaded(text, *overrides)
+    (problem,) = raised.value.problems
+    assert problem.key == "actor_train.data_args.file_name"
+    assert problem.where == "run.yaml:10:26"
+    assert "rows.jsonl" in problem.message
+
+
+def test_the_strategy_must_run_programs():
+    with pytest.raises(ConfigError) as raised:
+        loaded(GRPO, "actor_train.strategy_args.strategy_name=megatron_train")
+    assert {each.key for each in raised.value.problems} == {"actor_train.strategy_args.strategy_name"}
+
+
+def test_the_plan_follows_the_objective():
+    def phases(text, *overrides):
+        return [phase.name for phase in plans.reward_flow(loaded(text, *overrides, "save_steps=0").config).phases]
+
+    assert phases(GRPO) == ["sample", "train", "train: step"]
+    assert phases(GRPO, "objective=refl") == ["train", "train: step"]
+    assert phases(MATCHING) == ["train", "train: step"]
+    distill = ["objective=distill", "teacher={strategy_args: {strategy_name: hf_infer}}"]
+    assert phases(SAMPLES, *distill) == ["sample", "velocities of the teacher", "train", "train: step"]
+    (role,) = plans.reward_flow(loaded(GRPO, "actor_train.training_args.per_device_train_batch_size=4").config).roles
+    assert (role.task, role.num_steps) == ("flow", 6)

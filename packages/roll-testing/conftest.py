@@ -1,0 +1,3 @@
+"""The templates of `roll-core new` have tests, which run where a package was generated."""
+
+collect_ignore = ["src"]

@@ -1,0 +1,1 @@
+"""The environment acme of ROLL."""

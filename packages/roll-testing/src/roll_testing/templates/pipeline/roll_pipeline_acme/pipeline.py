@@ -1,0 +1,74 @@
+"""Pipeline `acme`: REINFORCE with a baseline, on one screen.
+
+publish weights -> generate and score groups -> advantage: reward - mean reward of the group -> update
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from roll_core.algorithms.losses import PolicyObjective
+from roll_core.data.pack import sequence_of
+from roll_core.pipelines.prompt_order import RowOrder
+from roll_core.pipelines.stages import Validation, log_update
+from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
+from roll_core.types import Group, TrainSequence
+from roll_pipeline_acme.config import AcmePipelineConfig
+from roll_pipeline_acme.plans import acme
+
+
+class AcmePipeline(Pipeline[AcmePipelineConfig]):
+    """A step depends only on `run.step` and the weights, so a resumed run needs no `state`."""
+
+    def prepare(self, run: Run) -> int:
+        """Read prompts and held-out prompts."""
+        config = self.config
+        self.prompts = run.prompts(config.actor_train.data_args)
+        self.order = RowOrder(len(self.prompts), seed=config.seed)
+        self.sampling = config.actor_infer.generating_args.sampling_params(
+            default_max_new_tokens=config.response_length
+        )
+        held_out = config.validation
+        self.validation = held_out and Validation(run, config, held_out, source="actor_train")
+        return config.max_steps
+
+    def roles(self) -> Sequence[RoleSpec]:
+        """The roles of the plan."""
+        return acme(self.config).roles
+
+    async def step(self, run: Run) -> None:
+        """Generate with the current weights, and update once."""
+        prompts = [self.prompts[row] for row in self.order.batch(run.step, self.config.rollout_batch_size)]
+        await run.publish_weights("actor_train", "actor_infer")
+        number = self.config.num_return_sequences_in_group
+        groups = await run.rollout("actor_infer", prompts, self.sampling, n=number)
+        run.log_samples([sample for group in groups for sample in group.samples])
+        sequences = [each for at, group in enumerate(groups) for each in _advantages(group, at)]
+        run.log({"score/mean": float(np.mean(_scores(groups))), "samples": float(len(sequences))})
+        with run.stage("train"):
+            update = await run.train_role("actor_train").update(sequences, PolicyObjective(aggregation="token-mean"))
+        log_update(run, update, "actor")
+
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        """Scores of held-out prompts."""
+        return await self.validation.evaluate(run) if self.validation else {}
+
+    def export_role(self) -> str:
+        """The policy is exported at the end."""
+        return "actor_train"
+
+
+def _scores(groups: Sequence[Group]) -> list[float]:
+    """Rewards of all samples. A failed reward has no value, and is never 0."""
+    return [sample.reward.value for group in groups for sample in group.samples if not sample.reward.failed]
+
+
+def _advantages(group: Group, at: int) -> list[TrainSequence]:
+    """Sequences of a group: each token's advantage is the reward minus the group's mean."""
+    mean = np.mean(_scores([group]) or [0.0])
+    sequences = [(sequence_of(each, group=at), each.reward) for each in group.samples if not each.reward.failed]
+    return [
+        replace(each, advantages=np.where(each.loss_mask, reward.value - mean, 0).astype(np.float32))
+        for each, reward in sequences
+    ]

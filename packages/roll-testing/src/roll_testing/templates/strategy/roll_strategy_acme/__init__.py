@@ -1,0 +1,1 @@
+"""The train strategy acme of ROLL."""

@@ -1,0 +1,1 @@
+"""The tracker acme of ROLL."""

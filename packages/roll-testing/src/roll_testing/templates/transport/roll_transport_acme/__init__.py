@@ -1,0 +1,1 @@
+"""The weight transport acme of ROLL."""

@@ -1,0 +1,9 @@
+"""The conformance tests of weight transports."""
+
+from roll_testing import WeightTransportConformance
+
+
+class TestAcme(WeightTransportConformance):
+    """`acme`, with both endpoints in this process."""
+
+    name = "acme"

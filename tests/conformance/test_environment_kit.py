@@ -1,0 +1,152 @@
+"""The kit for environments: wrong environments fail exactly the tests of what is wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from roll_core.spec.environment import Environment, Opening, Reply, Turn
+from roll_testing.environments import USELESS, EnvironmentConformance
+
+
+def say(text: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+class Sums(Environment):
+    """Right: the sum of two digits, with three attempts."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        self.answer, self.attempts = sum(random.Random(seed).choices(range(10), k=2)), 0
+        return Opening(messages=say(f"sum of two digits, of seed {seed}"))
+
+    async def step(self, reply: Reply) -> Turn:
+        self.attempts += 1
+        if reply.text.strip() == str(self.answer):
+            return Turn(reward=1.0, done=True)
+        return Turn(reward=0.0, messages=say("again"), truncated=self.attempts == 3)
+
+
+class Unseeded(Sums):
+    async def reset(self, task: Any, seed: int) -> Opening:
+        await super().reset(task, seed)
+        return Opening(messages=say(f"{random.random()}"))
+
+
+class OneTask(Sums):
+    async def reset(self, task: Any, seed: int) -> Opening:
+        return await super().reset(task, 0)
+
+
+class Shared(Sums):
+    """Keeps its state in the class."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        opening = await super().reset(task, seed)
+        Shared.current = self.answer
+        return opening
+
+    async def step(self, reply: Reply) -> Turn:
+        self.answer = Shared.current
+        return await super().step(reply)
+
+
+class Strict(Sums):
+    """Takes every reply for a number."""
+
+    async def step(self, reply: Reply) -> Turn:
+        return await super().step(Reply(text=str(int(reply.text or "0"))))
+
+
+class Assistant(Sums):
+    """Speaks for the model."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        opening = await super().reset(task, seed)
+        return Opening(messages=[*opening.messages, {"role": "assistant", "content": "let me think"}])
+
+
+class NotFinite(Sums):
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return Turn(
+            messages=turn.messages, reward=turn.reward, done=turn.done, truncated=turn.truncated, metrics={"x": 1e999}
+        )
+
+
+class Silent(Sums):
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return Turn(messages=turn.messages, done=turn.done, truncated=turn.truncated)
+
+
+class Endless(Sums):
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return Turn(messages=say("again"), reward=turn.reward)
+
+
+class OpenOnce(Sums):
+    """Cannot be closed before it has begun."""
+
+    def close(self) -> None:
+        del self.attempts
+
+
+class Leaks(Sums):
+    async def reset(self, task: Any, seed: int) -> Opening:
+        threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
+        return await super().reset(task, seed)
+
+
+class Blocks(Sums):
+    async def step(self, reply: Reply) -> Turn:
+        time.sleep(0.06)
+        return await super().step(reply)
+
+
+WRONG = {
+    Sums: set(),
+    Unseeded: {"the_same_seed_and_replies_give_the_same_episode", "instances_share_nothing"},
+    OneTask: {"other_seeds_give_other_episodes"},
+    Shared: {"instances_share_nothing"},
+    Strict: {"a_useless_reply_is_no_failure"},
+    Assistant: {"results_are_plain_values"},
+    NotFinite: {"results_are_plain_values"},
+    Silent: {"an_oracle_ends_the_episode_with_a_reward", "an_episode_states_a_reward"},
+    Endless: {"an_oracle_ends_the_episode_with_a_reward"},
+    OpenOnce: {"close_may_follow_any_call"},
+    Leaks: {"nothing_is_left_after_close"},
+    Blocks: {"coroutines_do_not_block"},
+}
+
+
+def failed_tests(kind: type[Environment]) -> set[str]:
+    class Suite(EnvironmentConformance):
+        blocked_s = 0.05 if kind is Blocks else 10.0
+
+        def create(self) -> Environment:
+            return kind()
+
+        def replies(self, seed: int) -> list[str]:
+            seed = 0 if kind is OneTask else seed
+            return [str(sum(random.Random(seed).choices(range(10), k=2)))]
+
+    found = set()
+    for name in dir(Suite):
+        for arguments in ((each,) for each in USELESS) if "useless" in name else ((),):
+            if name.startswith("test_"):
+                try:
+                    getattr(Suite(), name)(*arguments)
+                except Exception:
+                    found.add(name.removeprefix("test_"))
+    return found
+
+
+@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+def test_a_wrong_environment_fails_exactly_its_tests(kind: type[Environment]) -> None:
+    assert failed_tests(kind) == WRONG[kind]
