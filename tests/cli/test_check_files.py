@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from roll_core.api.files import FileCheck
 from roll_core.cli import main as cli
-from roll_core.cli.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
@@ -181,7 +181,7 @@ def test_a_reward_function_must_load_and_fit_the_rows(here, module, name, good):
 
 
 def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monkeypatch):
-    monkeypatch.setattr("roll_core.cli.files.TIMEOUT_S", 0.01)
+    monkeypatch.setattr("roll_core.api.files.TIMEOUT_S", 0.01)
     Path("mine.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response): return 1.0\n")
     Path("run.yaml").write_text(function("mine:score"))
     assert cli.main(["check", "run.yaml"]) == 0

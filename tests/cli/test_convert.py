@@ -23,7 +23,7 @@ from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
 from roll_testing.models import QWEN3, write_checkpoint
-from roll_testing.stored_buffers import write_biased_checkpoint
+from shared_tests.stored_buffers import write_biased_checkpoint
 
 VOCABULARY = 61
 TRAINING = TrainingSpec(learning_rate=1e-2)

@@ -64,13 +64,13 @@ CASES = {
     "help": (["--help"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
     "help of check": (["check", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
     "help of doctor": (["doctor", "--help"], ("pluggy", "pydantic", "yaml", "hydra", "omegaconf"), 130),
-    "doctor": (["doctor"], ("hydra", "omegaconf", "numpy"), 420),
-    "plugins": (["plugins"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 218),
-    "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 218),
-    "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 218),
-    "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 347),
+    "doctor": (["doctor"], ("hydra", "omegaconf", "numpy"), 440),
+    "plugins": (["plugins"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 220),
+    "plugins -v": (["plugins", "-v"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 220),
+    "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 220),
+    "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 350),
     "plan": (["plan", "random.yaml"], ("hydra", "omegaconf", "numpy"), 450),
-    "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 347),
+    "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 350),
     "run with a mistake in its rows": (["run", "wrong_rows.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 400),
     "checkpoint list": (["checkpoint", "list", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
     "checkpoint verify": (["checkpoint", "verify", "run"], ("pluggy", "rich", "hydra", "omegaconf", "numpy"), 250),
@@ -110,6 +110,27 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     assert len(modules) <= budget
 
 
+@pytest.mark.parametrize(
+    ("code", "forbidden", "budget"),
+    [
+        ("roll.__version__", ("pluggy", "pydantic", "yaml", "rich", "argparse"), 80),
+        ("roll.check('plain.yaml')", ("rich", "hydra", "omegaconf", "numpy", "argparse"), 350),
+        ("roll.plan('random.yaml')", ("hydra", "omegaconf", "numpy"), 450),
+    ],
+)
+def test_the_python_api_imports_only_what_a_call_needs(tmp_path, code, forbidden, budget):
+    (tmp_path / "plain.yaml").write_text(SFT)
+    (tmp_path / "random.yaml").write_text(RANDOM)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
+    script = f"import sys, roll_core as roll\n{code}\nprint(*sys.modules)"
+    env = {**os.environ, "ROLL_PLUGINS": HF_PACKAGES}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert not {name for name in modules if name.split(".")[0] in (*HEAVY, *forbidden)}
+    assert len(modules) <= budget
+
+
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys({names!r}))\n"
 WITHOUT = (*HEAVY, "safetensors", "tokenizers", "tensorboard", "math_verify", "peft", "ninja", "pyarrow")
 
@@ -131,14 +152,40 @@ def test_commands_that_run_nothing_work_without_torch(tmp_path, arguments):
     assert json.loads(done.stdout)[0] == 0, done.stderr
 
 
+LIGHT = ("memory.py", "**/plans.py")
+"""Functions of plugins that `roll-core plan` calls."""
+
+
 def test_light_modules_of_plugins_import_nothing_heavy():
     """Every `plugin.py` and `config.py`, and the whole spec, can be read on a machine without an engine."""
     names = []
-    for package in ("roll_core", "roll_infer_hf", "roll_migrate", "roll_strategy_hf"):
+    pipelines = (
+        "roll_pipeline_agentic",
+        "roll_pipeline_diffusion",
+        "roll_pipeline_distill",
+        "roll_pipeline_preference",
+    )
+    for package in (
+        "roll_core",
+        "roll_environments",
+        "roll_infer_hf",
+        "roll_migrate",
+        *pipelines,
+        "roll_strategy_hf",
+        "roll_trackers",
+    ):
         folder = Path(__import__(package).__file__).parent
         names += [
             ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
-            for pattern in ("**/plugin.py", "**/config.py", "spec/*.py", "config/*.py", "plugins/*.py", "memory.py")
+            for pattern in (
+                "**/plugin.py",
+                "**/config.py",
+                "**/plans.py",
+                "spec/*.py",
+                "config/*.py",
+                "plugins/*.py",
+                "memory.py",
+            )
             for file in folder.glob(pattern)
         ]
     assert len(names) > 30

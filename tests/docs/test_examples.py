@@ -6,6 +6,7 @@ Examples are taken from the text of the pages. The last test fails for a Python 
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import math
@@ -18,10 +19,12 @@ import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from roll_core.algorithms import losses
 from roll_core.algorithms.advantages import grpo
@@ -34,9 +37,11 @@ from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import check_part, load_target
 from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
+from roll_core.spec.environment import Reply
 from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
 from roll_core.types import TrainSequence
+from roll_testing.runs import Runs
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -108,8 +113,11 @@ FRAGMENTS = {
 """Files that an example names."""
 OF_A_ROLE = ("strategy_args:", "device_mapping:")
 """Beginnings of parts that stand below a role."""
-ELSEWHERE = {"reward: palindrome", "acme_small:"}
-"""Parts that need a plugin: tests below install it."""
+ENVIRONMENT = re.compile("^environment: ", re.MULTILINE)
+"""Parts of docs/environments.md: some need a package that the shared environment lacks."""
+ELSEWHERE = {"reward: palindrome", "acme_small:", "environment: my_env:", "agent: my_agent:"}
+ELSEWHERE |= {"environment: text_game\n    env", "agent: verifiers"}
+"""Parts that need a plugin or code of the user: tests below install it."""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ ELSEWHERE = {"reward: palindrome", "acme_small:"}
     [
         pytest.param(text, id=f"{page}:{line}")
         for page, line, text in examples("yaml")
-        if not any(word in text for word in ELSEWHERE)
+        if not any(word in text for word in ELSEWHERE) and not ENVIRONMENT.search(text)
     ],
 )
 def test_a_yaml_example_is_a_config_or_a_part_of_one(text, tmp_path, monkeypatch):
@@ -137,7 +145,7 @@ def test_a_yaml_example_is_a_config_or_a_part_of_one(text, tmp_path, monkeypatch
             Path("run.yaml").write_text(f"defaults: [base, part{role}]\n", encoding="utf-8")
             Path("base.yaml").write_text(BASE, encoding="utf-8")
             Path("part.yaml").write_text(part, encoding="utf-8")
-        load("run.yaml", (), load_registry())
+        assert load("run.yaml", (), load_registry()).config.pipeline
 
 
 def test_the_readmes_config_says_what_the_quick_start_does(tmp_path, monkeypatch):
@@ -350,6 +358,14 @@ def test_a_policy_loss_of_the_user_equals_ppo():
     assert torch.equal(loss(logprobs_T, micro, PolicyLossParams(), clip=0.1)[0], expected)
 
 
+def test_the_suites_of_smaller_parts_are_classes_with_tests():
+    names = run(example("docs/conformance.md", "class TestLoss("))
+    suites = [each for name, each in names.items() if name.startswith("Test")]
+    assert len(suites) == 5
+    assert all(each.name.startswith("my_") for each in suites)
+    assert names["TestPipeline"]().run_config(SimpleNamespace(rlvr=lambda: {"seed": 1})) == {"seed": 1}
+
+
 def test_a_transport_says_why_it_cannot_connect_two_roles():
     names = run(example("docs/weight-sync.md", "class RdmaTransport"))
     transport = names["RdmaTransport"]()
@@ -422,6 +438,108 @@ def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypa
 def test_a_reward_function_is_called_with_the_rows_columns():
     style = run(example("docs/rewards.md", "def style"))["style"]
     assert (style("1+1=", "2.", solution="2"), style("1+1=", "2", solution="2")) == (1.0, 0.0)
+
+
+def test_image_rewards_of_the_page_score_images(tmp_path, monkeypatch):
+    from roll_pipeline_diffusion.rewards.base import DifferentiableRewards, ImageRewards
+    from roll_pipeline_diffusion.rewards.config import ImageFunctionConfig
+
+    monkeypatch.syspath_prepend(tmp_path)
+    source = example("docs/rewards.md", "def contrast") + example("docs/rewards.md", "def warm")
+    (tmp_path / "page_image_rewards.py").write_text(source, encoding="utf-8")
+    config = {"reward": "image_function", "function": "page_image_rewards:contrast"}
+    rewards = ImageRewards({"style": ImageFunctionConfig(**config)})
+    images = np.zeros((1, 2, 2, 3), np.uint8)
+    images[:, 0] = 128
+    assert [each.value for each in rewards.score(images, [""], [{}])["style"]] == [0.5]
+    config |= {"function": "page_image_rewards:warm", "differentiable": True}
+    rewards = DifferentiableRewards(ImageRewards({"warm": ImageFunctionConfig(**config)}))
+    pixels = torch.ones(1, 3, 2, 2, requires_grad=True)
+    rewards(pixels, SimpleNamespace(tensors={})).sum().backward()
+    assert pixels.grad.sum(dim=(0, 2, 3)).tolist() == [0.5, 0.0, -0.5]
+
+
+def test_the_pages_agent_plays_and_its_config_is_accepted(tmp_path, monkeypatch):
+    page = "docs/agents.md"
+    monkeypatch.chdir(tmp_path)
+    Path("my_agent.py").write_text(example(page, "def solve"), encoding="utf-8")
+    Path("train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n', encoding="utf-8")
+    whole = example("docs/agentic.md", "environment: my_env:Sums", "yaml")
+    head, tail = whole.partition("custom_envs:")[0], whole.partition("rollout_batch_size:")[2]
+    text = head + example(page, "agent: my_agent:solve", "yaml") + "rollout_batch_size:" + tail
+    Path("agentic.yaml").write_text(text, encoding="utf-8")
+    entry = load("agentic.yaml", (), load_registry()).config.custom_envs["questions"]
+    replies = iter(["3", " 2 "])
+
+    def create(**request):
+        message = SimpleNamespace(content=next(replies))
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    solve = run(example(page, "def solve"))["solve"]
+    monkeypatch.setitem(solve.__globals__, "OpenAI", lambda **given: client)
+    session = SimpleNamespace(base_url="", api_key="", model="")
+    assert solve({"question": "1 + 1?", "answer": "2"}, session, **entry.agent_config) == 0.9
+
+
+def test_the_environments_of_the_page_have_the_keys_of_its_configs(tmp_path, monkeypatch):
+    page = "docs/environments.md"
+    monkeypatch.chdir(tmp_path)
+    Path("counter_env.py").write_text(example(page, "class Counter"), encoding="utf-8")
+    Path("documents.jsonl").write_text('{"title": "Oslo", "text": "The capital of Norway."}\n', encoding="utf-8")
+    registry, named = load_registry(), set()
+    for at, _, text in examples("yaml"):
+        if at == page and ENVIRONMENT.search(text):
+            given = yaml.safe_load(text.replace("my_env:Counter", "counter_env:Counter"))
+            provider = registry.find(providers.EnvironmentProvider, given["environment"])
+            schema = load_target(provider.config, owner=provider.name)
+            keys = {field.alias or name for name, field in schema.model_fields.items()}
+            assert given["env_config"].keys() <= keys
+            named.add(provider.name)
+            if given["environment"] in ("math_with_python", "local_search", "text_game", "tools"):
+                schema(**given["env_config"])
+    ours = next(each for each in registry.plugins if each.package == "roll-environments")
+    assert named == {each.name for each in ours.providers if isinstance(each, providers.EnvironmentProvider)}
+
+    from roll_environments.python_tools import PythonTools
+
+    async def play():
+        environment = PythonTools(target="counter_env:Counter")
+        opening = await environment.reset({"goal": 5}, 0)
+        function = {"name": "add", "arguments": '{"number": 5}'}
+        turn = await environment.step(Reply(text="", tool_calls=[{"function": function}]))
+        return opening, turn, await environment.score()
+
+    opening, turn, score = asyncio.run(play())
+    assert opening.messages[0]["content"] == "Count to 5."
+    assert [each["function"]["name"] for each in opening.tools] == ["add"]
+    assert (turn.messages[0]["content"], score.value) == ("5", 1.0)
+
+
+def test_the_pages_environment_is_solved_and_its_config_is_accepted(tmp_path, monkeypatch):
+    page = "docs/agentic.md"
+    monkeypatch.chdir(tmp_path)
+    sums = example(page, "class Sums")
+    Path("my_env.py").write_text(sums, encoding="utf-8")
+    Path("agentic.yaml").write_text(example(page, "environment: my_env:Sums", "yaml"), encoding="utf-8")
+    config = load("agentic.yaml", (), load_registry()).config
+    assert (config.num_groups, config.group_size, config.max_turns("sums")) == (16, 8, 4)
+    environment = run(sums)["Sums"](**config.custom_envs["sums"].env_config)
+    question = environment.reset({}, 7).messages[0]["content"]
+    wrong, right = (
+        environment.step(Reply(text="?")),
+        environment.step(Reply(text=f" {sum(map(int, re.findall('[0-9]+', question)))}")),
+    )
+    assert (wrong.reward, wrong.done, right.reward, right.done) == (0.0, False, 1.0, True)
+    text = Path("agentic.yaml").read_text(encoding="utf-8").partition("custom_envs:")[0]
+    text += example(page, "data_args: {file_name: train.jsonl}", "yaml").replace("my_env:Questions", "my_env:Sums")
+    text += "actor_train:" + Path("agentic.yaml").read_text(encoding="utf-8").partition("actor_train:")[2]
+    Path("tasks.yaml").write_text(text, encoding="utf-8")
+    assert (
+        load("tasks.yaml", ("train_env_manager={group_size: 2}",), load_registry())
+        .config.custom_envs["questions"]
+        .data_args
+    )
 
 
 def test_adapters_are_added_trained_and_exported(tmp_path):
@@ -556,17 +674,175 @@ def test_the_pages_suites_pass_for_strategies_and_platforms_that_are_right(tmp_p
     wire = (
         example(page, "TestMine(WeightTransportConformance)").replace("TestMine", "TestWire").replace('"mine"', '"shm"')
     )
+    start = example(page, "TestMine(ExecutorConformance)").replace("TestMine", "TestStart").replace('"mine"', '"local"')
     # The model of roll-wrong's strategies is what their suite says.
     sgd = re.sub(r"class TestMine\(\w+\)", "class TestSgd(Suite)", example(page, "torch.optim.SGD"))
     sgd = sgd.replace("my_sgd_train", "right_sgd").replace("class ", "from wrong_suite import Suite\n\nclass ")
-    suite = f"{train}\n{board}\n{wire}\n{sgd}\n"
-    suite += "del Suite, TrainStrategyConformance, PlatformConformance, WeightTransportConformance\n"
+    suite = f"{train}\n{board}\n{wire}\n{start}\n{sgd}\n"
+    kits = ("TrainStrategy", "Platform", "WeightTransport", "Executor")
+    suite += f"del Suite, {', '.join(f'{each}Conformance' for each in kits)}\n"
     passed = kit(tmp_path, "test_page", suite, "listing and not Sgd or Sgd and (clipped or steps_of_adamw)")
     assert sorted(set(passed)) == [
         "test_gradients_are_clipped_to_their_global_norm",
         "test_listing_it_imports_nothing_heavy",
         "test_steps_of_adamw_equal_the_reference",
     ]
+
+
+WALK = """
+from roll_core.spec.environment import Environment, Opening, Turn
+
+class MyEnvironment(Environment):
+    def __init__(self, size):
+        self.size = size
+
+    async def reset(self, task, seed):
+        self.way = ["up", "up", "left"]
+        return Opening(messages=[{"role": "user", "content": f"{seed}: {self.size} fields"}])
+
+    async def step(self, reply):
+        self.way = self.way[reply.text == self.way[0] :]
+        if self.way:
+            return Turn(messages=[{"role": "user", "content": f"{len(self.way)} to go"}])
+        return Turn(reward=1.0, done=True)
+"""
+
+
+def test_the_pages_suite_passes_for_an_environment_that_is_right(tmp_path):
+    suite = example("docs/conformance.md", "EnvironmentConformance") + "\ndel EnvironmentConformance\n"
+    assert len(set(kit(tmp_path, "test_page", WALK + suite))) == 10
+
+
+ENDPOINT = """
+from roll_pipeline_agentic.recording import Limits, Recorder
+from roll_pipeline_agentic.recording_server import RecordingServer
+
+
+class MyEndpoint:
+    def __init__(self, context, encoder, *, calls, tokens):
+        self.recorder = Recorder(context, encoder, Limits(calls=calls, reply_tokens=64, tokens=tokens), key="0")
+        self.server = RecordingServer()
+
+    async def __aenter__(self):
+        await self.server.start()
+        self.session = self.server.session(self.recorder)
+        self.base_url, self.api_key = self.server.base_url, self.session.__enter__()
+        return self
+
+    async def finish(self):
+        self.session.__exit__(None, None, None)
+        return await self.recorder.finish(), self.recorder.problem
+
+    async def __aexit__(self, *error):
+        await self.recorder.finish()
+        await self.server.close()
+"""
+
+
+def test_the_pages_suite_passes_for_an_endpoint_that_is_right(tmp_path):
+    suite = example("docs/conformance.md", "RecordingConformance") + "\ndel RecordingConformance\n"
+    assert len(set(kit(tmp_path, "test_page", ENDPOINT + suite))) == 15
+
+
+def test_the_pipeline_of_a_package_trains_with_the_weights_of_its_rows(tmp_path, monkeypatch):
+    page, package = "docs/plugins.md", tmp_path / "roll_pipeline_weighted"
+    package.mkdir()
+    (package / "config.py").write_text(example(page, "class WeightedSFTConfig"), encoding="utf-8")
+    (package / "pipeline.py").write_text(example(page, "class WeightedSFT(Pipeline)"), encoding="utf-8")
+    record = textwrap.indent(example(page, 'name="weighted_sft"'), "    ")
+    hook = f"@hookimpl\ndef roll_pipelines():\n{record}\nROLL_HOOK_API = 1\n"
+    imports = "from roll_core.spec.hooks import hookimpl\nfrom roll_core.spec.providers import PipelineProvider\n\n"
+    (package / "plugin.py").write_text(imports + hook, encoding="utf-8")
+    info = tmp_path / "roll_pipeline_weighted-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll-pipeline-weighted\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[roll.plugins]\nroll-pipeline-weighted = roll_pipeline_weighted.plugin\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    runs = Runs(tmp_path, "local")
+
+    def trained(weights):
+        rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [json.dumps(row | {"weight": weights[at % len(weights)]}) for at, row in enumerate(rows)]
+        (tmp_path / "weighted.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        role = runs.sft()["sft_train"] | {"data_args": {"file_name": str(tmp_path / "weighted.jsonl")}}
+        return runs.metrics(runs.ok(runs.base("weighted_sft") | {"student": role, "max_steps": 2}))
+
+    ones, ragged = trained([1]), trained([1, 0])
+    assert ones[-1]["train/loss"] < ones[0]["train/loss"]
+    assert ragged[0]["train/loss"] != ones[0]["train/loss"]
+
+
+def test_the_flow_of_a_package_trains_resumes_and_is_exported_without_a_tokenizer(tmp_path, site, monkeypatch):
+    page = "docs/plugins.md"
+    plugin = """
+        from roll_core.spec.hooks import hookimpl
+        from roll_core.spec.providers import PipelineProvider
+
+        ROLL_HOOK_API = 1
+
+        @hookimpl
+        def roll_pipelines():
+            target, config = "acme_flow.pipeline:FlowMatching", "acme_flow.config:FlowConfig"
+            yield PipelineProvider(name="acme_flow", target=target, config=config, summary="A flow", tokenizer=False)
+    """
+    config = """
+        from roll_core.spec.config import RunConfig, TrainWorkerConfig
+
+        class FlowConfig(RunConfig):
+            flow: TrainWorkerConfig
+
+            def capabilities(self):
+                return {"flow": ("module_programs",)}
+    """
+    files = {
+        "acme_flow/plugin.py": plugin,
+        "acme_flow/config.py": config,
+        "acme_flow/model.py": example(page, "class FlowLibrary"),
+        "acme_flow/pipeline.py": example(page, "class FlowMatching(Pipeline)"),
+    }
+    project = '[project]\nname = "acme-flow"\n[project.entry-points."roll.plugins"]\nacme-flow = "acme_flow.plugin"\n'
+    package(site, project, files)
+    angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
+    rows = [json.dumps({"id": str(i), "x": [np.cos(each), np.sin(each)]}) for i, each in enumerate(angles)]
+    (tmp_path / "points.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    runs = Runs(tmp_path, "local")
+    flow = runs.sft()["sft_train"] | {"data_args": {"file_name": str(tmp_path / "points.jsonl")}}
+    flow |= {"model_args": {"random_init": {"model_type": "flow"}, "dtype": "fp32"}, "infer_batch_size": 5}
+    base = runs.base("acme_flow") | {"flow": flow, "max_steps": 4, "save_steps": 2}
+    for key in ("tokenizer", "pretrain"):
+        base.pop(key, None)
+    whole = runs.ok(base)
+    metrics = runs.metrics(whole)
+    assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
+    assert all(each["sampled/distance"] > 0 for each in metrics)
+    assert (whole.run_dir.export / "flow.safetensors").is_file()
+    assert not whole.run_dir.tokenizer.exists()
+    resumed = runs.metrics(runs.ok(base | {"resume_from_checkpoint": str(whole.run_dir.checkpoints / "step-2")}))
+    assert resumed[-1]["train/loss"] == metrics[-1]["train/loss"]
+
+
+def test_the_python_api_runs_checks_interrupts_resumes_and_plans(tmp_path, monkeypatch):
+    page = "docs/python-api.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "3000")  # a run sets it for torch
+    written = yaml.safe_dump(Runs(tmp_path, "local").sft(), sort_keys=False)
+    for name in ("sft.yaml", "grpo.yaml"):
+        Path(name).write_text(written, encoding="utf-8")
+    names = run(example(page, "losses = ["))
+    assert len(names["losses"]) == 2
+    names = run(example(page, "checked = roll.check"), **names)
+    names = run(example(page, "max_stepps"), **names)
+    assert names["mistakes"] == [("overrides", "max_stepps", "ROLL-C010")]
+    run(example(page, "class StopBelow"), **names)
+    record = json.loads(Path("output/sft/latest/run.json").read_text(encoding="utf-8"))
+    assert record["outcome"] == "interrupted"
+    assert 1 < record["steps_done"] < 8
+    names = run(example(page, "resume_from_checkpoint"), **names)
+    assert [each["step"] for each in names["result"].history] == list(range(1, 9))
+    names = run(example(page, "host_memory_gib"), **names)
+    assert names["planned"].fits
+    found = run(example("README.md", "table = result.history"))
+    assert len(found["table"]) == 20
 
 
 def test_every_python_example_is_run_by_a_test_of_this_file():

@@ -15,7 +15,9 @@ from roll_core.plugins.records import KINDS
 from roll_core.runtime.workers.build import role_config
 from roll_core.spec import (
     HOOK_API,
+    agent,
     diagnostics,
+    environment,
     hooks,
     infer,
     pipeline,
@@ -34,10 +36,13 @@ HOOKS = {
     "roll_infer_strategies": [],
     "roll_pipelines": [],
     "roll_rewards": [],
+    "roll_environments": [],
+    "roll_agents": [],
     "roll_trackers": [],
     "roll_advantage_estimators": [],
     "roll_policy_losses": [],
     "roll_weight_transports": [],
+    "roll_executors": [],
     "roll_config_fragments": [],
     "roll_checks": [],
     "roll_known_errors": [],
@@ -51,30 +56,39 @@ RECORDS = {
     "PlatformProvider": [*BASE, "priority"],
     "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only", "memory"],
     "InferProvider": [*BASE, "capabilities", "platforms", "memory"],
-    "PipelineProvider": [*BASE, "plan"],
+    "PipelineProvider": [*BASE, "plan", "tokenizer"],
     "RewardProvider": [*BASE, "enforces_timeout"],
+    "EnvironmentProvider": [*BASE, "isolation", "concurrency"],
+    "AgentProvider": [*BASE, "isolation", "concurrency"],
     "TrackerProvider": BASE,
-    "AdvantageProvider": [*BASE, "needs_critic", "needs_groups", "needs_turns", "normalise"],
-    "PolicyLossProvider": [*BASE, "off_policy"],
+    "AdvantageProvider": [
+        *BASE, "needs_critic", "needs_groups", "needs_baseline", "non_negative", "needs_turns", "normalise",
+    ],
+    "PolicyLossProvider": [*BASE, "off_policy", "whole_rollouts"],
     "WeightTransportProvider": [*BASE, "priority", "in_process", "any_strategy", "uses_directory"],
+    "ExecutorProvider": [
+        *BASE, "priority", "in_process", "python_environments", "address_variable", "placement_timeout_s",
+    ],
     "FragmentProvider": BASE,
     "CheckProvider": [*BASE, "platform"],
     "KnownErrorsProvider": BASE,
     "ImporterProvider": BASE,
-}
+}  # fmt: skip
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],
-    "CheckContext": ["platform", "config"],
+    "CheckContext": ["platform", "config", "environments"],
+    "RoleEnvironment": ["config", "package", "needs"],
 }
 CAPABILITIES = {
     "TrainCapabilities": [
         "tasks", "dtypes", "gradient_checkpointing", "data_parallel", "tensor_parallel",
         "pipeline_parallel", "context_parallel", "expert_parallel", "lora", "adapter_export", "offload", "topk",
-        "gathered", "portable_state", "router_replay", "any_world_size", "weight_transports",
+        "ema", "module_programs", "gathered", "whole_vocabulary", "portable_state", "router_replay", "any_world_size",
+        "weight_transports",
     ],
     "InferCapabilities": [
-        "dtypes", "sleeps", "lora", "prompt_logprobs", "routed_experts", "free_seeds", "in_flight_update", "endpoint",
-        "tensor_parallel", "device_weights", "weight_transports",
+        "dtypes", "sleeps", "lora", "prompt_logprobs", "prompt_topk", "routed_experts", "free_seeds",
+        "in_flight_update", "endpoint", "tensor_parallel", "device_weights", "weight_transports",
     ],
 }  # fmt: skip
 METHODS = {
@@ -93,6 +107,8 @@ METHODS = {
         "forward!": "(self, micro, want)",
         "forward_all": "(self, micros, want)",
         "forward_backward!": "(self, micros, loss)",
+        "run_module": "(self, batches, program)",
+        "forward_backward_module": "(self, batches, loss)",
         "optimizer_step!": "(self)",
         "export_weights!": "(self)",
         "export_adapters": "(self)",
@@ -101,6 +117,7 @@ METHODS = {
         "export_state": "(self)",
         "import_state": "(self, state)",
         "export_model": "(self, path)",
+        "export_head": "(self, path)",
         "offload": "(self, parts)",
         "onload": "(self, parts)",
         "memory": "(self)",
@@ -119,6 +136,13 @@ METHODS = {
         "stop!": "(self)",
     },
     rollout.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
+    environment.Environment: {
+        "reset!": "(self, task, seed)",
+        "step!": "(self, reply)",
+        "score": "(self)",
+        "close": "(self)",
+    },
+    agent.Agent: {"run!": "(self, task, session)", "close": "(self)"},
     transport.WeightTransport: {
         "available!": "(self, sender, receiver)",
         "routes": "(self, sender, receiver)",
@@ -138,6 +162,7 @@ METHODS = {
         "evaluate": "(self, run)",
         "state": "(self)",
         "load_state": "(self, state)",
+        "close": "(self)",
         "export_role": "(self)",
     },
     rollout.RolloutProgram: {
@@ -230,6 +255,8 @@ def _asked(node):
     if isinstance(node, ast.Attribute):
         of = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
         return [node.attr] if of in ("capabilities", "can") else []
+    if isinstance(node, ast.For) and "getattr(self.capabilities, name)" in ast.unparse(node):
+        return [each.value for each in ast.walk(node.iter) if isinstance(each, ast.Constant)]
     asks = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
     return [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)] if asks else []
 
@@ -244,7 +271,7 @@ def test_what_weight_transports_get_and_return():
 
 def test_kinds_of_roles_and_tasks():
     assert platform.ROLE_KINDS == ("train", "score", "generate", "reward")
-    assert providers.TASKS == ("causal_lm", "value", "reward")
+    assert providers.TASKS == ("causal_lm", "value", "reward", "flow")
 
 
 @pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from roll_core.errors import DataError, WorkerError
+from roll_core.errors import DataError, WorkerDiedError, WorkerError
 from roll_core.plugins.attribution import raised_by
 from roll_core.plugins.loader import Plugin
-from roll_core.spec.providers import InferProvider, PolicyLossProvider, RewardProvider, TrainProvider
+from roll_core.spec.providers import ExecutorProvider, InferProvider, PolicyLossProvider, RewardProvider, TrainProvider
 from roll_testing.errors import mentions
 
 PLUGIN = Plugin(
@@ -81,6 +81,29 @@ def test_the_first_cause_is_looked_at_first():
     later = DataError("later")
     later.__cause__ = error
     assert raised_by(later, [PLUGIN]).startswith("policy loss 'acme_pg'")
+
+
+def test_an_executor_is_named_for_its_own_mistakes_and_not_for_what_it_reports():
+    swarm = ExecutorProvider(name="swarm", target="roll_swarm.executor:Swarm", summary="")
+    plugin = Plugin(
+        package="roll-swarm",
+        version="1",
+        entry_point="roll-swarm",
+        target="roll_swarm.plugin",
+        state="loaded",
+        providers=(swarm,),
+    )
+
+    def raised(error):
+        code = compile("def watch(error):\n    raise error\n", f"{SITE}/roll_swarm/executor.py", "exec")
+        names = {}
+        exec(code, names)
+        with pytest.raises(type(error)):
+            names["watch"](error)
+        return raised_by(error, [CORE, plugin])
+
+    assert raised(WorkerDiedError("actor_train", 0, "node1", "update", "it exited")) == ""
+    assert raised(KeyError("slot")) == "executor 'swarm' of roll-swarm 1 (roll_swarm/executor.py:2 in watch)"
 
 
 def test_nobody_is_named_without_a_traceback_or_without_plugins():

@@ -21,6 +21,7 @@ from roll_core.plugins.targets import check_part, load_class, load_target
 from roll_core.spec.providers import (
     InferCapabilities,
     InferProvider,
+    PipelineProvider,
     RewardProvider,
     TrainProvider,
 )
@@ -104,6 +105,8 @@ def test_an_unknown_name_of_a_known_package_says_what_to_install():
         Registry([]).find(InferProvider, "vllm")
     with raises_error(UnknownProviderError, "'megatron_train'", "roll-strategy-megatron"):
         Registry([]).find(TrainProvider, "megatron_trian")
+    with raises_error(UnknownProviderError, "'dpo'", "roll-pipeline-preference"):
+        Registry([]).find(PipelineProvider, "dpo")
 
 
 def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_cause():

@@ -1,6 +1,9 @@
+import ast
+import inspect
 import logging
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -138,11 +141,17 @@ def test_a_pipeline_of_a_plugin_may_have_guards_of_its_own() -> None:
 
 def test_every_guard_has_a_remedy_and_a_section_in_the_docs() -> None:
     assert set(REMEDIES) == set(ACTIONS)
+    (schema,) = ast.parse(inspect.getsource(GuardsConfig)).body
+    meanings = {
+        ast.unparse(field.target): ast.literal_eval(below.value)
+        for field, below in pairwise(schema.body[1:])
+        if isinstance(field, ast.AnnAssign)
+    }
     sections = re.split(r"^## ", DOCS.read_text(), flags=re.MULTILINE)[1:]
     documented = {section.partition("\n")[0].strip("` "): section for section in sections}
     assert set(documented) == set(ACTIONS)
     for name, action in ACTIONS.items():
-        meaning = " ".join(str(GuardsConfig.model_fields[name].description).split())
+        meaning = " ".join(meanings[name].split())
         assert meaning in " ".join(documented[name].split()), name
         assert f"Default: `{action}`" in documented[name]
         guard = getattr(GuardsConfig(), name)

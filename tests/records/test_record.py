@@ -20,7 +20,10 @@ FACTS = RunFacts(
     pipeline="rlvr",
     seed=7,
     argv=("roll-core", "run", "grpo.yaml", "judge.api_key=hunter2hunter2"),
-    plugins=({"package": "roll-core", "version": "0.1.0", "hook_api": 1},),
+    plugins=(
+        {"package": "roll-core", "version": "0.1.0", "hook_api": 1},
+        {"package": "roll-executor-ray", "version": "0.1.0", "hook_api": 1},
+    ),
     steps_asked=10,
 )
 
@@ -29,7 +32,7 @@ def test_a_run_that_goes_on_has_a_whole_record(tmp_path: Path) -> None:
     RunRecord(tmp_path / "run.json", FACTS)
     record = read_record(tmp_path / "run.json")
     assert (record["outcome"], record["ended"], record["error"]) == ("running", None, None)
-    assert record["plugins"] == [{"package": "roll-core", "version": "0.1.0", "hook_api": 1}]
+    assert record["plugins"] == list(FACTS.plugins)
     assert record["versions"]["python"] == platform.python_version()
     for name in ("torch", "transformers", "ray", "roll-core"):
         assert record["versions"][name] == importlib.metadata.version(name)

@@ -3,6 +3,7 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64encode
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,10 +16,12 @@ from roll_core.cli import main as cli
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.guards import GuardEvent
+from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.runtime.records.ledger import LedgerRow
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.report import write_report
 from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.samples import ImagesFile
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
 
@@ -164,6 +167,39 @@ def test_texts_of_a_model_and_of_files_stay_text(tmp_path: Path) -> None:
     samples = page.samples()
     assert len(samples) == 40
     assert samples[1]["response"] == ATTACK
+
+
+def test_grids_of_images_are_in_the_page_with_their_captions(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    images = ImagesFile(run.images)
+    images.write(0, [b"\x89PNG-first"], ["reward 0.1"], split="val")
+    images.write(8, [b"\x89PNG-last", b"\x89PNG"], [ATTACK, "reward 0.9"], split="val")
+    images.close()
+    with run.images.open("a") as file:  # damaged rows
+        file.write('{"step": 9, "images": [{"png": "x\\" onload=a", "caption": ""}]}\n{"step": 9, "images": [1]}\n{"st')
+    page = page_of(run)
+    sources = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert sources == [f"data:image/png;base64,{b64encode(png).decode()}" for png in (
+        b"\x89PNG-first", b"\x89PNG-last", b"\x89PNG"
+    )]  # fmt: skip
+    assert "alert(2)" in page.text
+    assert "reward 0.9" in page.text
+    assert [attrs["data-at"] for _, attrs in page.tags if "data-at" in attrs] == ["step 0, val", "step 8, val"]
+    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+
+
+def test_a_resumed_run_continues_the_images_up_to_its_checkpoint(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    images = ImagesFile(first)
+    for step in (0, 2, 4):
+        images.write(step, [b"x"], ["a"], split="val")
+    images.close()
+    resumed = ImagesFile(second, history=first, resumed_step=2)
+    resumed.write(3, [b"y"], ["b"], split="val")
+    resumed.close()
+    assert [row["step"] for row in read_lines(second)] == [0, 2, 3]
+    ImagesFile(tmp_path / "none.jsonl").close()
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_secrets_are_not_in_the_report(tmp_path: Path) -> None:

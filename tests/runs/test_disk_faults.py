@@ -87,7 +87,7 @@ def test_a_disk_that_is_full_from_the_start_is_an_error_that_names_the_file(loca
 
 def test_a_record_is_closed_in_the_space_that_it_has(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
-    facts = RunFacts(name="x/001", pipeline="sft", plugins=[{"name": f"plugin-{i}"} for i in range(20)])
+    facts = RunFacts(name="x/001", pipeline="sft", plugins=[{"package": f"plugin-{i}"} for i in range(20)])
     record = RunRecord(path, facts)
     size = path.stat().st_size
     full_for(".run.json", monkeypatch)

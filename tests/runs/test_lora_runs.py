@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import WeightsUnchangedError
-from roll_strategy_hf import train as hf_train
+from roll_modeling import strategy
 
 LORA = {"lora_target": "all-linear", "lora_rank": 4}
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
@@ -33,12 +33,11 @@ def count_models(monkeypatch):
         loaded.append(spec)
         return hf_train_load(spec, **where)
 
-    hf_train_load = hf_train.load_model
-    monkeypatch.setattr(hf_train, "load_model", load_model)
+    hf_train_load = strategy.load_model
+    monkeypatch.setattr(strategy, "load_model", load_model)
     return loaded
 
 
-@pytest.mark.on_ray
 def test_a_policy_with_adapters_learns_and_the_engine_follows(runs):
     config = with_lora(runs.rlvr(max_steps=4, guards=EVERY_STEP, **KL))
     result = runs.ok(config)
@@ -52,7 +51,6 @@ def test_a_policy_with_adapters_learns_and_the_engine_follows(runs):
     assert lines[-1]["actor/kl_loss"] > 1e-5
 
 
-@pytest.mark.on_ray
 def test_an_engine_that_asks_for_the_adapter_is_sent_nothing_else(runs):
     config = with_lora(runs.rlvr(guards=EVERY_STEP))
     config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}

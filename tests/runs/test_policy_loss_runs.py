@@ -43,7 +43,6 @@ def test_every_policy_loss_trains(local_runs):
     assert len(set(losses.values())) > 10
 
 
-@pytest.mark.on_ray
 def test_a_loss_and_an_estimator_of_the_user_train_in_every_worker(runs):
     (runs.folder / "my_losses.py").write_text(MINE, encoding="utf-8")
     (runs.folder / "my_advantages.py").write_text(MY_ADVANTAGES, encoding="utf-8")

@@ -17,7 +17,7 @@ def recipes(runs, name):
         return runs.rlvr(ppo_epochs=2, rewards={"digits": judge})
     config = runs.rlvr(num_gpus_per_node=2, async_generation_ratio=1.0, max_steps=4, train_infer_correction=CORRECTION)
     config["actor_infer"]["device_mapping"] = [1]
-    return config
+    return config | ({"adv_estimator": "remax"} if name == "remax" else {})
 
 
 def replaying(config, recorded, **given):
@@ -53,7 +53,7 @@ def refuse_engines(monkeypatch):
     monkeypatch.setattr(FunctionReward, "start", refuse_judge)
 
 
-@pytest.mark.parametrize("name", ["sync", pytest.param("async", marks=pytest.mark.on_ray)])
+@pytest.mark.parametrize("name", ["sync", "async", "remax"])
 def test_a_replay_has_the_same_losses_bit_for_bit_and_starts_no_engine(runs, monkeypatch, name):
     config = recipes(runs, name)
     recorded = runs.ok(config | {"record_rollouts": True})
@@ -62,8 +62,9 @@ def test_a_replay_has_the_same_losses_bit_for_bit_and_starts_no_engine(runs, mon
     assert_equal(runs, recorded, replayed)
     assert not (replayed.run_dir.path / "rollouts").exists()
     assert all(line["actor/grad_norm"] > 0 for line in runs.metrics(replayed))
-    if name == "async":
+    if name != "sync":
         assert max(line["rollout/staleness/max"] for line in runs.metrics(replayed)) == 1
+    assert all(("baseline/score/mean" in line) == (name == "remax") for line in runs.metrics(replayed))
 
 
 def test_a_resumed_run_records_on_and_a_replay_can_be_resumed(local_runs):

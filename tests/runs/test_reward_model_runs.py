@@ -70,7 +70,6 @@ def scores_of(path, token_ids):
         return [float(model(torch.tensor([ids])).logits[0, 0]) for ids in token_ids]
 
 
-@pytest.mark.on_ray
 def test_rewards_are_the_scores_that_transformers_computes(runs):
     path = make_reward_model(runs.folder / "rm")
     held_out = {"data_args": {"file_name": str(runs.folder / "val.jsonl"), "max_samples": 4}}

@@ -1,7 +1,5 @@
 """GRPO on a mixture of experts whose trainer repeats what the engine's routers chose."""
 
-import pytest
-
 from roll_core.errors import DataError
 from roll_testing.errors import mentions
 
@@ -30,7 +28,6 @@ def mixture(runs, **given):
     return config
 
 
-@pytest.mark.on_ray
 def test_replay_brings_the_trainer_to_the_engines_logprobs(runs):
     reference = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
     config = mixture(runs, use_kl_loss=True, reference=reference)

@@ -12,6 +12,7 @@ import pytest
 
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import mentions, raises_error
 
@@ -51,7 +52,6 @@ def moves(runs):
     return [line for line in journal(runs) if any(word in line for word in ("loads ", "sleeps", "wakes"))]
 
 
-@pytest.mark.on_ray
 def test_colocated_roles_take_turns(site, runs):
     result = runs.ok(recorded(runs))
     # In one process the engine works with the trainer's own weights, elsewhere with a copy.
@@ -197,7 +197,7 @@ def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(si
         extra = [
             GenerateRequest(id=f"left/{len(left)}/{n}", prompt_ids=np.array([1, 2, 3]), params=params) for n in range(4)
         ]
-        await self.group.call("submit", extra)
+        await WorkerCall(self.group, "submit").all(extra)
         left.append(extra)
         await offload(self, parts)
 

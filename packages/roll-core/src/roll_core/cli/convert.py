@@ -14,9 +14,9 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import ValidationError
 
+from roll_core.config.overrides import parse_settings
 from roll_core.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -39,7 +39,7 @@ from roll_core.runtime.run.resuming import SavedRun
 from roll_core.spec.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from roll_core.runtime.records.checkpoints import Checkpoint
@@ -65,6 +65,7 @@ def convert_checkpoint(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} exists and is not an empty directory: give another OUT")
+    given = parse_settings(settings)
     checkpoint = _good(place)
     name = _role(checkpoint, role)
     working = out.absolute().parent / f".{out.name}.{secrets.token_hex(4)}"
@@ -75,7 +76,7 @@ def convert_checkpoint(
             _write(checkpoint.path / name / FOLDER, working, base_model)
         else:
             model = _model_of(checkpoint, saved, base_model, trust_remote_code=trust_remote_code)
-            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, settings))
+            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, given))
         os.replace(working, out)
     finally:
         shutil.rmtree(working, ignore_errors=True)
@@ -139,13 +140,13 @@ async def _export(
     model: ModelSpec,
     out: Path,
     platform_name: str | None,
-    settings: Sequence[str],
+    settings: Mapping[str, Any],
 ) -> None:
     """Build the strategy that wrote `folder` with one rank in this process, load its state and export the model."""
     from roll_core.config import strategy_config
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.cluster.executors import make_executor
     from roll_core.runtime.cluster.executors.base import GroupSpec
+    from roll_core.runtime.cluster.executors.local import LocalExecutor
     from roll_core.runtime.cluster.placement import Place
     from roll_core.runtime.cluster.platform import select_platform, values_of
     from roll_core.runtime.run.roles import GroupTrainRole
@@ -168,7 +169,7 @@ async def _export(
         )
     if why := platform.supports(model.dtype):
         raise UnsupportedError(f"{name}: the model's dtype is {model.dtype}: {why}; give --platform")
-    config = {**role.strategy_config, **dict(_setting(each) for each in settings)}
+    config = {**role.strategy_config, **settings}
     try:
         schema = strategy_config(provider, config, owner=provider.name)
     except ValidationError as error:
@@ -196,20 +197,12 @@ async def _export(
         },
         env=values_of(schema.worker_environment()),
     )
-    async with make_executor("local", platform, slots_per_node=1) as executor:
+    async with LocalExecutor(platform, 1) as executor:
         groups = await executor.start([spec])
         trained = GroupTrainRole(name, WorkerConfig(), groups[name], trains=True)
         await trained.start()
         await trained.load(folder, role.weight_version)
         await trained.export(out)
-
-
-def _setting(word: str) -> tuple[str, Any]:
-    """Split `key=value` and parse the value as YAML."""
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise CheckpointMismatchError(f"found {word!r}, expected KEY=VALUE of the strategy's config")
-    return key, yaml.safe_load(value)
 
 
 def _write(folder: Path, out: Path, base_model: str | None) -> None:

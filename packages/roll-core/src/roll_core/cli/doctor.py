@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
-from roll_core.runtime.cluster.doctor import examine
+from roll_core.runtime.planning.doctor import examine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roll_core.runtime.cluster.doctor import DoctorFinding
+    from roll_core.runtime.planning.doctor import DoctorFinding
 
 WIDTH = 140
 """Width of the output, in columns, if stdout is not a terminal."""

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import math
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -30,9 +29,15 @@ commands:
   check CONFIG... [key=value ...]   report all mistakes in configs, without starting a run
   plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
   doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
+  audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
+  plugins test NAME                 run the conformance tests of an installed plugin
+  new KIND NAME [--dir DIR]         write a plugin package whose tests pass
+  envs list | play NAME             list environments, or play an episode of one in the terminal
   import NAME FILE [-o OUT]         convert another framework's config, and report the result for each key
-  report RUN                        write report.html of a run directory again
+  runs [DIR] [--json]               list runs with state, step, score, config hash and age
+  watch RUN                         follow a run in the terminal until it ends
+  report RUN...                     write report.html of a run again, or a page that compares several runs
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
 
@@ -100,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = _plugin_that_raised(error, words)
         if not source or show_traceback:
             raise
+        import shlex
+
         message = f"{type(error).__name__}: {error}".rstrip(": ")
         _print_error(f"{message}\nraised by {source}; roll-core --traceback {shlex.join(words)} shows the traceback")
         return 1
@@ -187,7 +194,28 @@ def _doctor(words: list[str]) -> int:
     return doctor(configs[0] if configs else None, overrides, disabled, as_json=options.json)
 
 
+def _audit(words: list[str]) -> int:
+    parser = _parser(
+        "audit",
+        "Check what rows, tokenizer and chat template do to the tokens of a run, and show which tokens are trained. The"
+        " exit code is 1 if there is an error.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="directory or hub id; only with a file of rows")
+    parser.add_argument("--rows", metavar="N", type=_count, default=2, help="number of rows to show (default: 2)")
+    sources, overrides, disabled, options = _words(parser, words)
+    if len(sources) != 1:
+        parser.error("expected one config, or one file of rows")
+    from roll_core.cli.audit import audit
+
+    return audit(
+        sources[0], overrides, disabled, tokenizer=options.tokenizer, num_shown=options.rows, as_json=options.json
+    )
+
+
 def _plugins(words: list[str]) -> int:
+    if words[:1] == ["test"]:
+        return _test_plugin(words[1:])
     parser = _parser("plugins", "List the installed plugins, what they provide, and why they failed to load.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print summaries, hooks and import times")
@@ -201,14 +229,92 @@ def _plugins(words: list[str]) -> int:
     )
 
 
-def _report(words: list[str]) -> int:
-    parser = _parser("report", "Write report.html of a run directory again, also of a run that is in progress.")
+def _test_plugin(words: list[str]) -> int:
+    parser = _parser(
+        "plugins test",
+        "Run the conformance tests of each part of an installed plugin, in a child process. The exit code is 1 if a"
+        " test fails.",
+    )
+    parser.add_argument("name", metavar="NAME", help="distribution of the plugin, such as roll-infer-hf")
+    parser.add_argument("-k", metavar="EXPRESSION", default="", help="select tests, as pytest does")
+    _add_disable_plugin(parser)
+    options = parser.parse_args(words)
+    from roll_core.cli.plugins import test_plugin
+
+    return test_plugin(options.name, options.disable_plugin, options.k)
+
+
+def _new(words: list[str]) -> int:
+    from roll_core.cli.plugins import from_roll_testing
+
+    code: int = from_roll_testing("roll_testing.new:new")(words)
+    return code
+
+
+def _envs(words: list[str]) -> int:
+    parser = _parser("envs", "List the environments of installed packages, or play an episode of one.")
+    actions = parser.add_subparsers(dest="action", metavar="list | play", required=True)
+    listing = actions.add_parser("list", help="list environments with the keys of env_config", allow_abbrev=False)
+    playing = actions.add_parser("play", help="play an episode; each line is a reply", allow_abbrev=False)
+    playing.add_argument("name", metavar="NAME", help="environment, or your own class as module:Class")
+    playing.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="keys of env_config")
+    playing.add_argument("--seed", type=int, default=0, help="seed of the episode (default: 0)")
+    for each in (listing, playing):
+        _add_disable_plugin(each)
+    options = parser.parse_args(words)
+    from roll_core.cli.envs import list_environments, play_environment
+
+    if options.action == "list":
+        return list_environments(options.disable_plugin)
+    return play_environment(options.name, options.settings, options.disable_plugin, seed=options.seed)
+
+
+def _runs(words: list[str]) -> int:
+    parser = _parser("runs", "List the runs of an output directory, an experiment or a single run directory.")
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", default=Path("output"), help="default: output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(words)
+    from roll_core.cli.runs import list_runs
+
+    return list_runs(options.dir, as_json=options.json)
+
+
+def _watch(words: list[str]) -> int:
+    parser = _parser(
+        "watch",
+        "Follow a run until it ends. Ctrl-C ends only this command. The exit code is 1 if the run did not finish.",
+    )
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory, or that of an experiment: its newest run")
     options = parser.parse_args(words)
-    from roll_core.runtime.records.report import write_report
+    from roll_core.cli.runs import watch
+
+    return watch(options.run)
+
+
+def _report(words: list[str]) -> int:
+    parser = _parser(
+        "report",
+        "Write report.html of a run directory again, also of a run that is in progress. With several runs, write one"
+        " page that compares them.",
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="run directory, or that of an experiment: its newest run"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, help="page that compares several runs (default: comparison.html)"
+    )
+    options = parser.parse_args(words)
+    if options.out and len(options.runs) == 1:
+        parser.error("-o only with several runs: the report of one run is in its directory")
+    from roll_core.runtime.records.report import write_comparison, write_report
     from roll_core.runtime.records.run_dir import RunDir
 
-    sys.stdout.write(f"{write_report(RunDir.open(options.run).path)}\n")
+    runs = [RunDir.open(run) for run in options.runs]
+    if len(runs) == 1:
+        written = write_report(runs[0].path)
+    else:
+        written = write_comparison(runs, options.out or Path("comparison.html"))
+    sys.stdout.write(f"{written}\n")
     return 0
 
 
@@ -291,8 +397,13 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check": _check,
     "plan": _plan,
     "doctor": _doctor,
+    "audit": _audit,
     "plugins": _plugins,
+    "new": _new,
+    "envs": _envs,
     "import": _import,
+    "runs": _runs,
+    "watch": _watch,
     "report": _report,
     "checkpoint": _checkpoint,
 }

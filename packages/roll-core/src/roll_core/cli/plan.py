@@ -7,10 +7,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config import load
-from roll_core.plugins.registry import load_registry
-from roll_core.runtime.planning import make_plan
-from roll_core.runtime.planning.suggestion import explained, smallest_change
+from roll_core.api import GIB
+from roll_core.api import plan as plan_of
+from roll_core.runtime.planning.suggestion import explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.planning.plan import Load
     from roll_core.runtime.planning.suggestion import Proposal
 
-GIB = 2**30
 WIDTH = 140
 """Width of the output, in columns, if stdout is not a terminal."""
 
@@ -45,19 +43,19 @@ def plan(
     `slot_gib` and `host_gib` replace the free memory measured here, in GiB. Raises `ConfigError` (exit code 2) if the
     config is invalid.
     """
-    registry = load_registry(disabled_plugins)
-    loaded = load(config, overrides, registry)
-    found = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=_bytes(slot_gib), host_bytes=_bytes(host_gib))
-    proposal = smallest_change(loaded.config, registry, found) if found.over else None
+    planned = plan_of(
+        config,
+        overrides,
+        nodes=nodes,
+        slot_memory_gib=slot_gib,
+        host_memory_gib=host_gib,
+        disabled_plugins=disabled_plugins,
+    )
     if as_json:
-        sys.stdout.write(json.dumps(_plain(found, proposal), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_plain(planned.plan, planned.proposal), indent=2) + "\n")
     else:
-        _show(found, proposal, loaded.config.pipeline, verbose=verbose)
-    return 0 if found.starts and not found.over else 1
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
+        _show(planned.plan, planned.proposal, planned.loaded.config.pipeline, verbose=verbose)
+    return 0 if planned.fits else 1
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -70,7 +68,7 @@ def _show(found: Plan, proposal: Proposal | None, pipeline: str, *, verbose: boo
     placement = found.placement
     nodes = len(placement.nodes)
     console.print(
-        f"{pipeline} on platform {placement.platform.name}, executor {placement.executor}:"
+        f"{pipeline} on platform {placement.platform.name}, executor {placement.executor.name}:"
         f" {nodes} node{'' if nodes == 1 else 's'} of {placement.per_node} slot{'' if placement.per_node == 1 else 's'}"
     )
     _show_places(console, found)
@@ -276,7 +274,7 @@ def _plain(found: Plan, proposal: Proposal | None) -> dict[str, Any]:
         "known": found.known,
         "over_bytes": found.over,
         "platform": placement.platform.name,
-        "executor": placement.executor,
+        "executor": placement.executor.name,
         "slots_per_node": placement.per_node,
         "problems": list(placement.problems),
         "notes": list(placement.notes),

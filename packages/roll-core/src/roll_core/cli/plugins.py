@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
+import importlib.util
 import json
 import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import PluginError
+from roll_core.errors import MissingRequirementError, PluginError, UnknownProviderError, closest
 from roll_core.plugins.loader import SLOW_IMPORT_S
 from roll_core.plugins.records import KINDS
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import alternatives
+from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import WeightTransportProvider
 
 if TYPE_CHECKING:
@@ -41,6 +42,30 @@ def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: boo
         if check_parts and not broken:
             sys.stdout.write("all parts can be imported, and their requirements are installed\n")
     return 2 if broken else 0
+
+
+def test_plugin(name: str, disabled_plugins: Sequence[str], expression: str) -> int:
+    """Run the conformance tests of an installed plugin. Raises `PluginError` if it is not installed or did not load."""
+    registry = load_registry(disabled_plugins)
+    by_name = {plugin.package: plugin for plugin in registry.plugins}
+    plugin = by_name.get(name.replace("_", "-"))
+    if plugin is None:
+        close = closest(name, by_name)
+        hint = f"did you mean {close}?" if close else f"installed: {', '.join(sorted(by_name))}"
+        raise UnknownProviderError(f"no plugin is called {name!r}; {hint}")
+    if plugin.error is not None:
+        raise plugin.error
+    code: int = from_roll_testing("roll_testing.suites:run_suites")(plugin, expression)
+    return code
+
+
+def from_roll_testing(target: str) -> Any:
+    """A function of roll-testing, which the core does not require. Raises `MissingRequirementError`."""
+    if importlib.util.find_spec("roll_testing") is None:
+        raise MissingRequirementError(
+            "this command needs roll-testing, which is not installed: pip install 'roll-testing>=0.1,<0.2'"
+        )
+    return load_target(target, owner="roll-testing")
 
 
 def _lines(plugin: Plugin, *, verbose: bool) -> list[str]:
@@ -98,9 +123,7 @@ def _check_parts(registry: Registry) -> list[str]:
             except PluginError as error:
                 broken.append(str(error))
             for name in getattr(getattr(record, "capabilities", None), "weight_transports", ()):
-                close = difflib.get_close_matches(name, transports, 1)
+                close = closest(name, transports)
                 if close and name not in transports:
-                    broken.append(
-                        f"{registry.owner(record)}: lists weight transport {name!r}; did you mean {close[0]!r}?"
-                    )
+                    broken.append(f"{registry.owner(record)}: lists weight transport {name!r}; did you mean {close!r}?")
     return broken

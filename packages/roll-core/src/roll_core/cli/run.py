@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from roll_core.cli.files import FileCheck
+from roll_core.api import prepare, start
+from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError, PluginError, RollError
 from roll_core.pipelines.config import num_workers
@@ -33,23 +34,15 @@ def run_configs(
     import gc
     import traceback
 
-    from roll_core import openmp
     from roll_core.config.secrets import Redactor
-    from roll_core.plugins.requirements import check_extra
 
-    os.environ.update(openmp.environment(os.environ))  # OpenMP reads these when torch is loaded
-    registry = load_registry(disabled_plugins)
-    further = FileCheck() if files else None
-    loaded = [load(path, overrides, registry, further, needs=True) for path in configs]
-    check_extra("train", what="roll-core run")
+    registry, loaded = prepare(configs, overrides, disabled_plugins, files=files)
     gc.set_threshold(*GC_THRESHOLDS)
-    # Heavy imports come after the checks, so that mistakes are reported within a second.
     from roll_core.runtime.records.ledger import process_age_s
-    from roll_core.runtime.run.loop import execute
 
     before_s = process_age_s()
     for each in loaded:
-        result = execute(each, registry, argv=sys.argv, before_s=before_s)
+        result = start(each, registry, argv=sys.argv, before_s=before_s)
         before_s = 0.0
         if result.error is not None:
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):

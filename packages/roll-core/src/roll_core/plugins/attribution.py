@@ -1,8 +1,9 @@
 """Attributes an error to the plugin part that raised it, from tracebacks of this process and of workers.
 
 Each traceback is searched from its innermost frame outwards. The first frame in a plugin's package identifies the
-plugin. A frame of ROLL's runtime ends the search, because the plugin only called it. Frames of libraries and of ROLL's
-toolkit for plugins are skipped.
+plugin. A frame of ROLL's runtime ends the search, because the plugin only called it. Executors are part of the runtime
+in this respect if the error is one of ROLL's: they report exits of workers and missing slots. Frames of libraries and
+of ROLL's toolkit for plugins are skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError, chain
 from roll_core.plugins.records import kind_of
-from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
+from roll_core.spec.providers import ExecutorProvider, InferProvider, RewardProvider, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _BEGIN = "Traceback (most recent call last):"
 _LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<number>\d+), in (?P<function>.+)$', re.MULTILINE)
 _CORE = "roll_core"
-_RUNTIME = ("roll_core.runtime.", "roll_core.cli.")
+_RUNTIME = ("roll_core.runtime.", "roll_core.api", "roll_core.cli.")
 _CALLERS: dict[str, type[Provider]] = {
     "roll_core.runtime.workers.train": TrainProvider,
     "roll_core.runtime.workers.infer": InferProvider,
@@ -58,8 +59,14 @@ def raised_by(error: BaseException, plugins: Iterable[Plugin]) -> str:
     first. roll-core's own parts do not count as plugin code.
     """
     foreign = {plugin: packages for plugin in plugins if (packages := _packages(plugin))}
+    executors = {
+        package
+        for plugin, packages in foreign.items()
+        if isinstance(error, RollError) and any(isinstance(each, ExecutorProvider) for each in plugin.providers)
+        for package in packages
+    }
     for frames in _tracebacks(error):
-        if found := _part(frames, foreign):
+        if found := _part(frames, foreign, executors):
             return found
     return ""
 
@@ -80,8 +87,10 @@ def _tracebacks(error: BaseException) -> Iterator[list[_Frame]]:
         yield [_Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname) for frame, line in walked]
 
 
-def _part(frames: Sequence[_Frame], foreign: dict[Plugin, frozenset[str]]) -> str:
+def _part(frames: Sequence[_Frame], foreign: dict[Plugin, frozenset[str]], executors: set[str]) -> str:
     for frame in reversed(frames):
+        if any(frame.module(package) for package in executors):
+            return ""
         for plugin, packages in foreign.items():
             for package in packages:
                 if module := frame.module(package):

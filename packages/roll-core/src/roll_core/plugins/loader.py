@@ -8,7 +8,6 @@ Each plugin has its own pluggy manager, so every result and every failure belong
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.metadata
 import os
 import re
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
-from roll_core.errors import PluginError, PluginLoadError
+from roll_core.errors import PluginError, PluginLoadError, closest
 from roll_core.plugins.records import KINDS, check_record
 from roll_core.plugins.requirements import CORE
 from roll_core.spec import HOOK_API, hooks
@@ -165,8 +164,8 @@ def _refuse_unknown(disabled: Collection[str], found: list[Plugin]) -> None:
     for name in disabled:
         if not any(_is_named(plugin, {name}) for plugin in found):
             installed = sorted({plugin.package for plugin in found})
-            close = difflib.get_close_matches(normalise(name), installed, 1)
-            hint = f"did you mean {close[0]}?" if close else f"installed: {', '.join(installed)}"
+            close = closest(normalise(name), installed)
+            hint = f"did you mean {close}?" if close else f"installed: {', '.join(installed)}"
             raise PluginError(f"--disable-plugin {name}: there is no such plugin; {hint}")
 
 
@@ -248,14 +247,14 @@ def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
         if options is not None:
             hook = options.get("specname") or name
             if hook not in HOOK_NAMES:
-                close = difflib.get_close_matches(hook, HOOK_NAMES, 1, 0.5)
-                hint = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(sorted(HOOK_NAMES))}"
+                close = closest(hook, HOOK_NAMES, 0.5)
+                hint = f"did you mean {close}?" if close else f"hooks are {', '.join(sorted(HOOK_NAMES))}"
                 raise _BrokenContractError(f"{hook} is not a hook; {hint}")
         elif name.startswith("roll_") and callable(getattr(module, name, None)):
-            close = difflib.get_close_matches(name, HOOK_NAMES, 1, 0.85)
+            close = closest(name, HOOK_NAMES, 0.85)
             if close:
                 raise _BrokenContractError(
-                    f"{name} is not marked with @hookimpl, so it is never called; mark it, as {close[0]}"
+                    f"{name} is not marked with @hookimpl, so it is never called; mark it, as {close}"
                 )
 
 

@@ -12,7 +12,10 @@ from typing import Any, Literal
 from roll_core.plugins.requirements import alternatives
 from roll_core.spec.providers import (
     AdvantageProvider,
+    AgentProvider,
     CheckProvider,
+    EnvironmentProvider,
+    ExecutorProvider,
     FragmentProvider,
     ImporterProvider,
     InferProvider,
@@ -49,10 +52,13 @@ KINDS = (
     Kind("roll_infer_strategies", InferProvider, "infer strategy"),
     Kind("roll_pipelines", PipelineProvider, "pipeline"),
     Kind("roll_rewards", RewardProvider, "reward"),
+    Kind("roll_environments", EnvironmentProvider, "environment"),
+    Kind("roll_agents", AgentProvider, "agent"),
     Kind("roll_trackers", TrackerProvider, "tracker"),
     Kind("roll_advantage_estimators", AdvantageProvider, "advantage estimator"),
     Kind("roll_policy_losses", PolicyLossProvider, "policy loss"),
     Kind("roll_weight_transports", WeightTransportProvider, "weight transport"),
+    Kind("roll_executors", ExecutorProvider, "executor"),
     Kind("roll_config_fragments", FragmentProvider, "config fragment"),
     Kind("roll_checks", CheckProvider, "check"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors"),
@@ -69,6 +75,9 @@ def kind_of(record: type[Provider]) -> Kind:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_BOUND = r"(>=|==|<)\d+(\.\d+)*"
+_COMMON_NEED = re.compile(rf"[a-z0-9]+(-[a-z0-9]+)*(\[\w+\])?({_BOUND}(,{_BOUND})*)?", re.ASCII)
+"""The usual form of a requirement, which is valid. Others are parsed, which imports `packaging`."""
 
 
 def check_record(record: Provider) -> str:
@@ -90,12 +99,14 @@ def check_record(record: Provider) -> str:
 
 
 def _check_needs(needs: tuple[str | tuple[str, ...], ...]) -> str:
-    from packaging.requirements import InvalidRequirement, Requirement
-
     for need in needs:
         if not need:
             return f"needs has {need!r}, expected a requirement (PEP 508)"
         for each in alternatives(need):
+            if _COMMON_NEED.fullmatch(each):
+                continue
+            from packaging.requirements import InvalidRequirement, Requirement
+
             try:
                 Requirement(each)
             except InvalidRequirement as error:

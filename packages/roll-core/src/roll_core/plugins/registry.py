@@ -5,20 +5,18 @@ Names are resolved on use, so a broken part affects only configs that use it.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_core.errors import PluginHookError, ProviderConflictError, UnknownProviderError
-from roll_core.plugins.loader import load_plugins, normalise
+from roll_core.errors import ContractError, PluginHookError, ProviderConflictError, UnknownProviderError, closest
+from roll_core.plugins.loader import Plugin, load_plugins, normalise
 from roll_core.plugins.records import KINDS, kind_of
-from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
+from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from roll_core.plugins.loader import Plugin
     from roll_core.plugins.records import Kind
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import Provider
@@ -44,8 +42,8 @@ class Registry:
     def find(self, kind: type[P], name: str) -> P:
         """Return the record of this kind with this name, given as `name` or `package/name`.
 
-        Policy losses and advantage estimators may also be given as `module:function`, a function of the user. The
-        working directory is then prepended to the module path of this process, and so to that of its workers.
+        Policy losses, advantage estimators, environments and agents may also be given as `module:name`, code of the
+        user. The working directory is then prepended to the module path of this process, and so to that of its workers.
 
         Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does. The latter
         lists the nearest name, the package that provides it, and the plugins that failed to load. The first of their
@@ -58,8 +56,7 @@ class Registry:
             return offers[0][1]
         if offers:
             raise ProviderConflictError(self._conflict(kind_of(kind), name, [plugin for plugin, _ in offers]))
-        failed = [plugin for plugin in self.plugins if plugin.state == "failed"]
-        raise UnknownProviderError(self._unknown(kind, name, failed)) from (failed[0].error if failed else None)
+        raise self._error(kind, self._unknown(kind, name))
 
     def providers(self, kind: type[P]) -> tuple[P, ...]:
         """All records of a kind, roll-core's own first."""
@@ -108,7 +105,23 @@ class Registry:
             f" or disable one with --disable-plugin {plugins[-1].package}"
         )
 
-    def _unknown(self, kind: type[Provider], name: str, failed: list[Plugin]) -> str:
+    def no_part(self, kind: type[Provider], message: str) -> UnknownProviderError:
+        """Error for a config that needs a part of this kind that no loaded plugin offers; names packages to install."""
+        packages = sorted(set(_known_parts(kind_of(kind)).values()))
+        return self._error(kind, [message, *(_install(package) for package in packages)])
+
+    def _error(self, kind: type[Provider], lines: list[str]) -> UnknownProviderError:
+        """Error of these lines and the state of the plugins, caused by the error of the first one that failed."""
+        failed = [plugin for plugin in self.plugins if plugin.state == "failed"]
+        lines = [*lines, f"available: {', '.join(self.names(kind)) or 'none'}"]
+        lines += [f"failed to load: {plugin}: {plugin.cause}" for plugin in failed]
+        lines += [f"not loaded: {each} ({_WHY[each.state]})" for each in self.plugins if each.state in _WHY]
+        error = UnknownProviderError("\n    ".join(lines))
+        error.__cause__ = failed[0].error if failed else None
+        return error
+
+    def _unknown(self, kind: type[Provider], name: str) -> list[str]:
+        """What is known about a name that no plugin offers: a hint, a similar name, and the package to install."""
         spec = kind_of(kind)
         package, slash, bare = name.rpartition("/")
         known = _known_parts(spec)
@@ -119,23 +132,14 @@ class Registry:
         elif hint := _hints(spec).get(bare.lower()):
             lines.append(hint)
         elif bare not in known:
-            close = difflib.get_close_matches(bare, [*names, *known], 1, 0.6)
-            close = close or sorted(each for each in {*names, *known} if bare and each.startswith(bare))
+            found = closest(bare, [*names, *known])
+            close = [found] if found else sorted(each for each in {*names, *known} if bare and each.startswith(bare))
             if close:
                 lines[0] += f"; did you mean {' or '.join(map(repr, close))}?"
                 bare = close[0]
         if bare in known and bare not in names:
-            lines.append(
-                f"{bare!r} is in the package {known[bare]}: pip install {known[bare]}"
-                f" (in a clone of ROLL: pip install -e packages/{known[bare]})"
-            )
-        lines.append(f"available: {', '.join(names) or 'none'}")
-        for plugin in failed:
-            lines.append(f"failed to load: {plugin}: {plugin.cause}")
-        for plugin in self.plugins:
-            if plugin.state in ("disabled", "not allowed", "not installed"):
-                lines.append(f"not loaded: {plugin} ({_WHY[plugin.state]})")
-        return "\n    ".join(lines)
+            lines.append(f"{bare!r} is in the package {known[bare]}: {_install(known[bare])}")
+        return lines
 
     def _unknown_package(self, spec: Kind, kind: type[Provider], package: str, bare: str) -> list[str]:
         mine = [plugin for plugin in self.plugins if normalise(plugin.package) == normalise(package)]
@@ -148,8 +152,8 @@ class Registry:
         return [f"{mine[0]} offers {', '.join(offered) if offered else f'no {spec.noun}'}"]
 
 
-USER_FUNCTIONS = (AdvantageProvider, PolicyLossProvider)
-"""Kinds of parts that may be a function of the user, see `roll_core.plugins.user_functions`."""
+USER_FUNCTIONS = (AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider)
+"""Kinds of parts that may be a function or class of the user, see `roll_core.plugins.targets.options_schema`."""
 
 
 def is_user_function(record: Provider) -> bool:
@@ -163,11 +167,43 @@ def _user_function(kind: type[P], name: str) -> P:
     return kind(name=name, target=name, summary="A function of the user")
 
 
-class Events:
-    """Calls the event hooks, plugin by plugin in order of registration."""
+EVENTS = {
+    "roll_run_started": ("run",),
+    "roll_step_finished": ("run", "step", "metrics"),
+    "roll_run_finished": ("run", "error"),
+}
+"""Event hooks and their arguments."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._plugins = [plugin for plugin in registry.plugins if plugin.manager is not None]
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Check the callbacks of a run, see `Events`.
+
+    Raises `ContractError` for an object without an event hook, a method with a similar name, or a method that does not
+    take the hook's arguments by name.
+    """
+    import inspect
+
+    for callback in callbacks:
+        name = _name(callback)
+        given = [each for each in dir(callback) if each.startswith("roll_")]
+        if isinstance(callback, type) or not given:
+            found = "a class" if isinstance(callback, type) else "an object without any of these methods"
+            raise ContractError(f"{name}: found {found}, expected an object with {', '.join(EVENTS)}")
+        for hook in given:
+            if hook not in EVENTS:
+                raise ContractError(f"{name}: {hook} is not an event hook; did you mean {closest(hook, EVENTS, 0.0)}?")
+            try:
+                inspect.signature(getattr(callback, hook)).bind(**dict.fromkeys(EVENTS[hook]))
+            except (TypeError, ValueError) as error:
+                expected = f"{hook}({', '.join(EVENTS[hook])})"
+                raise ContractError(f"{name}: {hook}: {error}; expected the arguments {expected}") from error
+
+
+class Events:
+    """Calls the event hooks, plugin by plugin in order of registration, then those of the run's `callbacks`."""
+
+    def __init__(self, registry: Registry, callbacks: Sequence[object] = ()) -> None:
+        self._plugins = [*(plugin for plugin in registry.plugins if plugin.manager is not None), *callbacks]
 
     def run_started(self, run: Run) -> None:
         """Call `roll_run_started` of each plugin. Raises `PluginHookError` at the first failure and stops there."""
@@ -194,18 +230,23 @@ class Events:
             raise first
 
 
-def _call(plugin: Plugin, hook: str, **arguments: Any) -> None:
-    if hook not in plugin.hooks or plugin.manager is None:
+def _call(plugin: Plugin | object, hook: str, **arguments: Any) -> None:
+    function = getattr(plugin.manager.hook if isinstance(plugin, Plugin) and plugin.manager else plugin, hook, None)
+    if function is None:
         return
     try:
-        getattr(plugin.manager.hook, hook)(**arguments)
+        function(**arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # third-party code: SystemExit must not look like a normal end
         reason = " ".join(str(error).split())
         raise PluginHookError(
-            f"plugin {plugin}: {hook} raised {type(error).__name__}{': ' if reason else ''}{reason}"
+            f"{_name(plugin)}: {hook} raised {type(error).__name__}{': ' if reason else ''}{reason}"
         ) from error
+
+
+def _name(plugin: Plugin | object) -> str:
+    return f"plugin {plugin}" if isinstance(plugin, Plugin) else f"callback {type(plugin).__name__}"
 
 
 _WHY = {
@@ -213,6 +254,10 @@ _WHY = {
     "not allowed": "not listed in ROLL_PLUGINS",
     "not installed": "listed in ROLL_PLUGINS, but not installed",
 }
+
+
+def _install(package: str) -> str:
+    return f"pip install {package} (in a clone of ROLL: pip install -e packages/{package})"
 
 
 def _known_parts(kind: Kind) -> dict[str, str]:

@@ -86,10 +86,21 @@ class Console:
         """Print a warning, above the progress bar if there is one."""
         self.line(text, style="yellow")
 
-    def start(self, *, total_steps: int, done: int = 0) -> None:
-        """Start the progress bar. `done` of `total_steps` were completed before this run resumed."""
+    def start(
+        self,
+        *,
+        total_steps: int,
+        done: int = 0,
+        elapsed_s: float = 0.0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Start the progress bar. `done` of `total_steps` were completed before this run resumed.
+
+        For a run that is already in progress: `elapsed_s` since its start, and the last value of each metric.
+        """
         self._total = total_steps
-        self._started = time.monotonic()
+        self._started = time.monotonic() - elapsed_s
+        self._take(metrics or {})
         if not self._terminal:
             return
         self._progress = Progress(
@@ -117,10 +128,10 @@ class Console:
         if self._progress is not None:
             self._progress.update(_TASK, stage=name)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that step `step` is complete, with its metrics."""
+    def step(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
+        """Show that step `step` is complete, with its metrics. It ended at the monotonic time `at` (default: now)."""
         self._take(metrics)
-        self._ends.append((step, time.monotonic()))
+        self._ends.append((step, time.monotonic() if at is None else at))
         if self._progress is not None:
             self._progress.update(_TASK, completed=step, refresh=True)
         elif not self._terminal:

@@ -35,7 +35,7 @@ REMEDIES = {
     "logprob_gap": (
         "compare temperature, dtype and attention of trainer and engine. If they are correct, raise the threshold"
     ),
-    "reward_failures": "fix the reward, or raise its timeout_s; failed samples are never trained on",
+    "reward_failures": "fix what the failure names, or raise its timeout; failed samples are never trained on",
     "non_finite": "lower learning_rate, clip gradients (max_grad_norm), or compute in bf16 or fp32 instead of fp16",
     "zero_steps": "raise max_steps above the step of the checkpoint, or remove resume_from_checkpoint",
     "staleness": "please report: generation must not run further ahead of training than async_generation_ratio allows",

@@ -20,10 +20,10 @@ _OURS = ("roll", "__main__")
 """Prefixes of ROLL's and its plugins' logger names, such as `roll_core`, `roll_infer_vllm`."""
 _CHATTY = frozenset(
     ("absl", "asyncio", "datasets", "filelock", "fsspec", "h5py", "httpcore", "httpx", "huggingface_hub", "jax",
-     "matplotlib", "numba", "numexpr", "PIL", "ray", "tensorboard", "tensorflow", "torch", "transformers", "urllib3")
+     "matplotlib", "numba", "numexpr", "PIL", "tensorboard", "tensorflow", "torch", "transformers", "urllib3")
 )  # fmt: skip
 """Libraries of which the file gets only warnings and errors."""
-_OWN_HANDLERS = ("transformers", "datasets", "huggingface_hub", "ray", "vllm", "sglang")
+_OWN_HANDLERS = ("transformers", "datasets", "huggingface_hub", "vllm", "sglang")
 """Libraries that install handlers of their own, which print to stderr."""
 _QUIET_ENVIRONMENT = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 """Disables other progress bars, which would overwrite ROLL's. The user's own settings take precedence."""

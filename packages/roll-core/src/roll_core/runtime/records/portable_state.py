@@ -159,6 +159,8 @@ def _checked(tensor: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
 
 def _describe(model: ModelSpec, folder: Path) -> None:
     """Write config and tokenizer of the model, if possible. A strategy's own model may be unknown to transformers."""
+    if model.library:
+        return
     try:
         from roll_modeling.export import write_description
 

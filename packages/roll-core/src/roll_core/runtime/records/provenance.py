@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 _GIT_TIMEOUT_S = 10.0
 DISTRIBUTIONS = (
-    "roll-core", "roll-modeling", "torch", "transformers", "ray", "pyarrow", "tokenizers", "numpy", "pydantic",
-    "safetensors", "tensorboard", "math-verify",
+    "roll-core", "roll-modeling", "torch", "transformers", "pyarrow", "tokenizers", "numpy", "pydantic", "safetensors",
+    "tensorboard", "math-verify",
 )  # fmt: skip
 
 
@@ -36,6 +36,16 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def requirements(package: str) -> tuple[str, ...]:
+    """Names of the distributions that an installed distribution requires; none if it is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        return tuple(Requirement(each).name for each in importlib.metadata.requires(package) or ())
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError, RunFileError, RunPreemptedError
 from roll_core.host import hostname
 from roll_core.runtime.records.jsonlines import safe
-from roll_core.runtime.records.provenance import git_state, host_facts, versions
+from roll_core.runtime.records.provenance import git_state, host_facts, requirements, versions
 from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.records.run_files import writing
 
@@ -54,7 +54,7 @@ class RunFacts:
     seed: int | None = None
     argv: Sequence[str] = ()
     plugins: Sequence[Mapping[str, Any]] = ()
-    """Installed plugins, each with at least `name`, `version` and `hook_api`."""
+    """Installed plugins, each with at least `package`, `version` and `hook_api`."""
     steps_asked: int | None = None
     resumed_from: str = ""
     """Path of the checkpoint from which the run resumed; empty if it did not."""
@@ -82,7 +82,7 @@ class RunRecord:
             "guards": {"counts": {}, "events": []},
             "time": None,
             "memory": None,
-            "versions": versions(),
+            "versions": versions(name for each in facts.plugins for name in requirements(each["package"])),
             "environments": {},
             "git": git_state(Path.cwd()),
             "host": host_facts(),

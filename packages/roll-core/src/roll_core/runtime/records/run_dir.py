@@ -1,6 +1,6 @@
 """Run directories, `<output_dir>/<exp_name>/<NNN>`, and the search for the checkpoint that a run resumes from.
 
-output/grpo/001/  config.yaml  run.json  metrics.jsonl  samples.jsonl  log.txt  report.html
+output/grpo/001/  config.yaml  run.json  metrics.jsonl  samples.jsonl  images.jsonl  log.txt  report.html
                   checkpoints/step-10/  tokenizer/  export/  tensorboard/
 output/grpo/latest -> 001
 """
@@ -110,6 +110,11 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     @property
+    def images(self) -> Path:
+        """Images of samples, for runs that have any."""
+        return self.path / "images.jsonl"
+
+    @property
     def log(self) -> Path:
         """Log of the run."""
         return self.path / "log.txt"
@@ -133,11 +138,6 @@ class RunDir:
     def export(self) -> Path:
         """Exported model in the format of transformers."""
         return self.path / "export"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Directory of TensorBoard event files."""
-        return self.path / "tensorboard"
 
 
 def find_checkpoint(
@@ -210,6 +210,21 @@ def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
 def experiment_runs(experiment: Path) -> list[RunDir]:
     """The runs of an experiment, oldest first."""
     return [RunDir(experiment / f"{number:03d}") for number in sorted(_numbers(experiment))]
+
+
+def runs_below(place: str | Path) -> list[RunDir]:
+    """The run at `place`, or the runs of an experiment or of a directory of experiments, oldest first per experiment.
+
+    Raises `RunDirectoryError` if `place` is not a directory.
+    """
+    path = Path(place).expanduser().absolute()
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path} is not a directory: give the output_dir of runs, an experiment or a run")
+    if _is_run(path):
+        return [RunDir(path.resolve())]
+    if runs := experiment_runs(path):
+        return runs
+    return [run for experiment in sorted(path.iterdir()) for run in experiment_runs(experiment)]
 
 
 def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoint | None:

@@ -1,12 +1,13 @@
-"""Disk faults in a run directory: a full disk, and files that were deleted while the run wrote to them.
+"""Files of a run directory: disk faults (a full disk, files deleted while the run wrote to them), hash of the config.
 
-Each fault ends the run with one `RunFileError`, which names the file and the remedy.
+Each disk fault ends the run with one `RunFileError`, which names the file and the remedy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ _REMEDY = (
     "free space, lower max_ckpt_to_keep or set output_dir to another disk, and start again; resume_from_checkpoint:"
     " auto continues from the last checkpoint"
 )
+
+_NOT_HASHED = ("output_dir:", "exp_name:", "resume_from_checkpoint:")
 
 
 @contextlib.contextmanager
@@ -59,11 +62,9 @@ def explained(error: BaseException, run: Path) -> BaseException:
 
 def check_in_place(stream: IO[Any] | None, path: Path) -> None:
     """Raise `RunFileError` unless `path` is still the file that `stream` writes to."""
-    try:
+    with contextlib.suppress(FileNotFoundError):  # deleted: reported below
         if stream is not None and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
             return
-    except FileNotFoundError:
-        pass
     raise RunFileError(
         f"{path} was deleted or replaced while the run was writing to it, and later writes are lost: start the run"
         " again, and do not change its directory"
@@ -80,6 +81,16 @@ def disk_is_full(error: BaseException | None) -> bool:
         or (isinstance(each, Exception) and "no space left on device" in str(each).lower())
         for each in chain(error)
     )
+
+
+def config_hash(path: Path) -> str:
+    """First 8 hexadecimal digits of the hash of a resolved config; empty if it cannot be read."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return ""
+    kept = [line for line in lines if not line.decode(errors="replace").startswith(_NOT_HASHED)]
+    return hashlib.sha256(b"\n".join(kept)).hexdigest()[:8]
 
 
 def _is_below(file: Any, directory: Path) -> bool:

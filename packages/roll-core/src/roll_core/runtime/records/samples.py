@@ -1,9 +1,13 @@
-"""`samples.jsonl`: a few samples of each step as text, for inspection by a person."""
+"""`samples.jsonl` and `images.jsonl`: a few samples of each step as text or images, for inspection by a person."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from roll_core.runtime.records.jsonlines import LineWriter
 
@@ -11,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from roll_core.types import Sample, TokenIds
+    from roll_core.types import Sample, TokenIds, TurnRecord
 
 _PER_STEP = 8
 """Maximum number of samples per step and split."""
@@ -58,6 +62,19 @@ class SamplesFile(LineWriter):
             "prompt_tokens": len(sample.prompt_ids),
             "response_tokens": len(sample.response_ids),
         }
+        if sample.rollout is not None:
+            row["turns"] = [
+                {
+                    "context": self._decode(turn.context_ids),
+                    "response": self._decode(turn.sampled_ids),
+                    "reward": turn.reward,
+                    "finish": turn.finish_reason,
+                    "versions": sorted(set(turn.versions.tolist())),
+                    **({} if turn.parent == (index - 1 if index else None) else {"parent": turn.parent}),
+                    **({} if turn.loss_mask.all() else {"trained": self._trained(turn)}),
+                }
+                for index, turn in enumerate(sample.rollout.turns)
+            ]
         if sample.reward is not None:
             row["reward"] = sample.reward.value
             if sample.reward.failure:
@@ -70,6 +87,43 @@ class SamplesFile(LineWriter):
         if metadata:
             row["metadata"] = metadata
         return row
+
+    def _trained(self, turn: TurnRecord) -> list[tuple[str, bool]]:
+        """Parts of a response, and whether they are in the loss mask."""
+        cuts = [0, *(np.flatnonzero(np.diff(turn.loss_mask)) + 1).tolist(), len(turn.sampled_ids)]
+        return [
+            (self._decode(turn.sampled_ids[begin:end]), bool(turn.loss_mask[begin]))
+            for begin, end in pairwise(cuts)
+            if begin < end
+        ]
+
+
+class ImagesFile:
+    """Writes grids of images, each with captions. The file exists only if there are any."""
+
+    def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
+        """`history` and `resumed_step` are as for `LineWriter`."""
+        self.path = path
+        self._file: LineWriter | None = None
+        if history is not None and history.exists():
+            self._file = LineWriter(path, history=history, resumed_step=resumed_step)
+
+    def write(self, step: int, images: Sequence[bytes], captions: Sequence[str], *, split: str) -> None:
+        """Record one grid of PNG images."""
+        self._file = self._file or LineWriter(self.path)
+        shown = zip(images, captions, strict=True)
+        rows = [{"png": b64encode(png).decode("ascii"), "caption": caption} for png, caption in shown]
+        self._file.append({"step": step, "split": split, "images": rows})
+
+    def check(self) -> None:
+        """Raise `RunFileError` if the file was deleted or replaced."""
+        if self._file is not None:
+            self._file.check()
+
+    def close(self) -> None:
+        """Close the file; may be called more than once."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _short(metadata: Mapping[str, Any], prompt: str) -> dict[str, Any]:

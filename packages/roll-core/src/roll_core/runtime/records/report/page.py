@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
+import re
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
-from roll_core.runtime.records.report import tables
-from roll_core.runtime.records.report.charts import figure, seconds
+from roll_core.runtime.records.report import domains, tables
 from roll_core.runtime.records.report.curves import WEIGHTS, charts_of
+from roll_core.runtime.records.report.rendering import TONES, for_script, template
 from roll_core.runtime.records.report.saved_record import SavedRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import read_metrics
@@ -23,18 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import jinja2
-
 _LOG_LINES = 60
 _LOG_BYTES = 200_000
 _MOST_SAMPLES = 4000
+_MOST_GRIDS = 100
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _MOST_CHARS = 6000
 _SAMPLE_FIELDS = (
     "step", "split", "id", "group", "tag", "prompt", "response", "reward", "failure", "finish", "response_tokens",
     "version",
 )  # fmt: skip
-_TONES = {"finished": "good", "failed": "bad", "killed": "bad", "running": "live"}
-"""Colour of the outcome; others are `warn`."""
 
 
 def write_report(run: Path) -> Path:
@@ -47,21 +44,24 @@ def write_report(run: Path) -> Path:
     key_charts, sections = charts_of(metrics)
     samples, samples_left_out = _samples(run_dir.samples)
     redacted = Redactor().text
-    html = _template().render(
+    html = template("report.html.j2").render(
         record=record,
         name=record.name or run_dir.name,
         outcome=outcome,
-        tone=_TONES.get(outcome, "warn"),
+        tone=TONES.get(outcome, "warn"),
         facts=list(tables.facts_of(record)),
         tiles=tables.tiles_of(record, metrics),
         key_charts=key_charts,
+        domains=domains.by_domain(metrics),
+        turns=domains.by_turn(metrics),
         sections=[section for section in sections if section.title != WEIGHTS],
         weight_charts=[chart for section in sections if section.title == WEIGHTS for chart in section.charts],
         time=tables.time_table(record, metrics),
         memory=tables.memory_rows(record),
-        samples_json=_for_script(samples),
+        samples_json=for_script(samples),
         samples=samples,
         samples_left_out=samples_left_out,
+        grids=_grids(run_dir.images),
         weight_sync=tables.weight_sync_rows(metrics),
         checkpoints=tables.checkpoint_rows(run_dir),
         config=_yaml_lines(redacted(_text_of(run_dir.config))),
@@ -73,21 +73,6 @@ def write_report(run: Path) -> Path:
     )
     write_atomically(run_dir.report, html)
     return run_dir.report
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("roll_core.runtime", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"figure": figure, "seconds": seconds, "date": tables.date}
-    return environment.get_template("report.html.j2")
 
 
 def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -103,8 +88,27 @@ def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:
     return samples, total - len(samples)
 
 
+def _grids(path: Path) -> list[dict[str, Any]]:
+    """Grids of images by step and split, at most `_MOST_GRIDS`, spread evenly over the run. Skips damaged rows."""
+    grids = []
+    for row in read_lines(path):
+        images = row.get("images")
+        if isinstance(row.get("step"), int) and isinstance(images, list) and all(map(_is_image, images)):
+            grids.append({"step": row["step"], "split": row.get("split", ""), "images": images})
+    chosen = grids[:: math.ceil(len(grids) / _MOST_GRIDS) or 1]
+    return chosen if not grids or chosen[-1] is grids[-1] else [*chosen, grids[-1]]
+
+
+def _is_image(value: Any) -> bool:
+    """True for an image of `images.jsonl`: base64 text, so that it is safe in an attribute, and a caption."""
+    png = value.get("png") if isinstance(value, dict) else None
+    return isinstance(png, str) and _BASE64.fullmatch(png) is not None and isinstance(value.get("caption"), str)
+
+
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {name: _shortened(row[name]) for name in _SAMPLE_FIELDS if row.get(name) not in (None, "")}
+    if isinstance(turns := row.get("turns"), list):
+        shown["turns"] = [{name: _shortened(value) for name, value in turn.items()} for turn in turns]
     for name in ("metadata", "detail"):
         if isinstance(row.get(name), dict):
             shown[name] = {key: _shortened(value) for key, value in row[name].items()}
@@ -114,15 +118,9 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 def _shortened(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _MOST_CHARS:
         return f"{value[:_MOST_CHARS]}… ({len(value) - _MOST_CHARS} more characters)"
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
     return value if isinstance(value, (str, int, float)) or value is None else str(value)
-
-
-def _for_script(value: object) -> str:
-    """Encode as JSON for a script element. Escapes characters that could end the element or begin a comment."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _yaml_lines(text: str) -> list[tuple[str, str]]:

@@ -62,6 +62,14 @@ class _Plugin(_Part):
     error: str | None = None
 
 
+class _AuditFinding(_Part):
+    check: str = ""
+    subject: str = ""
+    level: str = ""
+    found: str = ""
+    remedy: str = ""
+
+
 class SavedRecord(_Part):
     """Record of a run; missing and invalid fields have their default."""
 
@@ -82,6 +90,7 @@ class SavedRecord(_Part):
     guards: _Guards = _Guards()
     time: list[StageTime] | None = None
     memory: list[_ProcessMemory] | None = None
+    audit: list[_AuditFinding] = []
     versions: dict[str, str] = {}
     environments: dict[str, dict[str, str]] = {}
     git: dict[str, Any] | None = None

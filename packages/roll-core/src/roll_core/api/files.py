@@ -18,7 +18,7 @@ from roll_core.config.explain import Finding
 from roll_core.config.schema import paths, roles
 from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.errors import DataError
-from roll_core.spec.config import DataArguments, RewardConfig
+from roll_core.spec.config import DataArguments, RewardConfig, RewardRunConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class FileCheck:
             if not os.path.isdir(folder):
                 hint = "correct the path, or name the config of the run that writes it before this one"
                 yield Finding(at, f"there is no directory {source}", hint, code="ROLL-C040")
-            elif not os.path.isfile(os.path.join(folder, "config.json")):
+            elif not any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "model_index.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
                 yield Finding(at, f"{source} has no config.json", hint, code="ROLL-C040")
             elif at[:-2] in rewards and (why := reward_model_problem(model_keys({}, folder))):
@@ -133,7 +133,8 @@ class FileCheck:
             if "response" not in keys
         }
         scored: dict[KeyPath, list[Rows]] = {path: files for path, files in rows.items() if path in prompts}
-        found = list(_unscored(rewards, scored)) if len(rewards) > 1 else []
+        by_tag = len(rewards) > 1 and issubclass(schema, RewardRunConfig)
+        found = list(_unscored(rewards, scored)) if by_tag else []
         if data.get("replay_rollouts") is not None:
             return found
         with ThreadPoolExecutor(max(len(rewards), 1)) as pool:
@@ -157,7 +158,10 @@ class FileCheck:
         except TimeoutError as error:
             self._unchecked.append(f"{'.'.join(path)}: {error}")
             return []
-        return [Finding((*path, key), message, hint, code="ROLL-C041") for key, message in mistakes.items()]
+        return [
+            Finding((*path, key), message, hint if key.endswith("function") else "", code="ROLL-C041")
+            for key, message in mistakes.items()
+        ]
 
     def _is_written(self, name: str) -> bool:
         """True if an earlier run of the same command may write this path."""
@@ -175,19 +179,27 @@ def _rewards(data: Mapping[Any, Any]) -> dict[KeyPath, RewardConfig]:
 
 
 def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, DataArguments]]:
-    """Yield path and value of every valid `data_args`, except inside mappings with free keys."""
+    """Yield path and value of every valid `data_args` and `val_data_args`."""
     for path in paths(schema):
-        if path[-1] != "data_args" or "*" in path:
+        if path[-1] not in ("data_args", "val_data_args"):
             continue
-        raw: Any = data
-        for step in path:
-            raw = raw.get(step) if isinstance(raw, dict) else None
-        if not isinstance(raw, dict):
-            continue
-        try:
-            yield path, DataArguments.model_validate(raw)
-        except ValidationError:  # the validation of the whole config reports it
-            continue
+        for at, raw in _values_at(path, data):
+            try:
+                yield at, DataArguments.model_validate(raw)
+            except ValidationError:  # the validation of the whole config reports it
+                continue
+
+
+def _values_at(path: KeyPath, data: Any) -> Iterator[tuple[KeyPath, dict[Any, Any]]]:
+    """Yield the mappings at a path of the schema, in which `*` stands for any key."""
+    if not isinstance(data, dict):
+        return
+    if not path:
+        yield (), data
+        return
+    for key in [each for each in data if isinstance(each, str)] if path[0] == "*" else [path[0]]:
+        for at, value in _values_at(path[1:], data.get(key)):
+            yield (key, *at), value
 
 
 def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:

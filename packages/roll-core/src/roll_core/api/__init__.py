@@ -1,0 +1,176 @@
+"""The Python API, `import roll_core as roll`. The commands `run`, `check` and `plan` call the same functions.
+
+roll.run ─► prepare ─► load, FileCheck ─► start ─► execute ─► RunResult
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from roll_core.api.files import FileCheck
+from roll_core.config import LoadedConfig, load
+from roll_core.config.positions import COMMAND_LINE
+from roll_core.errors import ConfigError, PluginError
+from roll_core.plugins.registry import check_callbacks, load_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from roll_core.config.loading import ConfigSource
+    from roll_core.config.overrides import Overrides
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.planning import Plan
+    from roll_core.runtime.planning.suggestion import Proposal
+    from roll_core.runtime.run.loop import RunResult
+
+GIB = 2**30
+
+
+def run(
+    config: ConfigSource,
+    overrides: Overrides = (),
+    *,
+    callbacks: Sequence[object] = (),
+    files: bool = True,
+    disabled_plugins: Sequence[str] = (),
+) -> RunResult:
+    """Run a config to its end, and return the result. Blocks; prints the progress of each step.
+
+    `config` is a path, a mapping with the same keys, or a `RunConfig`. `overrides` are `key=value` texts or a mapping
+    from dotted keys to values. `callbacks` are objects with any of the methods `roll_run_started(run)`,
+    `roll_step_finished(run, step, metrics)` and `roll_run_finished(run, error)`; they are called in this run only, and
+    an exception of one ends the run. With `files`, the models, rows and reward functions that the config names are
+    checked first. `disabled_plugins` names distributions that are not imported.
+
+    If an event loop runs in this thread (a notebook), the run has its own loop on another thread, and this thread
+    blocks. Ctrl-C cancels the run, completes its record and report, and raises `RunInterruptedError`, which is a
+    `KeyboardInterrupt`. Start the config with `resume_from_checkpoint=true` to continue from the last checkpoint.
+
+    Raises `ConfigError` with all mistakes before the run, and the run's own error if it fails, with the run directory
+    as a note.
+    """
+    check_callbacks(callbacks)
+    with _overrides_located():
+        registry, (loaded,) = prepare([config], overrides, disabled_plugins, files=files)
+    where = str(config) if isinstance(config, (str, os.PathLike)) else "config"
+    result = start(loaded, registry, callbacks=callbacks, argv=["roll.run", where, *_texts(overrides)])
+    error = result.error
+    if isinstance(error, SystemExit):
+        error = PluginError(f"code of the run called sys.exit({error.code!r})")
+        error.__cause__ = result.error
+    if error is not None:
+        error.add_note(f"run directory: {result.run_dir.path}")
+        raise error
+    return result
+
+
+def check(
+    config: ConfigSource, overrides: Overrides = (), *, files: bool = True, disabled_plugins: Sequence[str] = ()
+) -> LoadedConfig:
+    """Check a config and return it validated, with its warnings, without starting a run. Arguments as in `run`.
+
+    Raises `ConfigError` with all mistakes.
+    """
+    further = FileCheck() if files else None
+    with _overrides_located():
+        loaded = load(config, overrides, load_registry(disabled_plugins), further, needs=files)
+    return loaded if further is None else replace(loaded, unchecked=tuple(further.take_unchecked()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A config with its plan, and the smallest change that makes it fit in memory."""
+
+    loaded: LoadedConfig
+    plan: Plan
+    proposal: Proposal | None
+    """None if the plan fits or no change helps."""
+
+    @property
+    def fits(self) -> bool:
+        """True if every worker has a place and no known memory is exceeded."""
+        return self.plan.starts and not self.plan.over
+
+
+def plan(
+    config: ConfigSource,
+    overrides: Overrides = (),
+    *,
+    nodes: int | None = None,
+    slot_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    disabled_plugins: Sequence[str] = (),
+) -> PlannedRun:
+    """Compute placement and memory of each role, without starting a run. The first two arguments are those of `run`.
+
+    `nodes` and the free memory of a slot and of a host, in GiB, replace what is detected here. Raises `ConfigError`
+    with all mistakes, and `PlacementError` if no placement can be computed.
+    """
+    from roll_core.runtime.planning import make_plan
+    from roll_core.runtime.planning.suggestion import smallest_change
+
+    registry = load_registry(disabled_plugins)
+    with _overrides_located():
+        loaded = load(config, overrides, registry)
+    slot, host = (None if each is None else int(each * GIB) for each in (slot_memory_gib, host_memory_gib))
+    found = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=slot, host_bytes=host)
+    proposal = smallest_change(loaded.config, registry, found) if found.over else None
+    return PlannedRun(loaded=loaded, plan=found, proposal=proposal)
+
+
+# -- shared with the command line --------------------------------------------------------------------------------------
+
+
+def prepare(
+    configs: Sequence[ConfigSource], overrides: Overrides, disabled_plugins: Sequence[str], *, files: bool
+) -> tuple[Registry, list[LoadedConfig]]:
+    """Load plugins and configs of runs to be started in order, and check all of them before the first one starts."""
+    from roll_core import openmp
+    from roll_core.plugins.requirements import check_extra
+
+    os.environ.update(openmp.environment(os.environ))  # OpenMP reads these when torch is loaded
+    registry = load_registry(disabled_plugins)
+    further = FileCheck() if files else None
+    loaded = [load(each, overrides, registry, further, needs=True) for each in configs]
+    check_extra("train", what="a run")
+    return registry, loaded
+
+
+def start(
+    loaded: LoadedConfig,
+    registry: Registry,
+    *,
+    callbacks: Sequence[object] = (),
+    argv: Sequence[str] = (),
+    before_s: float = 0.0,
+) -> RunResult:
+    """Run a prepared config, see `execute`. The imports take seconds, so that `prepare` can report mistakes first."""
+    from roll_core.runtime.run.loop import execute
+
+    return execute(loaded, registry, callbacks=callbacks, argv=argv, before_s=before_s)
+
+
+# -- overrides ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _overrides_located() -> Iterator[None]:
+    """Locate problems of overrides at `overrides`, instead of the command line."""
+    try:
+        yield
+    except ConfigError as error:
+        found = [replace(each, where=each.where.replace(COMMAND_LINE, "overrides")) for each in error.problems]
+        raise ConfigError(found) from error.__cause__
+
+
+def _texts(overrides: Overrides) -> list[str]:
+    """The overrides as words of a command line."""
+    import json
+
+    if isinstance(overrides, Mapping):
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    return list(overrides)

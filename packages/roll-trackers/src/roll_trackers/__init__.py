@@ -1,0 +1,1 @@
+"""Trackers for ROLL: wandb, mlflow, trackio and CSV."""

@@ -1,0 +1,53 @@
+"""Options of the trackers: `tracker_kwargs.<name>`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from roll_core.spec.config import Config
+
+
+class RunOptions(Config):
+    """Options that all remote trackers have."""
+
+    project: str = "roll"
+    """Project or experiment of the tracker that contains the run."""
+    name: str | None = None
+    """Name of the run. Default: `<exp_name>/<number>`."""
+
+
+class WandbOptions(RunOptions):
+    """Options of the tracker `wandb`."""
+
+    tags: list[str] = Field(default_factory=list)
+    """Tags of the run."""
+    notes: str | None = None
+    """Description of the run."""
+    entity: str | None = None
+    """User or team. Default: that of the login."""
+    group: str | None = None
+    """Group of runs."""
+    api_key: str | None = None
+    """Key of the account, preferably `${oc.env:NAME}`. Default: that of the login or of `WANDB_API_KEY`."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline` writes files for `wandb sync`. Default: `WANDB_MODE`, else online."""
+
+
+class MlflowOptions(RunOptions):
+    """Options of the tracker `mlflow`."""
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run."""
+    notes: str | None = None
+    """Description of the run."""
+    tracking_uri: str | None = None
+    """Server or store. Default: `MLFLOW_TRACKING_URI`, else `mlflow.db` (SQLite) in `output_dir`."""
+
+
+class TrackioOptions(RunOptions):
+    """Options of the tracker `trackio`."""
+
+    space_id: str | None = None
+    """Space of the hub that shows the run. Default: only local."""

@@ -1,0 +1,49 @@
+"""Base of trackers with a run elsewhere: its id is a file of the run directory, so that a resumed run continues it.
+
+first run    open(None) ─► id ─► trackers/<name>.json
+resumed run  trackers/ is copied from the run that it continues ─► open(id)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from roll_core.spec.pipeline import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class RemoteTracker(Tracker):
+    """A tracker whose run has an id. Subclasses implement `open`, `log` and `end`."""
+
+    name: ClassVar[str]
+
+    def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
+        """Open the run, or continue the one whose id the run directory has."""
+        self.run_dir = run_dir
+        file = run_dir / "trackers" / f"{self.name}.json"
+        saved = json.loads(file.read_text(encoding="utf-8"))["id"] if file.is_file() else None
+        found = self.open(run_name, dict(options), saved)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"id": found}), encoding="utf-8")
+
+    @abstractmethod
+    def open(self, run_name: str, options: dict[str, Any], run_id: str | None) -> str:
+        """Open the run with the id `run_id`, or a new one for None, and return its id."""
+
+    @abstractmethod
+    def end(self, *, failed: bool) -> None:
+        """Upload what is left and end the run."""
+
+    def close(self) -> None:
+        """End the run. It failed if an exception is ending the run of ROLL."""
+        self.end(failed=sys.exception() is not None)
+
+    def files(self) -> list[Path]:
+        """Files of the run directory that are uploaded at the end."""
+        return [path for name in ("config.yaml", "samples.jsonl") if (path := self.run_dir / name).is_file()]

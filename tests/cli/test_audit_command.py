@@ -1,0 +1,181 @@
+"""`roll-core audit`: findings about rows, tokenizer and chat template, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_core.cli import main as cli
+from roll_core.data import audit
+from roll_core.data.audit import audit_rows, audit_template
+from roll_core.data.rows import Rows
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.runtime.records.report.saved_record import SavedRecord
+from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_testing.kit import HF_PACKAGES
+from shared_tests.chat_templates import FAMILIES
+
+SFT = """\
+pipeline: sft
+exp_name: audited
+tokenizer: {kind: byte}
+prompt_length: 8
+response_length: 4
+sft_train:
+  model_args: {random_init: {model_type: llama}}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+GOOD = [{"prompt": "ab", "response": "ba"}, {"prompt": "cd", "response": "dc"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROLL_PLUGINS", HF_PACKAGES)
+    (tmp_path / "run.yaml").write_text(SFT)
+    write(tmp_path, GOOD)
+    return tmp_path
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, str]:
+    """Levels by check."""
+    assert cli.main(["audit", *words, "--json"]) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] is (code == 0)
+    return {each["check"]: each["level"] for each in printed["findings"]}
+
+
+@pytest.mark.parametrize("source", ["run.yaml", "rows.jsonl"])
+def test_good_rows_are_0(folder: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
+    levels = found(capsys, source)
+    assert levels == dict.fromkeys(
+        ("rows", "prompt_length", "response_length", "duplicates", "empty", "stop_token"), "ok"
+    )
+
+
+def test_masks_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", "run.yaml", "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "ab⟦ba<eos>⟧" in shown
+    assert "\x1b[" not in shown
+    assert "cd" not in shown
+
+
+def test_broken_rows_are_warnings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, [*GOOD, GOOD[0], {"prompt": "e", "response": ""}, {"prompt": "long " * 3, "response": "much longer"}])
+    levels = found(capsys, "run.yaml")
+    assert {check for check, level in levels.items() if level == "warning"} == {
+        "prompt_length",
+        "response_length",
+        "duplicates",
+        "empty",
+    }
+
+
+def test_chats_without_replies_are_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("ab", "cd")]
+    write(folder, [{"messages": chat} for chat in chats])
+    levels = found(capsys, "rows.jsonl")
+    assert levels["rows"] == "ok"
+    assert "stop_token" not in levels
+    write(folder, [{"messages": [*chats[0], {"role": "assistant", "content": "ba"}]}, {"messages": chats[1]}])
+    levels = found(capsys, "rows.jsonl")
+    assert levels["rows"] == "note"  # one without a response
+    assert levels["stop_token"] == "ok"
+
+
+def test_responses_that_are_cut_do_not_train_the_stop_token(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, [*GOOD, {"prompt": "e", "response": "much longer"}])
+    assert found(capsys, "run.yaml", "overlong=truncate")["stop_token"] == "warning"
+    assert found(capsys, "run.yaml", "overlong=truncate", "response_length=1", code=1)["stop_token"] == "error"
+
+
+def test_rows_that_are_all_too_long_are_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert found(capsys, "run.yaml", "prompt_length=1", code=1)["prompt_length"] == "error"
+    assert found(capsys, "rows.jsonl", "prompt_length=1", code=1)["prompt_length"] == "error"
+
+
+def test_a_wrong_key_or_file_is_2(folder: Path) -> None:
+    assert cli.main(["audit", "rows.jsonl", "promt=a"]) == 2
+    assert cli.main(["audit", "rows.jsonl", "prompt_length=0"]) == 2
+    assert cli.main(["audit", "rows.jsonl", "prompt=["]) == 2  # no YAML
+    assert cli.main(["audit", "none.jsonl"]) == 2
+    assert cli.main(["audit", "run.yaml", "max_stepz=1"]) == 2
+
+
+def tokenizer_of(folder: Path, name: str = "", template: str = "", eos: str = "") -> Any:
+    family = FAMILIES[name or "qwen3"]
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], folder, control_tokens=family.special)
+    tokenizer.eos_token = eos or family.end
+    tokenizer.chat_template = template or family.template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "tools"),
+    [
+        ("qwen2.5", "ok", "ok"),
+        ("qwen3", "ok", "ok"),
+        ("qwen3.5", "warning", "ok"),
+        ("llama3", "ok", "ok"),
+        ("gemma", "ok", "note"),
+        ("mistral", "ok", "ok"),
+        ("deepseek", "ok", "ok"),
+        ("glm", "ok", "ok"),
+    ],
+)
+def test_families_keep_tokens_or_not(tmp_path: Path, name: str, turns: str, tools: str) -> None:
+    tokenizer = tokenizer_of(tmp_path, name)
+    findings = list(audit_template(tokenizer, DataArguments(), subject="actor_train.data_args", multi_turn=True))
+    levels = {each.check: each.level for each in findings}
+    assert (levels["turns_keep_tokens"], levels["tool_turns_keep_tokens"]) == (turns, tools)
+    assert levels["end_of_turn"] == "ok"
+
+
+def test_reasoning_that_is_removed_is_found(tmp_path: Path) -> None:
+    def of(thinking: str) -> str:
+        findings = audit_template(tokenizer_of(tmp_path), DataArguments(), subject="data", thinking=thinking)
+        (finding,) = [each for each in findings if each.check == "reasoning"]
+        return finding.found
+
+    assert of("template") != of("keep")
+
+
+def test_a_template_without_its_end_token_does_not_train_it(tmp_path: Path) -> None:
+    template = FAMILIES["qwen2.5"].template.replace("{{- '<|im_end|>\\n' }}", "{{- '\\n' }}")
+    tokenizer = tokenizer_of(tmp_path, template=template, eos="<eos>")
+    data = DataArguments(messages="messages")
+    chats = [[{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]]
+    rows = Rows([("rows.jsonl", [{"messages": each} for each in chats])], data)
+    options: dict[str, Any] = {"subject": "rows", "prompt_length": 99, "response_length": 99}
+    levels = {each.check: each.level for each in audit_rows(rows, data, tokenizer, **options)}
+    assert levels["stop_token"] == "ok"  # the encoder appends the end-of-sequence token that the template lacks
+    (end,) = [e for e in audit_template(tokenizer, data, subject="rows") if e.check == "end_of_turn"]
+    assert end.level != "ok"
+
+
+def test_generation_that_stops_at_another_token_is_a_warning(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, eos="<|endoftext|>")
+    (end,) = [e for e in audit_template(tokenizer, DataArguments(), subject="rows") if e.check == "end_of_turn"]
+    assert end.level == "warning"
+
+
+def test_a_saved_record_has_the_findings() -> None:
+    finding = {"check": "rows", "subject": "rows.jsonl", "level": "ok", "found": "2 rows", "remedy": ""}
+    assert SavedRecord.of({"audit": [finding]}).audit[0].found == "2 rows"
+
+
+def test_the_page_has_every_check_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
+    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (audit,))
+    yielded = set(re.findall(r'(?:finding\(|keeps\(|check=)\s*"(\w+)"', source)) | {"prompt_length", "response_length"}
+    assert set(re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)) == yielded

@@ -1,0 +1,94 @@
+"""`roll-core new` writes packages that are found and pass their tests; `roll-core plugins test` runs kits by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from roll_core.cli.main import main
+from roll_core.plugins.loader import load_plugins
+from roll_core.plugins.registry import Registry
+from roll_core.plugins.targets import check_part
+from roll_testing.new import KINDS, TEMPLATES, name_problem, write_package
+
+PARTS = {"strategy": "found or listing or contract or logprobs_equal or adamw"}
+"""`-k` of kits that take minutes. `roll-strategy-hf` runs the whole kit."""
+
+
+def build(folder, site):
+    """The wheel of a package, unpacked into `site`: an installation without a network."""
+    for wheel in WheelBuilder(str(folder)).build(directory=str(site.parent / "dist"), versions=["standard"]):
+        zipfile.ZipFile(wheel).extractall(site)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generated_package_has_no_trace_of_the_template(kind, tmp_path):
+    assert main(["new", kind, "my_part", "--dir", str(tmp_path)]) == 0
+    folder = tmp_path / f"roll-{kind}-my-part"
+    files = [each for each in folder.rglob("*") if each.is_file()]
+    assert not [each for each in files if "acme" in (str(each.relative_to(folder)) + each.read_text()).lower()]
+    names = {str(each.relative_to(folder)) for each in files}
+    home = f"roll_{kind}_my_part"
+    assert names >= {
+        *("pyproject.toml", "README.md", "LICENSE", ".github/workflows/tests.yml", "tests/test_conformance.py"),
+        *(f"{home}/__init__.py", f"{home}/plugin.py"),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generated_part_is_found_and_fits_its_contract(kind, tmp_path, monkeypatch):
+    write_package(kind, "fresh-part", tmp_path / "package")
+    site = tmp_path / "site"
+    build(tmp_path / "package", site)
+    monkeypatch.syspath_prepend(str(site))
+    registry = Registry(load_plugins(path=[str(site)], environ={}))
+    record = registry.find(KINDS[kind], "fresh_part")
+    if kind not in ("strategy", "infer"):  # they import transformers: the package's own tests, below, import them
+        check_part(record, owner=registry.owner(record))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "My_part", "1st", "a--b", "a_", "_a", "a.b", "a/b", "../a", "é", "roll-reward-mine", "x" * 41, "math_rule"],
+)
+def test_names_that_no_part_can_have_are_refused(name, tmp_path):
+    assert repr(name) in name_problem("reward", name)
+    with pytest.raises(SystemExit) as ended:
+        main(["new", "reward", name, "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_left_as_it_is(tmp_path):
+    (tmp_path / "roll-reward-mine").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["new", "reward", "mine", "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert not list((tmp_path / "roll-reward-mine").iterdir())
+
+
+def test_every_kind_has_a_template():
+    assert {each.name for each in TEMPLATES.iterdir()} - {"shared"} == set(KINDS)
+
+
+def test_a_plugin_that_is_not_installed_is_refused(capsys):
+    assert main(["plugins", "test", "roll-rewarts"]) == 2
+    assert "roll-rewards" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tests_of_a_generated_package_pass(kind, tmp_path):
+    write_package(kind, "fresh_part", tmp_path / "package")
+    site = tmp_path / "site"
+    build(tmp_path / "package", site)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", PARTS.get(kind, ""), "tests"]
+    env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path / "package", env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
