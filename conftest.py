@@ -30,11 +30,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what another command runs, instead of collecting thousands of skips.
 
     Tests of an engine that is not installed run under `./run test-engines`, which sets `ROLL_CONFORMANCE=full`: then a
-    missing engine is a failure. A kit's tests of a record run once for each record, not for each of its suites.
+    missing engine is a failure. With `ROLL_LEFT_OUT`, which it sets for an engine of the shared environment, only what
+    `./run test` leaves out remains. A kit's tests of a record run once for each record, not for each of its suites.
     """
+    everything = os.environ.get("ROLL_CONFORMANCE") == "full"
+    again = bool(os.environ.get("ROLL_LEFT_OUT"))
     kept: dict[object, pytest.Item] = {}
     for item in items:
-        if not _not_here(item):
+        if not _not_here(item, everything) and not (again and not _not_here(item, False)):
             kept.setdefault(_of_record(item) or item, item)
     left_out = set(items) - set(kept.values())
     if left_out:
@@ -50,9 +53,8 @@ def _of_record(item: pytest.Item) -> tuple[object, ...] | None:
     return function.__name__, part._kind, part.name
 
 
-def _not_here(item: pytest.Item) -> bool:
+def _not_here(item: pytest.Item, everything: bool) -> bool:
     mark, function = item.get_closest_marker("engine"), getattr(item, "function", None)
-    everything = os.environ.get("ROLL_CONFORMANCE") == "full"
     if mark is not None and not everything and not (mark.args and find_spec(mark.args[0])):
         return True
     runs_on = getattr(item, "callspec", None)

@@ -15,6 +15,7 @@ takes and somewhat beyond: they hit writing, digesting, the rename and the remov
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -174,11 +175,13 @@ def phase(checkpoints: Path) -> str:
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """Of the files, as recorded; not of the random state, which belongs to the process."""
+    """Of the files; not of the random state, which belongs to the process, and without the run's directory."""
     from roll_core.runtime.records.manifest import read_manifest
 
     files = read_manifest(checkpoint).files
-    return {name: entry["sha256"] for name, entry in files.items() if not name.endswith("random.safetensors")}
+    found = {name: entry["sha256"] for name, entry in files.items() if not name.endswith("random.safetensors")}
+    state = (checkpoint / "state.json").read_text(encoding="utf-8").replace(str(checkpoint.parent.parent), "")
+    return found | {"state.json": hashlib.sha256(state.encode()).hexdigest()}
 
 
 def killed(config: Path, folder: Path, delay_s: float) -> Path:

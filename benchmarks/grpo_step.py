@@ -13,18 +13,18 @@ more by itself, beside its matrix products alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common import RESULTS, peer_python, write_result
+from trl_steps import against_trl, in_turns, main, run_config, slowest, stages
+
+if TYPE_CHECKING:
+    import argparse
 
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 32
 PROMPT_TOKENS = 12
@@ -75,27 +75,10 @@ def make_model(folder: Path, vocab_size: int) -> None:
 
 def ours(folder: Path, steps: int) -> dict[str, Any]:
     """Run in this process; seconds of each step."""
-    import yaml
-
-    from roll_core.config import load
-    from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.records.console import Console
-    from roll_core.runtime.run.loop import execute
-
-    class Clock(Console):
-        """Notes the clocks after each step."""
-
-        def __init__(self, **given: Any) -> None:
-            super().__init__(**given)
-            self.marks: list[tuple[float, float]] = []
-
-        def step(self, step: int, metrics: Any) -> None:
-            self.marks.append((time.process_time(), time.perf_counter()))
-
     rows = [{"id": i, "prompt": f"{i % 100:02d}+{(7 * i) % 100:02d}=" * 2} for i in range(PROMPTS * steps)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     role = {"model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True}, "device_mapping": [0]}
-    config = {
+    config: dict[str, Any] = {
         "pipeline": "rlvr",
         "output_dir": str(folder / "output"),
         "pretrain": str(folder),
@@ -117,22 +100,16 @@ def ours(folder: Path, steps: int) -> dict[str, Any]:
         "actor_infer": role | {"strategy_args": {"strategy_name": "hf_infer"}},
         "rewards": {"some": {"reward": "function", "function": "grpo_step:some_reward"}},
     }
-    path = folder / "grpo.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    registry = load_registry()
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        clock = Clock(stream=nowhere, terminal=False)
-        result = execute(load(path, [], registry), registry, console=clock)
-    if result.error is not None:
-        raise result.error
-    lines = [json.loads(line) for line in result.run_dir.metrics.read_text(encoding="utf-8").splitlines()]
-    pairs = list(zip(clock.marks, clock.marks[1:], strict=False))
+    return generated(run_config(folder, config), config)
+
+
+def generated(run: tuple[dict[str, Any], list[dict[str, float]]], config: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a run's steps, and what it generated."""
+    seconds, lines = run
     return {
-        "cpu_s": [b[0] - a[0] for a, b in pairs],
-        "wall_s": [b[1] - a[1] for a, b in pairs],
+        **seconds,
         "mean_length": statistics.fmean(line["response_length/mean"] for line in lines),
-        "samples": PROMPTS * SAMPLES * steps,
-        "stages": {k: statistics.median(line[k] for line in lines[1:]) for k in lines[-1] if k.startswith("time/")},
+        "samples": config["rollout_batch_size"] * config["num_return_sequences_in_group"] * len(lines),
     }
 
 
@@ -174,43 +151,20 @@ def training_half(vocab_size: int, response_tokens: int) -> dict[str, float]:
     return {"tokens": PROMPTS * SAMPLES * length, "cpu_s": step_s, "gemms_cpu_s": gemms_s, "share": share}
 
 
-def run_peer(command: list[str]) -> dict[str, Any]:
-    """The JSON on the last line of what a contestant prints."""
-    folder = Path(__file__).resolve().parent
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def measure(vocab_size: int, steps: int, rounds: int, trl: Path | None) -> dict[str, Any]:
-    """Both take turns; medians of all steps but each round's first."""
-    found: dict[str, list[dict[str, Any]]] = {"roll": []} | ({"trl": []} if trl is not None else {})
+def measure(vocab_size: int, arguments: argparse.Namespace, trl: Path | None) -> dict[str, Any]:
+    """Both take turns, and the training half alone."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder, vocab_size)
-        numbers = [str(n) for n in (steps, PROMPTS, SAMPLES, NEW_TOKENS)]
-        for _ in range(rounds):
-            if trl is not None:
-                found["trl"].append(run_peer([str(trl), "peers/trl_grpo.py", str(folder), *numbers]))
-            found["roll"].append(
-                run_peer([sys.executable, "grpo_step.py", "--ours", str(folder), "--steps", str(steps)])
-            )
-
-    def median(who: str, what: str) -> float:
-        return statistics.median(value for each in found[who] for value in each[what][-(steps - 1) :])
-
-    summary = {
-        who: {
-            "cpu_s": median(who, "cpu_s"),
-            "wall_s": median(who, "wall_s"),
-            "mean_length": found[who][0]["mean_length"],
-        }
-        for who in found
-    }
-    ratios = {}
-    if trl is not None:
-        ratios = {what: summary["trl"][what] / summary["roll"][what] for what in ("cpu_s", "wall_s")}
+        numbers = [str(n) for n in (arguments.steps, PROMPTS, SAMPLES, NEW_TOKENS)]
+        summary, ratios, found = in_turns(
+            None if trl is None else [str(trl), "peers/trl_grpo.py", str(folder), *numbers],
+            [sys.executable, "grpo_step.py", "--ours", str(folder), "--steps", numbers[0]],
+            steps=arguments.steps,
+            rounds=arguments.rounds,
+        )
+    for who, each in summary.items():
+        each["mean_length"] = found[who][0]["mean_length"]
     return {
         "summary": summary,
         "ratios": ratios,
@@ -220,67 +174,38 @@ def measure(vocab_size: int, steps: int, rounds: int, trl: Path | None) -> dict[
     }
 
 
+def rows_of(shapes: dict[str, dict[str, Any]]) -> list[str]:
+    """One row a vocabulary and contestant."""
+    return ["| vocabulary | | CPU s | wall s | tokens per response |", "|--:|---|--:|--:|--:|"] + [
+        f"| {int(vocab_size):,} | {who} | {s['cpu_s']:.2f} | {s['wall_s']:.2f} | {s['mean_length']:.1f} |"
+        for vocab_size, shape in shapes.items()
+        for who, s in shape["summary"].items()
+    ]
+
+
 def table(shapes: dict[str, dict[str, Any]]) -> str:
     """One row a vocabulary and contestant, then what each vocabulary shows."""
-    lines = ["| vocabulary | | CPU s | wall s | tokens per response |", "|--:|---|--:|--:|--:|"]
+    lines = [*rows_of(shapes), ""]
     for vocab_size, shape in shapes.items():
+        half = shape["training_half"]
         lines += [
-            f"| {int(vocab_size):,} | {who} | {s['cpu_s']:.2f} | {s['wall_s']:.2f} | {s['mean_length']:.1f} |"
-            for who, s in shape["summary"].items()
-        ]
-    lines.append("")
-    for vocab_size, shape in shapes.items():
-        half, ratios, stages = shape["training_half"], shape["ratios"], shape["stages"]
-        spent = ", ".join(f"{k.removeprefix('time/')} {v:.2f} s" for k, v in stages.items() if k != "time/step")
-        told = ""
-        if ratios:
-            told = f" {ratios['cpu_s']:.1f} × TRL by CPU time and {ratios['wall_s']:.1f} × by the clock."
-        lines += [
-            f"* Vocabulary {int(vocab_size):,}:{told} The training half alone ({half['tokens']:,} tokens) takes"
+            f"* Vocabulary {int(vocab_size):,}:{against_trl(shape['ratios'])} The training half alone"
+            f" ({half['tokens']:,} tokens) takes"
             f" {half['cpu_s']:.2f} CPU s, {half['share']:.0%} of the GEMM rate: its matrix products without those of"
             f" attention take {half['gemms_cpu_s']:.2f} s.",
-            f"  A step by the clock: {spent}.",
+            f"  A step by the clock: {stages(shape['stages'])}.",
         ]
-    slowest = min((r for shape in shapes.values() for r in shape["ratios"].values()), default=None)
-    if slowest is not None:
-        lines += ["", f"The slowest is {slowest:.1f} × TRL; the aim of 4 is {'met' if slowest >= 4 else 'missed'}."]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure the vocabularies that are named, and write them beside the results of the others."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--vocabulary", type=int, nargs="*", default=list(VOCABULARIES))
-    parser.add_argument("--without-peer", action="store_true")
-    parser.add_argument("--ours", metavar="FOLDER", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.ours:
-        print(json.dumps(ours(Path(arguments.ours), arguments.steps)))
-        return
-    trl, version = None, ""
-    if not arguments.without_peer:
-        trl = Path(peer_python("trl", ["trl>=0.20", "torch==2.13.0", "transformers<6", "datasets"]))
-        version = subprocess.run(
-            [str(trl), "-c", "import importlib.metadata as m; print(m.version('trl'))"],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    shapes: dict[str, dict[str, Any]] = {}
-    for vocab_size in arguments.vocabulary:
-        shapes[str(vocab_size)] = measure(vocab_size, arguments.steps, arguments.rounds, trl)
-        print(table(shapes), flush=True)
-    if trl is None:
-        return
-    path = RESULTS / "grpo_step.json"
-    before = json.loads(path.read_text(encoding="utf-8")).get("shapes", {}) if path.is_file() else {}
-    merged = before | shapes
-    merged = {key: merged[key] for key in sorted(merged, key=int)}
-    told = f"TRL {version}. Seconds of one step, medians.\n\n{table(merged)}"
-    write_result("grpo_step", {"trl": version, "shapes": merged}, told)
+    return "\n".join(lines + slowest([r for shape in shapes.values() for r in shape["ratios"].values()], 4))
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        "grpo_step",
+        __doc__,
+        shapes=VOCABULARIES,
+        option="--vocabulary",
+        measure=measure,
+        ours=ours,
+        table=table,
+        steps=5,
+    )

@@ -31,7 +31,14 @@ from common import RESULTS, peer_python, write_result
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PACKAGES = ("roll-core", "roll-modeling", "roll-strategy-hf", "roll-strategy-fsdp2", "roll-strategy-deepspeed")
+PACKAGES = (
+    "roll-core",
+    "roll-modeling",
+    "roll-strategy-hf",
+    "roll-strategy-fsdp2",
+    "roll-strategy-deepspeed",
+    "roll-weight-transports",
+)
 DESPITE = ["deepspeed>=0.19,<0.20"]
 STEPS = 2
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"

@@ -1,10 +1,10 @@
-"""How fast tokens are drawn: our embedded engine, transformers' `generate`, and vLLM's CPU build, on the same models.
+"""How fast tokens are sampled: our embedded engine, transformers' `generate`, and vLLM's CPU build, on the same models.
 
     ./run bench rollout [--sizes 128x4 256x6 512x8] [--vocabularies 512 32000] [--dtypes fp32 bf16] [--work a b]
 
 Random models of Qwen3's architecture. Work (a): 64 prompts of 16 tokens, 128 new tokens each. Work (b): 16 prompts of
 24 to 72 tokens, 8 responses each, of long-tailed lengths (median 40, longest 256) that are the same for all. Tokens are
-drawn from the softmax, each with its logprob. Contestants live in processes of their own, load the same weights, and
+sampled from the softmax, each with its logprob. Contestants live in processes of their own, load the same weights, and
 take turns round by round, so that a busy machine is busy for all; ratios are medians over rounds. Two threads on a busy
 machine mostly wait for one another: `--threads 1` and the ratios of CPU time say more there.
 

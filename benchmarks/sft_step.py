@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import REPOSITORY, peer_python, write_result
+from common import peer_python, write_result
+from trl_steps import PEER, run_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from roll_core.spec.train import MicroBatch, TrainStrategy
     from roll_core.types import TrainSequence
 
-PEER = ("trl>=0.20", "torch==2.13.0", "transformers<6", "datasets")
 SEQUENCES, SHORTEST, LONGEST = 32, 16, 256
 TOKENS_PER_MICROBATCH = 2048
 VOCABULARIES = (512, 32_000)
@@ -128,12 +127,8 @@ def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[
 
 
 def peer_step(model: Path, rows: Path, steps: int, threads: int) -> dict[str, list[float]]:
-    script = REPOSITORY / "benchmarks" / "peers" / "trl_sft.py"
-    command = [str(peer_python("trl", PEER)), str(script), str(model), str(rows)]
-    command += [str(SEQUENCES), str(steps), str(threads)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=model.parent)
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    numbers = map(str, (SEQUENCES, steps, threads))
+    return run_peer([str(peer_python("trl", PEER)), "peers/trl_sft.py", str(model), str(rows), *numbers])
 
 
 def measure(vocab_size: int, rounds: int, *, threads: int, with_peer: bool) -> dict[str, Any]:

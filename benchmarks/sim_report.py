@@ -46,7 +46,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, Any]]], costs: Sequence[Map
 NOTES = {
     "agentic": (
         "The scheduler is asked for one answer per trajectory; turns and environments are inside the simulated engine,",
-        "as there is no pipeline for agents yet. A trajectory whose environment works draws nothing and keeps its keys",
+        "see agentic_sim for the pipeline's program. A trajectory whose environment works draws nothing and keeps keys",
         f"and values; an engine has room for {PLACES} trajectories. Synchronous training begins all trajectories of a",
         "batch at once, each at its own pace, and waits for all of them.",
         "",

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RANKS, SEQUENCES, LENGTH = 2, 8, 128
-PACKAGES = ("roll-core", "roll-modeling", "roll-strategy-hf", "roll-strategy-fsdp2", "roll-strategy-deepspeed")
+PACKAGES = (
+    "roll-core",
+    "roll-modeling",
+    "roll-strategy-hf",
+    "roll-strategy-fsdp2",
+    "roll-strategy-deepspeed",
+    "roll-weight-transports",
+)
 DESPITE = ["deepspeed>=0.19,<0.20"]
 MODEL = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,

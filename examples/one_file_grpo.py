@@ -18,8 +18,7 @@ import torch
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.losses import PolicyObjective
-from roll_core.data.pack import pack, totals
-from roll_core.data.sequences import sample_of, sequence_of
+from roll_core.data.pack import pack, sample_of, sequence_of, totals
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.algorithms import AdvantageInput
 from roll_core.spec.config import TokenizerConfig

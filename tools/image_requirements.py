@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 BAKE = REPOSITORY / "docker" / "bake.json"
 FOLDER = REPOSITORY / "docker" / "requirements"
-EXTRAS = ("train", "ray", "math")
+EXTRAS = ("train", "math")
 """Of roll-core, in every image."""
 NARROWER = {"npu": ["torch-npu==2.13.*"]}
 """Beside what the packages themselves require: torch-npu belongs to one release of torch."""

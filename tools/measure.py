@@ -1,7 +1,8 @@
 """Print how large and how tangled the source is, as a Markdown table: `python tools/measure.py [--trace]`.
 
 `--trace` runs the quick start's GRPO (two steps of 8 prompts × 8 samples, a model of one SFT step) and counts the files
-and functions of ours that the second step enters, the embedded engine's left out.
+and functions of ours that the second step enters: those of roll-core without its algorithms, and those of the
+algorithms with the trainer's backend (roll-modeling). The embedded engine's are left out.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = 60
-ENGINE = ("/roll_infer_hf/", "/roll_infer_hf/", "/roll_strategy_hf/")
+ENGINE = ("/roll_infer_hf/", "/roll_strategy_hf/")
 """Parts of a path that the trace leaves out."""
+TRAINER = ("/roll_core/algorithms/", "/roll_modeling/")
+"""Parts of a path that the trace counts as the trainer's, not the core's."""
 
 
 @cache
@@ -198,7 +201,13 @@ def main(arguments: list[str]) -> int:
     ]
     if given.trace:
         step = traced_step()
-        rows.append(("files / functions entered in one GRPO step, engine not counted", f"{len(step)} / {step.total()}"))
+        trainer = Counter({path: count for path, count in step.items() if any(part in path for part in TRAINER)})
+        for what, entered in (
+            ("roll-core without algorithms", step - trainer),
+            ("algorithms and roll-modeling", trainer),
+            ("total, engine not counted", step),
+        ):
+            rows.append((f"files / functions entered in one GRPO step: {what}", f"{len(entered)} / {entered.total()}"))
     print(table(rows))
     if given.names:
         print(*(" <-> ".join(each) for each in found), sep="\n")

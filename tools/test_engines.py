@@ -8,9 +8,11 @@ the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
 A peer is another framework whose numbers ours are compared with: `[tool.roll.peers.NAME]` of the repository's
-`pyproject.toml` has its `requirements` and the files with `tests`. It runs only if it is named.
+`pyproject.toml` has the `packages` of ours that its tests need, its `requirements`, those that are installed `alone`
+(without their own), and the files with `tests`. It runs only if it is named.
 
 The tests run with `ROLL_CONFORMANCE=full`: what is not installed is a failure, and nothing is left out to save time.
+Where all engines are tested, one that the workspace's environment has runs what `./run test` leaves out.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def main(arguments: list[str]) -> int:
             python, tests = engine_python(name, engines[name]), [str(engines[name] / "tests")]
         else:
             python, tests = peer_python(name, peers[name]), [str(REPOSITORY / file) for file in peers[name]["tests"]]
-        if not test(name, python, [*tests, *options]):
+        again = not names and in_workspace(engines[name])
+        if not test(name, python, [*tests, *options], {"ROLL_LEFT_OUT": "1"} if again else {}):
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -67,9 +70,10 @@ def find_peers() -> dict[str, dict[str, Any]]:
 
 
 def peer_python(name: str, peer: dict[str, Any]) -> Path:
-    """The interpreter of a peer's environment: roll-core, the peer, pytest."""
+    """The interpreter of a peer's environment: its `packages` of ours, the peer, pytest."""
     tools = [each for each in read(REPOSITORY / "pyproject.toml")["dependency-groups"]["dev"] if each.startswith(TOOLS)]
-    return environment(f"{name}-tests", ["-e", "./packages/roll-core", *peer["requirements"], *tools])
+    here = (word for package in peer["packages"] for word in ("-e", f"./packages/{package}"))
+    return environment(f"{name}-tests", [*here, *peer["requirements"], *tools], alone=peer.get("alone", []))
 
 
 def engine_table(project: dict[str, Any]) -> dict[str, Any]:
@@ -114,15 +118,15 @@ def left_out(package: Path) -> list[str]:
     return [each for each in project["project"]["dependencies"] if Requirement(each).name in names]
 
 
-def test(name: str, python: Path, arguments: list[str]) -> bool:
-    """Whether the tests pass in their environment."""
+def test(name: str, python: Path, arguments: list[str], also: dict[str, str]) -> bool:
+    """Whether the tests pass in their environment, with the variables `also`."""
     print(f"== {name}", file=sys.stderr, flush=True)
     # The environment's own programs (ninja, ray) come first: engines and workers look for them by name.
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     variables = {
         key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH")
     }
-    variables |= {"PATH": path, "ROLL_CONFORMANCE": "full"}
+    variables |= {"PATH": path, "ROLL_CONFORMANCE": "full", **also}
     command = [str(python), "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, env=variables).returncode == 0
 

@@ -8,25 +8,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from steps import SETTINGS, Clock, sums
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-
-
-class Clock(TrainerCallback):
-    """CPU and wall seconds at the beginning of each step and at the end."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, float]] = []
-
-    def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        self.marks.append((time.process_time(), time.perf_counter()))
-
-    def on_train_end(self, *args: object, **kwargs: object) -> None:
-        self.marks.append((time.process_time(), time.perf_counter()))
 
 
 def main() -> None:
@@ -35,7 +22,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    rows = Dataset.from_list([{"prompt": f"{i % 100:02d}+{(7 * i) % 100:02d}=" * 2} for i in range(prompts * steps)])
+    rows = Dataset.from_list(sums(prompts * steps))
     lengths: list[int] = []
 
     def reward(completions: list[str], completion_ids: list[list[int]], **columns: object) -> list[float]:
@@ -47,20 +34,13 @@ def main() -> None:
         config = GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=prompts * samples,
-            gradient_accumulation_steps=1,
             num_generations=samples,
             max_completion_length=new_tokens,
             max_steps=steps,
             learning_rate=1e-7,
             beta=0.0,
             temperature=1.0,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
+            **SETTINGS,
         )
         trainer = GRPOTrainer(
             model=model,
@@ -71,17 +51,8 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.train()
-    pairs = list(zip(clock.marks, clock.marks[1:], strict=False))
-    print(
-        json.dumps(
-            {
-                "cpu_s": [b[0] - a[0] for a, b in pairs],
-                "wall_s": [b[1] - a[1] for a, b in pairs],
-                "mean_length": sum(lengths) / len(lengths),
-                "samples": len(lengths),
-            }
-        )
-    )
+    counts = {"mean_length": sum(lengths) / len(lengths), "samples": len(lengths)}
+    print(json.dumps({**clock.seconds(), **counts}))
 
 
 if __name__ == "__main__":

@@ -8,26 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from steps import SETTINGS, Clock
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-
-
-class Clock(TrainerCallback):
-    """CPU and wall seconds at the beginning of each step and at the end."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, float]] = []
-
-    def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        self.marks.append((time.process_time(), time.perf_counter()))
-
-    def on_train_end(self, *args: object, **kwargs: object) -> None:
-        self.marks.append((time.process_time(), time.perf_counter()))
 
 
 def main() -> None:
@@ -45,24 +32,16 @@ def main() -> None:
         config = SFTConfig(
             output_dir=folder,
             per_device_train_batch_size=sequences,
-            gradient_accumulation_steps=1,
             max_length=max(len(each) for each in tokens),
             max_steps=steps,
             learning_rate=1e-4,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
+            **SETTINGS,
         )
         trainer = SFTTrainer(
             model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
         )
         trainer.train()
-    pairs = list(zip(clock.marks, clock.marks[1:], strict=False))
-    print(json.dumps({"cpu_s": [b[0] - a[0] for a, b in pairs], "wall_s": [b[1] - a[1] for a, b in pairs]}))
+    print(json.dumps(clock.seconds()))
 
 
 if __name__ == "__main__":

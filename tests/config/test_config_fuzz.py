@@ -14,7 +14,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.config import dump, load
+from roll_core.config import load
+from roll_core.config.dump import dump
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.registry import load_registry
 
@@ -162,6 +163,7 @@ def test_the_undamaged_configs_are_good():
         assert load_text(text) is not None
 
 
+@pytest.mark.slow  # the trees of `test_what_was_loaded_is_the_same_after_saving` are half as many
 @FUZZ
 @given(tree=damaged_trees())
 def test_a_damaged_tree_is_refused_in_words_or_kept_whole(tree):

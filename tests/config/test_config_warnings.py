@@ -28,6 +28,7 @@ rewards:
 """
 HALVES = "actor_train.training_args.per_device_train_batch_size=8"
 FUNCTION = "rewards.math={reward: function, function: 'mine:score'}"
+AHEAD = ["async_generation_ratio=1", "actor_infer.device_mapping=[1]", "actor_train.device_mapping=[0]"]
 K1, VANILLA, MASK = "kl_loss_penalty: k1\n", "pg_variant: vanilla\n", "difficulty_mask: true\n"
 
 
@@ -43,7 +44,7 @@ def folder(tmp_path, monkeypatch):
         ("", [], ""),
         (K1, [], "run.yaml:13:1 kl_loss_penalty"),
         (K1, ["kl_loss_penalty=k2"], ""),
-        (K1, ["kl_loss_coef=0"], ""),
+        (K1, ["kl_loss_coef=0"], "command line kl_loss_coef"),
         (K1, ["kl_loss_unbiased=true"], ""),
         ("kl_loss_penalty: k2\nkl_loss_unbiased: true\n", [], "run.yaml:14:1 kl_loss_unbiased"),
         (K1, ["use_kl_loss=false", "add_token_level_kl=true"], ""),
@@ -67,6 +68,32 @@ def folder(tmp_path, monkeypatch):
             "run.yaml:13:1 pg_variant",
         ),
         ("pg_variant: raft_plus_plus\n", ["adv_estimator=reinforce"], ""),
+        (
+            "pg_variant: raft_plus_plus\n",
+            ["adv_estimator=reinforce", "dual_clip_loss=true"],
+            "command line dual_clip_loss",
+        ),
+        (
+            "pg_variant: vanilla\n",
+            [*AHEAD, "train_infer_correction.is_weight.enabled=false"],
+            "run.yaml:13:1 pg_variant",
+        ),
+        ("pg_variant: vanilla\n", AHEAD, ""),
+        ("pg_variant: cispo\n", ["pg_options={clip_high: 0.28}"], "command line pg_options.clip_high"),
+        ("pg_variant: cispo\n", ["pg_options={clip_high: 0.28, clip_low: 0.2, bounds: relative}"], ""),
+        ("pg_clip_high: 0.28\n", [], "run.yaml:13:1 pg_clip_high"),
+        ("pg_clip_high: 0.28\n", ["use_pg_clip_range=true"], ""),
+        ("pg_clip: 0.1\n", ["use_pg_clip_range=true"], "run.yaml:13:1 pg_clip"),
+        ("dual_clip: 2.0\n", [], "run.yaml:13:1 dual_clip"),
+        ("kl_loss_coef: 0.0\n", [], "run.yaml:13:1 kl_loss_coef"),
+        ("init_kl_coef: 0.0\n", ["use_kl_loss=false", "add_token_level_kl=true"], "run.yaml:13:1 init_kl_coef"),
+        ("critic_warmup: 2\n", [], "run.yaml:13:1 critic_warmup"),
+        ("", ["actor_infer.generating_args.temperature=0"], "command line actor_infer.generating_args.temperature"),
+        ("adv_estimator: max_rl\n", [], ""),
+        ("adv_estimator: max_rl\n", ["soft_overlong_penalty={l_cache: 8}"], "run.yaml:13:1 adv_estimator"),
+        ("adv_estimator: remax\n", [], ""),
+        ("error_max_len_clip: true\n", [], ""),
+        ("error_max_len_clip: true\n", ["rewards.math.weight=0.5"], "run.yaml:13:1 error_max_len_clip"),
         (MASK, [], ""),
         (MASK, [FUNCTION], "run.yaml:13:1 difficulty_mask"),
         (MASK, ["rewards.math.weight=2"], "run.yaml:13:1 difficulty_mask"),

@@ -17,16 +17,17 @@ from roll_core.config.schema import members
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Config
-from roll_testing.config_table import key_entry
 from roll_testing.kit import hf_plugins
+from shared_tests.config_table import key_entry
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 TEXT = DOCS.read_text(encoding="utf-8")
+PIPELINES = ("roll-pipeline-agentic", "roll-pipeline-diffusion", "roll-pipeline-distill", "roll-pipeline-preference")
 BEGIN, END = "<!-- keys: made by tests/config/test_configuration_docs.py -->\n", "<!-- end of keys -->"
 
 
 def schemas():
-    """Every schema of roll-core and the hf packages, with bases and inner mappings, in the order of visits."""
+    """Every schema of roll-core, the hf packages and `PIPELINES`, with bases and inner mappings, in order of visits."""
     found = []
 
     def visit(schema):
@@ -40,7 +41,7 @@ def schemas():
             for member, _ in members(field.annotation):
                 visit(member)
 
-    for record in (each for plugin in hf_plugins() for each in plugin.providers):
+    for record in (each for plugin in hf_plugins(*PIPELINES) for each in plugin.providers):
         if record.config:
             visit(load_target(record.config, owner=record.name))
     return found

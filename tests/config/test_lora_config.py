@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_core.config import dump, load
+from roll_core.config import load
+from roll_core.config.dump import dump
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry

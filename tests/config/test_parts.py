@@ -121,7 +121,7 @@ def problems(tmp_path, monkeypatch):
     acme = Plugin(
         package="roll-acme", version="2.1", entry_point="acme", target=MODULE, state="loaded", providers=providers
     )
-    registry = Registry([*hf_plugins(), acme])
+    registry = Registry([*hf_plugins("roll-pipeline-agentic"), acme])
     file = tmp_path / "run.yaml"
     file.write_text(textwrap.dedent(CONFIG))
 

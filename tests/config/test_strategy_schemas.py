@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from roll_core.config import dump, load, strategy_config
+from roll_core.config import load, strategy_config
+from roll_core.config.dump import dump
 from roll_core.errors import ConfigError, PluginLoadError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry

@@ -12,7 +12,7 @@ import pytest
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.cluster.doctor import DoctorFinding, examine
+from roll_core.runtime.planning.doctor import DoctorFinding, examine
 from roll_core.spec.diagnostics import CheckContext
 from roll_core.spec.platform import Platform
 from roll_core.spec.providers import CheckProvider, PlatformProvider, Provider

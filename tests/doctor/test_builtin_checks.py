@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,37 +193,18 @@ def test_a_library_that_is_missing_or_too_old_names_the_command(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
-        if name == "ray":
-            return "2.9.0"
+        if name == "hydra-core":
+            return "1.0.0"
         raise importlib.metadata.PackageNotFoundError(name)
 
-    wanted = ["ray>=2.48", "torch>=2.6", "extra-one; extra == 'tests'", "old-one; python_version < '3'"]
+    wanted = ["hydra-core>=1.3.2", "torch>=2.6", "extra-one; extra == 'tests'", "old-one; python_version < '3'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: wanted)
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = by_subject(software.libraries(context))
-    assert set(found) == {"ray", "torch"}
-    assert (found["ray"].level, found["ray"].found, found["ray"].wanted) == ("error", "2.9.0", ">=2.48")
+    assert set(found) == {"hydra-core", "torch"}
+    older = found["hydra-core"]
+    assert (older.level, older.found, older.wanted) == ("error", "1.0.0", ">=1.3.2")
     assert found["torch"].remedy == "pip install 'torch>=2.6'"
-
-
-def test_a_ray_that_does_not_answer(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        assert only(software.ray_cluster(context)).level == "error"
-        listener.listen()
-        assert only(software.ray_cluster(context)).level == "ok"
-
-
-@pytest.mark.parametrize("address", [None, "", "local"])
-def test_without_an_address_there_is_no_cluster_to_look_for(
-    context: CheckContext, monkeypatch: pytest.MonkeyPatch, address: str | None
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    if address is not None:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-    assert list(software.ray_cluster(context)) == []
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -323,31 +303,23 @@ CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
     host.shared_memory,
     host.open_files,
     software.python,
-    software.ray_cluster,
 )
-ADDRESSES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     system=st.sampled_from(["Linux", "Windows", "Darwin", ""]) | st.text(),
     release=st.text() | st.from_regex(r"\d+\.\d+.*"),
-    address=ADDRESSES | ADDRESSES.map(lambda text: f"[{text}]:99999"),
     limits=st.tuples(st.integers(-1, 2**63), st.integers(-1, 2**63)),
     free=st.integers(0, 2**70),
 )
 def test_whatever_the_system_answers_is_a_result(
-    context: CheckContext, system: str, release: str, address: str, limits: tuple[int, int], free: int
+    context: CheckContext, system: str, release: str, limits: tuple[int, int], free: int
 ) -> None:
-    def unreachable(*_: Any, **__: Any) -> Any:
-        raise OSError("unreachable")
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "system", lambda: system)
         patch.setattr(platform, "release", lambda: release)
         patch.setattr(resource, "getrlimit", lambda _: limits)
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-        patch.setattr(socket, "create_connection", unreachable)
-        patch.setenv("RAY_ADDRESS", address)
         for check in CHECKS:
             assert all(type(result) is CheckResult for result in check(context))

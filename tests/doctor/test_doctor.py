@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.loader import Plugin
-from roll_core.runtime.cluster.doctor import DoctorFinding
+from roll_core.runtime.planning.doctor import DoctorFinding
 from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import Probe
 from roll_core.spec.providers import PlatformProvider, TrainProvider
+from roll_executor_ray.plugin import roll_checks
 from roll_testing.errors import mentions
 
 Doctor = Callable[..., list[DoctorFinding]]
@@ -233,8 +234,10 @@ def test_the_environment_of_a_role_is_looked_at_instead_of_this_one(doctor: Doct
 
     def found(environment: Any) -> tuple[CheckResult, CheckResult]:
         role = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "acme_train"}}
-        findings = doctor(more=(core,), config=config(sft_train=role | {"environment": environment}))
-        return of(findings, "requirements")["acme_train"], of(findings, "environment")["sft_train"]
+        findings = doctor(
+            records=roll_checks(), more=(core,), config=config(sft_train=role | {"environment": environment})
+        )
+        return of(findings, "requirements")["acme_train"], of(findings, "environments")["sft_train"]
 
     needs, environment = found("/nowhere/env")
     assert needs.level == "note"

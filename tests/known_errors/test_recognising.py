@@ -16,9 +16,9 @@ from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.cluster.executors.calls import Failure, located
-from roll_core.runtime.cluster.executors.worker_process import exit_cause
 from roll_core.runtime.records.known_errors import advise
 from roll_core.spec.providers import KnownErrorsProvider
+from roll_executor_ray.exit_causes import exit_cause
 from roll_testing.errors import mentions
 
 MEMBER = Member(rank=3, host="node7", pid=1, node=0, slots=())

@@ -51,7 +51,7 @@ class Accelerators(CpuPlatform):
 
     name = "acc"
     device_type = "acc"
-    ray_resource = "GPU"
+    resource_name = "GPU"
     visible_devices = "ACC_VISIBLE"
     slots_share_cores = False
 

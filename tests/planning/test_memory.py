@@ -1,5 +1,7 @@
 """What each role takes in each phase, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from roll_core.runtime.planning.plan import CONTEXT_BYTES, PROCESS_BYTES
@@ -178,3 +180,23 @@ def test_a_formula_that_fails_is_told_and_ends_nothing(planned, monkeypatch):
     plan = planned()
     assert "memory:engine failed: ZeroDivisionError" in role(plan, "actor_infer").unknown
     assert not role(plan, "actor_train").unknown
+
+
+def test_the_size_of_a_librarys_model_is_not_known(planned, monkeypatch):
+    from roll_core.pipelines import plans
+
+    usual = plans.sft
+
+    def with_library(config):
+        plan = usual(config)
+        roles = tuple(replace(each, library="acme.flows:Library") for each in plan.roles)
+        return replace(plan, roles=roles)
+
+    monkeypatch.setattr(plans, "sft", with_library)
+    text = (
+        "pipeline: sft\npretrain: nowhere/model\nsft_train: {data_args: {file_name: a.jsonl}, strategy_args:"
+        " {strategy_name: hf_train}}\n"
+    )
+    plan = planned(text=text)
+    assert "acme.flows:Library" in role(plan, "sft_train").unknown
+    assert not plan.known

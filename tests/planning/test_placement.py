@@ -4,7 +4,7 @@ import pytest
 
 from roll_core.errors import PlacementError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster.executors import choose_executor
+from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.runtime.planning.placement import pipeline_plan
 from roll_core.runtime.workers.build import slots_per_worker
@@ -24,7 +24,7 @@ def test_places_and_executor_are_those_that_a_run_asks_for(loaded, registry, pla
         slots_per_worker=slots_per_worker(roles, config, registry),
     )
     assert found.places == expected
-    assert found.executor == choose_executor(config, expected)
+    assert found.executor == executor_of(config, registry, expected)
     assert [place.slots for place in found.places["actor_infer"]] == [(4,), (5,), (6,), (7,)]
 
 

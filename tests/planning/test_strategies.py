@@ -260,3 +260,17 @@ def test_what_vllm_gives_back_asleep(keys, on_host, gone):
     )  # fmt: skip
     answer = load_target(provider.memory, owner="vllm")(question)
     assert {use.what for use in answer.uses if use.offloads} == gone
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "ranks"),
+    [
+        ("hf_train", {}, 1),
+        ("fsdp2_train", {}, 2),
+        ("deepspeed_train", {"zero_optimization": {"stage": 0}}, 1),
+        ("deepspeed_train", {"zero_optimization": {"stage": 2}}, 2),
+    ],
+)
+def test_a_moving_average_is_shared_like_the_optimizers_state(name, keys, ranks):
+    with_average, without = (train(name, keys, "score", averages=each)["optimizer"] for each in (True, False))
+    assert with_average - without == 4 * P // ranks

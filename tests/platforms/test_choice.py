@@ -130,7 +130,7 @@ def test_the_config_wins_over_the_platform() -> None:
 
 def test_a_worker_sees_its_devices_under_every_name() -> None:
     from roll_core.runtime.cluster.executors.base import GroupSpec
-    from roll_core.runtime.cluster.executors.ray_executor import RayExecutor
+    from roll_executor_ray.executor import RayExecutor
 
     class TwoNames(Board):
         visible_devices = "BOARD_VISIBLE"

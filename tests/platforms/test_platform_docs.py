@@ -42,7 +42,7 @@ def test_the_table_of_platforms_is_true(name: str) -> None:
     _, device, resource, collective, restricted = (cell.strip(" |") for cell in row[1].split(" | "))
     here = platform(name)
     assert device == f"`{here.device(7).replace('7', '<i>')}`"
-    assert resource == f"`{here.ray_resource}`"
+    assert resource == f"`{here.resource_name}`"
     assert collective.split()[0] == here.collective_backend
     names = [each for each in (here.visible_devices, *here.also_visible_devices) if each]
     assert restricted == (" and ".join(f"`{each}`" for each in names) or "–")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -60,10 +61,11 @@ def wheels(tmp_path_factory):
 class Environment:
     """A plain virtual environment and a folder with the configs of two runs, both outside the repository."""
 
-    def __init__(self, folder: Path, wheels: Path) -> None:
-        self.bin, self.folder = folder / "venv" / "bin", folder
+    def __init__(self, folder: Path, wheels: Path, uv: str | None = None) -> None:
+        """`uv`, where it is given, installs in place of pip: it copies no file that its cache has."""
+        self.bin, self.folder, self._uv = folder / "venv" / "bin", folder, uv
         self._wheels = str(wheels)
-        venv.create(folder / "venv", with_pip=True)
+        venv.create(folder / "venv", with_pip=uv is None)
         (folder / "sft.yaml").write_text(SFT)
         (folder / "grpo.yaml").write_text(GRPO)
         rows = [json.dumps({"prompt": str(number), "response": str(number + 1)}) for number in range(8)]
@@ -71,20 +73,18 @@ class Environment:
         (folder / "mine.py").write_text("def score(prompt, response):\n    return float(len(response))\n")
 
     def install(self, *words: str) -> None:
-        command = [
-            str(self.bin / "python"),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-compile",
-            "--disable-pip-version-check",
-        ]
+        python = str(self.bin / "python")
+        if self._uv:
+            command = [self._uv, "pip", "install", "--quiet", "--python", python]
+        else:
+            command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
         command += ["-c", str(REPOSITORY / "constraints.txt"), "--find-links", self._wheels]
         subprocess.run([*command, *words], check=True, cwd=self.folder)
 
     def roll_core(self, *arguments: str) -> subprocess.CompletedProcess:
-        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "ROLL_PLUGINS")}
+        # The first command that imports torch compiles it for the others.
+        other = ("PYTHONPATH", "ROLL_PLUGINS", "PYTHONDONTWRITEBYTECODE")
+        env = {name: value for name, value in os.environ.items() if name not in other}
         env["PYTHONPATH"] = str(self.folder)
         command = [str(self.bin / "roll-core"), *arguments]
         return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
@@ -120,7 +120,7 @@ def test_configs_are_checked_and_planned_without_torch(tmp_path, wheels):
     refused = environment.roll_core("check", "sft.yaml")
     assert refused.returncode == 2
     assert "pip install roll-strategy-hf" in refused.stderr
-    environment.install("--no-deps", "roll-infer-hf", "roll-modeling", "roll-strategy-hf")
+    environment.install("--no-deps", "roll-infer-hf", "roll-modeling", "roll-strategy-hf", "roll-weight-transports")
     assert not environment.has("torch")
     for command in (["plugins", "-v"], ["check", "sft.yaml", "grpo.yaml"], ["plan", "grpo.yaml"], ["doctor"]):
         done = environment.roll_core(*command)
@@ -133,11 +133,13 @@ def test_configs_are_checked_and_planned_without_torch(tmp_path, wheels):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
-    environment = Environment(tmp_path, wheels)
+    environment = Environment(tmp_path, wheels, os.environ.get("UV") or shutil.which("uv"))
     environment.install("roll-core", "roll-strategy-hf", "roll-infer-hf")
     assert not environment.has("ray")
     offered = json.loads(environment.roll_core("plugins", "--json").stdout)["plugins"]
-    assert {each["package"] for each in offered} == {"roll-core", "roll-infer-hf", "roll-strategy-hf"}
+    assert {each["package"] for each in offered} == {
+        *("roll-core", "roll-infer-hf", "roll-strategy-hf", "roll-weight-transports")
+    }
     commands = (
         ["plugins", "-v"],
         ["check", "sft.yaml", "grpo.yaml"],
@@ -153,4 +155,7 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
         assert len(steps) == 2
     refused = environment.roll_core("run", "grpo.yaml", "executor=ray")
     assert refused.returncode == 2
-    assert "'roll-core[ray]'" in refused.stdout
+    assert "pip install roll-executor-ray" in refused.stderr
+    refused = environment.roll_core("check", "grpo.yaml", "rewards.length.world_size=2")
+    assert refused.returncode == 2
+    assert "pip install roll-executor-ray" in refused.stderr

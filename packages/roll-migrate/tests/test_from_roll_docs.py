@@ -15,10 +15,28 @@ DOCS = Path(__file__).parents[3] / "docs" / "from-roll.md"
 BEGIN, END = "<!-- keys: made by packages/roll-migrate/tests/test_from_roll_docs.py -->\n", "<!-- end of keys -->"
 TITLES = {
     "`rlvr`: the run": roll_keys.RLVR,
+    "`agentic`: the run, where it differs": {
+        key: rule for key, rule in roll_keys.AGENTIC.items() if roll_keys.RLVR.get(key) is not rule
+    },
     "`sft`: the run, where it differs": {
         key: rule for key, rule in roll_keys.SFT.items() if roll_keys.RLVR.get(key) is not rule
     },
-    "`actor_train`, `sft_train`, `critic`": roll_keys.TRAIN,
+    "`dpo`: the run, where it differs": {
+        key: rule for key, rule in roll_keys.PREFERENCE.items() if roll_keys.RLVR.get(key) is not rule
+    },
+    "`distill`: the run, where it differs": {
+        key: rule for key, rule in roll_keys.DISTILL.items() if roll_keys.SFT.get(key) is not rule
+    },
+    "On-policy distillation: the run, where it differs": {
+        key: rule for key, rule in roll_keys.ON_POLICY_DISTILL.items() if roll_keys.RLVR.get(key) is not rule
+    },
+    "Reward-FL: the run, where it differs": {
+        key: rule
+        for key, rule in roll_keys.REWARD_FLOW.items()
+        if roll_keys.RLVR.get(key) is not rule and key != "actor_train"
+    },
+    "Reward-FL: `model_config_kwargs`": roll_keys.FLOW_MODEL,
+    "`actor_train`, `sft_train`, `critic`, `student`": roll_keys.TRAIN,
     "`actor_infer`, where it differs": {
         key: rule for key, rule in roll_keys.INFER.items() if roll_keys.TRAIN.get(key) is not rule
     },
@@ -30,6 +48,7 @@ TITLES = {
     "`validation`": roll_keys.VALIDATION,
     **{f"`strategy_config` of `{name}`": table for name, table in roll_keys.STRATEGIES.items()},
 }
+ROLES = ("actor_", "sft_", "student", "teacher")
 ELSEWHERE = {"model_args", "training_args", "data_args", "generating_args", "strategy_args"}
 """Have tables of their own."""
 
@@ -54,7 +73,8 @@ def lists() -> str:
         found = {
             key: rule
             for key, rule in table.items()
-            if isinstance(rule, (KeyRule, Each)) or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_")))
+            if isinstance(rule, (KeyRule, Each))
+            or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_", "student", "teacher")))
         }
         text += f"### {title}\n\n"
         for says, keys in rows(

@@ -26,6 +26,10 @@ IMPORTABLE = (
     "rlvr_ppo_critic",
     "sft_fsdp2",
     "sft_defaults",
+    "distill",
+    "onpolicy_distill",
+    "onpolicy_distill_mixed",
+    "dpo",
 )
 EXPECTED = {
     "rlvr_megatron_vllm": {
@@ -71,15 +75,16 @@ EXPECTED = {
         "rewards.math.tag_included": ["gsm8k", "aime"],
         "rewards.math.world_size": 8,
         "rewards.math.query_filter_config.type": "mean_filter",
-        "rewards.code.function": "imported_rewards:code",
+        "rewards.code.reward": "code",
+        "rewards.code.tag_included": ["kodcode"],
         "rewards.judge.function": "imported_rewards:judge",
         "rewards.judge.device_mapping": None,
     },
     "rlvr_async_sglang": {
         "output_dir": "/data/runs",
         "pretrain": "/models/policy",
-        "track_with": [],
-        "tracker_kwargs": {},
+        "track_with": ["wandb"],
+        "tracker_kwargs": {"wandb": {"api_key": "a key", "project": "p"}},
         "response_length": 512,
         "norm_mean_type": None,
         "async_generation_ratio": 1.0,
@@ -152,11 +157,84 @@ EXPECTED = {
             "ulysses_size": 2,
         },
     },
+    "distill": {
+        "pretrain": "/models/small",
+        "teachers.main.model_args.model_name_or_path": "/models/large",
+        "prompt_length": 1024,
+        "response_length": 1024,
+        "actor_train.data_args.prompt": "question",
+        "actor_train.data_args.response": "solution",
+        "actor_train.data_args.template": "native",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "teachers.main.strategy_args.strategy_name": "megatron_infer",
+        "teachers.main.strategy_args.strategy_config.tensor_model_parallel_size": 4,
+        "rollout_batch_size": 64,
+        "num_return_sequences_in_group": 1,
+        "distill_data": "dataset",
+        "kd_support": "teacher_topk",
+        "kd_objective": "forward_kl",
+        "kd_tail": "renormalise",
+        "kd_coef": 0.75,
+        "nll_coef": 0.25,
+        "logits_topk": 32,
+        "max_grad_norm": 0.0,
+    },
+    "onpolicy_distill": {
+        "pipeline": "distill",
+        "pretrain": "/models/small",
+        "distill_data": "student",
+        "kd_support": "sampled",
+        "placement": "advantage",
+        "kd_coef": 0.5,
+        "kd_discount": 0.0,
+        "task_coef": 0.0,
+        "adv_estimator": "reinforce",
+        "use_kl_loss": False,
+        "actor_train.data_args.template": "native",
+        "actor_train.data_args.messages": "messages",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "actor_infer.generating_args.temperature": 0.8,
+        "actor_infer.strategy_args.strategy_name": "vllm",
+        "teachers.math_teacher.tag_included": ["gsm8k"],
+        "teachers.math_teacher.strategy_args.strategy_config.tensor_model_parallel_size": 4,
+        "teachers.code.model_args.model_name_or_path": "/models/coder",
+    },
+    "onpolicy_distill_mixed": {
+        "pipeline": "distill",
+        "task_coef": 1.0,
+        "kd_coef": 1.0,
+        "placement": "advantage",
+        "adv_estimator": "grpo",
+        "response_length": 1024,
+        "actor_infer.generating_args.temperature": 0.95,
+        "teachers.main.model_args.model_name_or_path": "/models/large",
+        "rewards.math.tag_included": ["gsm8k"],
+    },
     "sft_defaults": {
         "prompt_length": 128,
         "response_length": 128,
         "sft_train.data_args.prompt": "instruction",
         "sft_train.data_args.response": "output",
+    },
+    "dpo": {
+        "pipeline": "preference",
+        "prompt_length": 512,
+        "response_length": 512,
+        "max_steps": 200,
+        "beta": 0.1,
+        "loss_type": ["sigmoid"],
+        "val_batch_size": 32,
+        "actor_train.data_args.prompt": "instruction",
+        "actor_train.data_args.chosen": "better",
+        "actor_train.data_args.rejected": "worse",
+        "actor_train.data_args.template": "native",
+        "actor_train.data_args.messages": None,
+        "actor_train.training_args.per_device_train_batch_size": 4,
+        "reference.device_mapping": (0, 1),
+        "validation.data_args.prompt": "instruction",
+        "validation.data_args.chosen": "better",
+        "validation.data_args.rejected": "worse",
+        "validation.data_args.template": "native",
     },
 }
 
@@ -189,6 +267,7 @@ def dug(value, path):
 def test_the_new_config_loads_to_what_roll_would_have_done(name, registry, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ROLL_TEST_MODEL", "/models/policy")
     monkeypatch.setenv("ROLL_TEST_RUNS", "/data/runs")
+    monkeypatch.setenv("ROLL_TEST_WANDB", "a key")
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / f"{name}.yaml"), "-o", str(out)]) == 0, capsys.readouterr().out
     config = load(out, (), registry).config
@@ -267,7 +346,7 @@ def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
         ("rlvr_megatron_vllm", "rewards.judge.judge_prompt", "unsupported"),
         ("rlvr_megatron_vllm", "rewards.math.model_args.model_name_or_path", "not needed"),
         ("rlvr_async_sglang", "norm_mean_type", "dead"),
-        ("rlvr_async_sglang", "track_with", "unsupported"),
+        ("rlvr_async_sglang", "track_with", "kept"),
         ("rlvr_async_sglang", "reference.strategy_args.strategy_name", "not needed"),
         (
             "rlvr_megatron_vllm",
@@ -280,6 +359,12 @@ def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
         ("sft_fsdp2", "sft_train.data_args.prompt", "dead"),
         ("sft_fsdp2", "sft_train.strategy_args.strategy_config.efsdp_size", "unsupported"),
         ("sft_defaults", "prompt_length", "dead"),
+        ("dpo", "beta", "dead"),
+        ("dpo", "ipo", "dead"),
+        ("dpo", "chosen_key", "renamed"),
+        ("dpo", "train_batch_size", "not needed"),
+        ("dpo", "actor_train.data_args.messages", "dead"),
+        ("dpo", "actor_train.training_args.num_train_epochs", "dead"),
     ],
 )
 def test_what_became_of_a_key(file, key, status, registry):
@@ -332,6 +417,50 @@ actor_infer:
   strategy_args: {strategy_name: hf_infer}
   device_mapping: list(range(1,2))
 """
+REWARD_WORKERS = {
+    "code_sandbox_reward_worker.CodeSandboxRewardWorker": "code",
+    "ifeval_rule_reward_worker.GeneralRuleRewardWorker": "ifeval",
+    "crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker": "crossthink_qa",
+    "multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+    "detection_reward_worker.Other": "function",
+}
+
+
+def imported_reward(tmp_path, registry, worker, **keys):
+    """Reward config for one of ROLL's workers, and the status of each of its keys."""
+    file = tmp_path / "roll.yaml"
+    role = {"worker_cls": f"roll.pipeline.rlvr.rewards.{worker}"} | keys
+    file.write_text(RLVR + yaml.safe_dump({"rewards": {"one": role}}))
+    found = import_roll(file, registry)
+    prefix = "rewards.one."
+    return found.config["rewards"]["one"], {
+        each.key.removeprefix(prefix): each.status for each in found.keys if each.key.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize(("worker", "reward"), REWARD_WORKERS.items())
+def test_reward_workers_become_rewards(tmp_path, registry, worker, reward):
+    config, statuses = imported_reward(tmp_path, registry, worker, use_local=True)
+    assert config["reward"] == reward
+    assert statuses["use_local"] == ("unsupported" if reward == "function" else "not needed")
+
+
+def test_a_judge_with_an_api_keeps_it(tmp_path, registry):
+    worker = "llm_judge_reward_worker.LLMJudgeRewardWorker"
+    api = {"judge_model_name": "m", "judge_api_url": "http://h/v1", "judge_prompt": "qwen"}
+    config, statuses = imported_reward(tmp_path, registry, worker, judge_model_type="api", **api)
+    assert config == {"reward": "judge", "judge_model_name": "m", "judge_api_url": "http://h/v1"}
+    assert (statuses["judge_api_url"], statuses["judge_prompt"]) == ("kept", "unsupported")
+    config, statuses = imported_reward(tmp_path, registry, worker, judge_model_type="inference", **api)
+    assert (config["reward"], statuses["judge_api_url"]) == ("function", "unsupported")
+
+
+def test_a_service_for_programs_is_replaced_by_the_sandbox(tmp_path, registry):
+    worker = "code_sandbox_reward_worker.CodeSandboxRewardWorker"
+    config, statuses = imported_reward(tmp_path, registry, worker, use_local=False, code_url="http://sandbox")
+    assert (config["reward"], statuses["code_url"]) == ("code", "differs")
+
+
 ONE = f"rewards: {{math: {{{MATH}}}}}\n"
 TWO = f"rewards: {{math: {{{MATH}}}, logic: {{{MATH}}}}}\n"
 KL = "add_token_level_kl: true\nreference: {strategy_args: {strategy_name: hf_infer}}\ntarget_kl: 0.1\n"
@@ -487,10 +616,7 @@ def test_nothing_that_decides_what_is_learnt_disappears(lines, refused, tmp_path
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("dpo", r"dpo\.yaml:6:1: chosen_key"),
-        ("agentic", r"agentic\.yaml:9:1: train_env_manager"),
-        ("distill", r"distill\.yaml:6:1: student"),
-        ("onpolicy_distill", r"onpolicy_distill\.yaml:5:1: student_train"),
+        ("onpolicy_distill_agents", r"onpolicy_distill_agents\.yaml:3:1: student_train"),
         (
             "rlvr_images",
             r"rlvr_images\.yaml:4:37: actor_train\.data_args\.image_max_pixels",

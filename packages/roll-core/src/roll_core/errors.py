@@ -13,8 +13,15 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Self
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar of the `known` names, for hints; empty if none has a similarity of `cutoff`, of at most 1."""
+    import difflib  # only needed after a mistake
+
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
 class RollError(Exception):
@@ -65,7 +72,8 @@ class ConfigProblem:
     """One mistake in a configuration, with its position."""
 
     where: str
-    """`file:line:column`, `command line`, or the name of the config if the value was not written anywhere."""
+    """`file:line:column`, `command line`, `overrides` (Python API), or the name of the config if the value
+    was not written anywhere."""
     key: str
     """Dotted path of the key, `actor_train.training_args.learning_rate`."""
     message: str
@@ -97,7 +105,7 @@ CONFIG_CODES = {
     "ROLL-C022": "A key given twice.",
     "ROLL-C023": "Fragments that cannot be composed.",
     "ROLL-C024": "An interpolation that cannot be resolved.",
-    "ROLL-C025": "An override on the command line that cannot be applied.",
+    "ROLL-C025": "An override that cannot be applied.",
     "ROLL-C030": "Trainer and engine have no usable weight transport in common.",
     "ROLL-C040": "A file or directory that the config names is missing or unusable.",
     "ROLL-C041": "A reward does not fit the data, or code of the user cannot be used.",
@@ -161,7 +169,7 @@ class PluginLoadError(PluginError, ImportError):
 
 
 class ContractError(PluginError, ValueError):
-    """A plugin passed an invalid value to the plugin API. Names the field and the valid values."""
+    """A plugin, or a callback of a run, does not fit the plugin API. Names the field and the valid values."""
 
     code = "ROLL-P003"
 
@@ -185,7 +193,7 @@ class MissingRequirementError(PluginError, ImportError):
 
 
 class PluginHookError(PluginError, RuntimeError):
-    """An event hook of a plugin raised an exception. Names the package."""
+    """An event hook of a plugin or a callback raised an exception. Names the package or the callback."""
 
     code = "ROLL-P007"
     exit_code = 1
@@ -202,6 +210,13 @@ class TrackerError(PluginError, RuntimeError):
     """A tracker failed to open, to record a step or to close. Names the tracker."""
 
     code = "ROLL-P009"
+    exit_code = 1
+
+
+class EnvironmentsFailedError(PluginError, RuntimeError):
+    """Too many episodes failed in a row. Names the environment, its package and the last failure."""
+
+    code = "ROLL-P010"
     exit_code = 1
 
 
@@ -435,6 +450,12 @@ class RewardFailure(RollError, RuntimeError):
     """Raised by a reward that cannot be computed, for example after a service returned 500. It never counts as 0."""
 
     code = "ROLL-D002"
+
+
+class EnvironmentFailure(RollError, RuntimeError):
+    """An episode failed in its environment: an exception, a timeout, an invalid result. It never counts as 0."""
+
+    code = "ROLL-D003"
 
 
 class RunInterruptedError(RollError, KeyboardInterrupt):

@@ -2,8 +2,8 @@
 
     prompt -> GenerateRequest -> infer strategy -> Completion -> Sample -> reward -> Group -> TrainSequence
 
-All are frozen dataclasses of plain values and numpy arrays: cheap to send between processes, independent of torch and
-ray, never padded. Suffixes give shapes:
+All are frozen dataclasses of plain values and numpy arrays: cheap to send between processes, independent of torch,
+never padded. Suffixes give shapes:
 
     P tokens of a prompt    R tokens of a response    L = P + R tokens of a sequence
     T flat tokens of a microbatch    S sequences of a microbatch    K top-k
@@ -77,6 +77,8 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     """Also return the prompt tokens' logprobs under softmax(logits), without temperature, since they were not sampled
     (capability `prompt_logprobs`)."""
+    prompt_topk: int = 0
+    """With `prompt_logprobs`: also return the K most likely tokens at each prompt token (capability `prompt_topk`)."""
     routed_experts: bool = False
     """Also return the experts that each token was routed to (capability `routed_experts`). Only for engines started
     with `ModelSpec.router_replay`."""
@@ -107,6 +109,16 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """The K most likely tokens at each of P positions, best first, under `softmax(logits)`. 0 at the first position."""
+
+    ids: TokenIds
+    """`[P, K]`."""
+    logprobs: Floats
+    """`[P, K]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Result of one `GenerateRequest`: `n` outputs in order of their index."""
 
@@ -114,6 +126,8 @@ class Completion:
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: Floats | None = None
     """`[P]`, 0 for the first token; only if requested."""
+    prompt_topk: TopTokens | None = None
+    """Most likely tokens in place of each prompt token, given the tokens before it; only if requested."""
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -137,8 +151,56 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One turn of a rollout: the tokens that the model read, then the tokens that it sampled.
+
+    The prompt of a turn is the whole sequence of its parent, followed by `context_ids`: prefixes are equal by
+    construction.
+    """
+
+    parent: int | None = None
+    """Index in the rollout of the earlier turn that this turn continues. None: `context_ids` are the whole prompt."""
+    context_ids: TokenIds
+    """`[C]`, tokens read since the last token of the parent."""
+    sampled_ids: TokenIds
+    """`[R]`, as reported by the engine."""
+    logprobs: Floats
+    """`[R]`."""
+    versions: npt.NDArray[np.int32]
+    """`[R]`."""
+    loss_mask: Bools
+    """`[R]`, True for sampled tokens to train on."""
+    finish_reason: FinishReason
+    observation_mask: Bools | None = None
+    """`[C]`, True for the text of messages that followed the parent; None if it is not recorded."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the tokens from the parent's last one (without a parent: from the first) to the last but one; `[C + R,
+    M, K]` (without a parent `[C + R - 1, M, K]`) or fewer rows."""
+    reward: float | None = None
+    """Reward of this turn; None if the environment made no statement."""
+    state: str | int | None = None
+    """State of the environment in which the turn began."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the environment for this turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The turns of an episode in the order in which they were sampled: a tree, see `TurnRecord.parent`.
+
+    `roll_core.data.rollouts.rows` cuts it into training rows. A single chain of turns is one row.
+    """
+
+    turns: tuple[TurnRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt and one response as token ids, with all their data."""
+    """One prompt and one response as token ids, with all their data.
+
+    A multi-turn sample has its `rollout`. Its response is then a transcript: all turns in order, with the tokens that
+    the model read between them.
+    """
 
     id: str
     """`<row>/<epoch>/<index in group>`; stable, also in a resumed run."""
@@ -147,11 +209,11 @@ class Sample:
     prompt_ids: TokenIds
     response_ids: TokenIds
     logprobs: Floats
-    """`[R]`, behaviour logprobs as reported by the engine; 0 where `loss_mask` is false."""
+    """`[R]`, behaviour logprobs as reported by the engine; 0 for tokens from an environment."""
     loss_mask: Bools
-    """`[R]`, True for tokens that the model generated, False for tokens from an environment."""
+    """`[R]`, True for generated tokens to train on, False for tokens from an environment."""
     versions: npt.NDArray[np.int32]
-    """`[R]`, weight version of each token; -1 where `loss_mask` is false."""
+    """`[R]`, weight version of each generated token; -1 for tokens from an environment."""
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
     """`[P + R - 1, M, K]` or fewer rows, as reported by the engine."""
@@ -160,6 +222,8 @@ class Sample:
     reward: Reward | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row (ground truth, difficulty), as plain values."""
+    rollout: Rollout | None = None
+    """The turns of a multi-turn sample; None for a single turn."""
 
     def with_reward(self, reward: Reward) -> Sample:
         """Copy of the sample with this reward."""
@@ -172,6 +236,13 @@ class Group:
 
     id: str
     samples: tuple[Sample, ...]
+    baseline: Sample | None = None
+    """A response that only the rewards of `samples` are compared with; never trained on."""
+
+    @property
+    def multi_turn(self) -> bool:
+        """True if its samples have turns."""
+        return any(sample.rollout is not None for sample in self.samples)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -217,20 +288,14 @@ class TrainSequence:
     """`[L, K]`, token ids whose logprobs are requested at each position, with K equal for all sequences of a batch."""
     teacher_logprobs: Floats | None = None
     """`[L, K]`, logprobs of `gather_ids` under the teacher of distillation."""
+    teacher_hidden: Floats | None = None
+    """`[L, H]`, inputs of the teacher's head."""
     routed_experts: RoutedExperts | None = None
     """`[L - 1, M, K]` or fewer rows: experts to use for the first tokens instead of the router's choice. The router
     chooses for the remaining tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-
-CHOSEN = "chosen"
-"""Stream of preference data: 1 at the tokens of chosen or desirable responses."""
-DESIRABLE = "desirable"
-"""Stream of labelled responses: 1 at the last token of desirable ones, so that its total counts them."""
-MARGIN = "margin"
-"""Stream of pairs: the pair's margin at the last token of the chosen response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.compose import compose
@@ -19,10 +20,25 @@ from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
+from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
-from roll_migrate.roll_keys import DEFAULTS, DIFFERS, NULL_MEANS_SOMETHING, RLVR, SFT, STRATEGIES
-from roll_migrate.roll_pipelines import recognise
+from roll_migrate.roll_keys import (
+    AGENTIC,
+    DEFAULTS,
+    DIFFERS,
+    DISTILL,
+    NULL_MEANS_SOMETHING,
+    ON_POLICY_DISTILL,
+    PREFERENCE,
+    REWARD_FLOW,
+    RLVR,
+    SFT,
+    STRATEGIES,
+    TEACHER,
+)
+from roll_migrate.roll_pipelines import ON_POLICY, recognise
+from roll_migrate.roll_values import is_pure
 from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
 from roll_migrate.strategies import refusals
 
@@ -36,9 +52,30 @@ if TYPE_CHECKING:
     from roll_core.spec.importing import ImportStatus
     from roll_migrate.rules import Table
 
-TABLES: dict[str, Table] = {"rlvr": RLVR, "sft": SFT}
-TRAINED = {"rlvr": "actor_train", "sft": "sft_train"}
+TABLES: dict[str, Table] = {
+    "rlvr": RLVR,
+    "agentic": AGENTIC,
+    "sft": SFT,
+    "preference": PREFERENCE,
+    "distill": DISTILL,
+    ON_POLICY: ON_POLICY_DISTILL,
+    "reward_flow": REWARD_FLOW,
+}
+TRAINED = {"sft": "sft_train"}
+"""Trained role by pipeline; otherwise `actor_train`."""
+ROLLOUTS = ("rlvr", "agentic", ON_POLICY)
+"""Pipelines that train on rollouts of an engine."""
+RENAMED: dict[str, dict[str, KeyPath]] = {
+    "distill": {"student": ("actor_train",), "teacher": ("teachers", "main")},
+    ON_POLICY: {"student_train": ("actor_train",), "student_infer": ("actor_infer",), "teacher": ("teachers", "main")},
+}
+"""Roles that have other names here, by pipeline."""
+ROLE_KEYS = ("model_args", "strategy_args", "device_mapping")
+"""Keys of a role. A mapping without them has one role per key."""
 GENERATES = "actor_infer"
+STRATEGY_CONFIG = ("strategy_args", "strategy_config")
+SPLITS_MODEL = ("tensor_model", "pipeline_model", "context")
+"""Kinds of Megatron's parallelism within a replica, whose size is that of a key of `strategy_config`."""
 _ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*\})\}")
 
 
@@ -115,14 +152,19 @@ class _Import:
     """True if the engine receives weights in a format other than their dtype, such as fp8."""
 
     def run(self) -> ImportedConfig:
-        self.config["pipeline"] = self.pipeline
+        ours = "distill" if self.pipeline == ON_POLICY else self.pipeline
+        self.config["pipeline"] = ours
         self._composition()
-        self._mapping(TABLES[self.pipeline], self.source, (), self._unused_roles())
-        for role in TABLES[self.pipeline]:
-            if isinstance(value_at(self.config, (role, "strategy_args", "strategy_name")), str):
+        table = dict(TABLES[self.pipeline])
+        if self._several_teachers:
+            table["teacher"] = Each(TEACHER)
+        self._mapping(table, self.source, (), self._unused_roles())
+        teachers = (("teachers", name) for name in self.config.get("teachers", ()) if self._several_teachers)
+        for role in (*map(self._renamed, ((name,) for name in table)), *teachers):
+            if isinstance(value_at(self.config, (*role, "strategy_args", "strategy_name")), str):
                 self._strategy(role)
         added = self._add()
-        return ImportedConfig(self.pipeline, self.config, (*self.entries.values(), *added))
+        return ImportedConfig(ours, self.config, (*self.entries.values(), *added))
 
     # -- key by key ----------------------------------------------------------------------------------------------------
 
@@ -160,12 +202,29 @@ class _Import:
         if value is None and path[-1] not in NULL_MEANS_SOMETHING:
             self._record(path, value, Outcome("not needed", (), "null has no effect"))
             return
-        key = Key(path, self.source, self.pipeline, self.registry.names(TrackerProvider))
+        key = self._key(path)
         outcome = rule(value, key)
         if isinstance(value, Verbatim) and any(written != value for _, written in outcome.writes):
             writes = tuple((target, value) for target, _ in outcome.writes)
             outcome = Outcome("kept", writes, "its value comes from the environment and was not converted")
         self._record(path, value, outcome)
+
+    def _key(self, path: KeyPath) -> Key:
+        """The key as rules see it: that of ROLL's on-policy distillation as a key of rlvr with our names of roles."""
+        trackers = self.registry.names(TrackerProvider)
+        if self.pipeline != ON_POLICY:
+            return Key(path, self.source, self.pipeline, trackers)
+        source: dict[str, Any] = deepcopy(self.source)
+        for name in RENAMED[ON_POLICY]:
+            if name in source:
+                _put(source, self._renamed((name,)), source[name])
+        return Key(self._renamed(path), source, "rlvr", trackers)
+
+    @property
+    def _several_teachers(self) -> bool:
+        """True if `teacher` is a mapping of teachers by name."""
+        teacher = self.source.get("teacher")
+        return self.pipeline == ON_POLICY and isinstance(teacher, dict) and not any(key in teacher for key in ROLE_KEYS)
 
     def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
         if len(path) == 1 and path[0] in self.composed.blocks:
@@ -181,6 +240,7 @@ class _Import:
 
     def _record(self, path: KeyPath, value: Any, outcome: Outcome) -> None:
         """Write the outcome's values to the new config, and record an entry for every key of `value`."""
+        outcome = replace(outcome, writes=tuple((self._renamed(to), written) for to, written in outcome.writes))
         for target, written in outcome.writes:
             _put(self.config, target, deepcopy(written))
         outcome = _with_values(path, value, outcome)
@@ -194,11 +254,20 @@ class _Import:
             where = str(self.composed.positions.key(leaf))
             self.entries[leaf] = ImportedKey(where, ".".join(leaf), outcome.status, to, outcome.note)
 
+    def _renamed(self, path: KeyPath) -> KeyPath:
+        """The path in the new config: roles may have other names."""
+        renamed = RENAMED.get(self.pipeline, {}).get(path[0])
+        if renamed is not None and path[0] == "teacher" and self._several_teachers:
+            renamed = ("teachers",)
+        return path if renamed is None else (*renamed, *path[1:])
+
     def _unused_roles(self) -> dict[str, str]:
         """Roles that ROLL starts or accepts without any effect on training results, each with the reason."""
-        if self.pipeline != "rlvr":
+        if self.pipeline not in ROLLOUTS:
             return {}
         source = self.source
+        if self.pipeline == ON_POLICY and is_pure(source):
+            return dict.fromkeys(("reference", "critic"), "pure distillation uses no other models")
         unused = {}
         if value_at(source, ("actor_train", "model_args", "lora_target")) is not None:
             unused["reference"] = "with LoRA the base model is the reference, as in ROLL"
@@ -210,10 +279,11 @@ class _Import:
 
     # -- strategies ----------------------------------------------------------------------------------------------------
 
-    def _strategy(self, role: str) -> None:
+    def _strategy(self, role: KeyPath) -> None:
         """Remove the keys of `strategy_config` that the strategy's schema refuses, and record the reasons."""
-        arguments = self.config[role]["strategy_args"]
-        kind: type[InferProvider] | type[TrainProvider] = InferProvider if role == GENERATES else TrainProvider
+        arguments = value_at(self.config, role)["strategy_args"]
+        generates, prefix = role == (GENERATES,), f"{'.'.join(role)}.strategy_args."
+        kind: type[InferProvider] | type[TrainProvider] = InferProvider if generates else TrainProvider
         try:
             provider = self.registry.find(kind, arguments["strategy_name"])
         except PluginError:
@@ -226,21 +296,21 @@ class _Import:
         stay = {
             entry.to[0].rpartition(".")[2]
             for entry in self.entries.values()
-            if entry.status == "unsupported" and entry.to and entry.to[0].startswith(f"{role}.strategy_args.")
+            if entry.status == "unsupported" and entry.to and entry.to[0].startswith(prefix)
         }
         refused = refusals(schema, {key: each for key, each in keys.items() if key not in stay})
         for path, reason in refused.items():
-            self._withdraw((role, "strategy_args", "strategy_config", *path), "unsupported", reason)
+            self._withdraw((*role, "strategy_args", "strategy_config", *path), "unsupported", reason)
         taken = {key: each for key, each in keys.items() if key not in stay}
         self._slots(role, schema, taken)
-        if role == GENERATES:
+        if generates:
             self.quantized = schema.model_construct(**taken).weight_format() != "dtype"
 
-    def _slots(self, role: str, schema: type[StrategyConfig], keys: dict[str, Any]) -> None:
-        given = self.config[role].get("num_gpus_per_worker")
-        computed = schema.model_construct(**keys).slots_per_worker() if role == GENERATES else 1
+    def _slots(self, role: KeyPath, schema: type[StrategyConfig], keys: dict[str, Any]) -> None:
+        given = value_at(self.config, role).get("num_gpus_per_worker")
+        computed = schema.model_construct(**keys).slots_per_worker() if role == (GENERATES,) else 1
         if given is not None and computed is not None and given != computed:
-            self._withdraw((role, "num_gpus_per_worker"), "not needed", f"the strategy sets {computed} per worker")
+            self._withdraw((*role, "num_gpus_per_worker"), "not needed", f"the strategy sets {computed} per worker")
 
     def _withdraw(self, target: KeyPath, status: ImportStatus, reason: str) -> None:
         """Remove a key from the new config, and change the entries of the keys that it came from."""
@@ -258,29 +328,52 @@ class _Import:
             (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
             for path, value in DEFAULTS[self.pipeline].items()
         ]
-        trained = TRAINED[self.pipeline]
+        trained = TRAINED.get(self.pipeline, "actor_train")
         source = self.source
-        if self.pipeline == "rlvr":
+        if self.pipeline in ROLLOUTS:
             added += self._weights_and_epochs()
+        if self.pipeline == ON_POLICY and not is_pure(source):
+            added.append((("adv_estimator",), "gae", "ROLL's default"))
+        elif self.pipeline == "distill":
+            added += self._batch(trained)
         if not source.get("use_kl_loss"):
             added = [each for each in added if each[0] != ("kl_loss_coef",)]
         if source.get("dual_clip_loss"):
             clip = source.get("pg_clip")
             clip = clip if isinstance(clip, (int, float)) else 0.2
             added.append((("dual_clip",), 1 + 2 * clip, f"ROLL's bound is 1 + 2 × pg_clip {clip:g}"))
-        if source.get("async_generation_ratio") and source.get("num_return_sequences_in_group", 1) != 1:
+        if (
+            self.pipeline == "rlvr"
+            and source.get("async_generation_ratio")
+            and source.get("num_return_sequences_in_group", 1) != 1
+        ):
             added.append((("is_num_return_sequences_expand",), True, "ROLL sets it in asynchronous training"))
-        for name in ("template", "messages", "prompt", "response", "system", "tag"):
+        for name in ("template", "messages", "prompt", "response", "system", "tag", "chosen", "rejected"):
             column = (trained, "data_args", name)
             value = value_at(self.config, column) or DEFAULTS[self.pipeline].get(column)
             if value is not None:
                 added.append((("validation", "data_args", name), value, f"ROLL reads every row as {trained}'s"))
         entries = []
         for path, value, note in added:
-            role_is_there = path[0] not in (GENERATES, trained, "validation") or path[0] in self.config
+            role_is_there = (
+                path[0] not in (GENERATES, trained, "validation", "val_env_manager") or path[0] in self.config
+            )
             if role_is_there and not _has(self.config, path) and _put(self.config, path, value):
                 entries.append(ImportedKey("", "", "added", (".".join(path),), f"{show(value, path[-1])}: {note}"))
         return entries
+
+    def _batch(self, trained: str) -> list[tuple[KeyPath, object, str]]:
+        """Rows of a batch, which ROLL's distill has for each optimizer step."""
+        role = self.config.get(trained, {})
+        arguments, keys = (value_at(role, path) or {} for path in (("training_args",), STRATEGY_CONFIG))
+        try:
+            number = len(parse_device_mapping(role.get("device_mapping")))
+            number //= prod(int(keys.get(f"{name}_parallel_size", 1)) for name in SPLITS_MODEL)
+            for name, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
+                number *= int(arguments.get(name, default))
+        except (TypeError, ValueError, AttributeError):
+            return []
+        return [(("rollout_batch_size",), number, "the rows of an optimizer step")]
 
     def _weights_and_epochs(self) -> list[tuple[KeyPath, object, str]]:
         """Settings that disable what roll-core does by default in rlvr and ROLL does not do."""

@@ -7,8 +7,10 @@ roll/pipeline/<name>/<name>_config.py. A key is `dead` if no code of ROLL reads 
 from __future__ import annotations
 
 from roll_migrate import roll_values as values
+from roll_migrate.roll_pipelines import ON_POLICY
 from roll_migrate.rules import (
     Each,
+    KeyRule,
     Table,
     change,
     dead,
@@ -151,7 +153,9 @@ INFER: Table = {
 OF_WORKER = change("not needed for a rule; otherwise replaced by your function", values.of_reward_worker, nested=True)
 REWARD: Table = {
     "worker_cls": change(
-        f"→ `reward`: MathRuleRewardWorker is `math_rule`, others become a custom `function` in {values.MODULE}.py",
+        "→ `reward`: "
+        + ", ".join(f"{theirs} is `{ours}`" for theirs, ours in values.REWARDS.items())
+        + f", {values.JUDGE} with an API is `judge`; others become a custom `function` in {values.MODULE}.py",
         values.reward_worker,
     ),
     **each("tag_included world_size", keep()),
@@ -161,10 +165,16 @@ REWARD: Table = {
     **each("response_filter_config response_length_penalty_coef", dead("ROLL discards the result")),
     **each(
         "model_args data_args generating_args training_args strategy_args device_mapping num_gpus_per_worker"
-        " infer_batch_size judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key code_url"
-        " use_local format_pattern reward_type reward_manager_config llm_proxy max_concurrency backend_timeout",
+        " infer_batch_size judge_model_type use_local format_pattern reward_type reward_manager_config llm_proxy"
+        " max_concurrency backend_timeout",
         OF_WORKER,
     ),
+    **each(
+        "judge_model_name judge_api_url judge_api_key",
+        change("kept for `judge`; not needed for a rule; otherwise replaced by your function", values.judge_api),
+    ),
+    "judge_prompt": change("`judge` needs the text of the prompt; ROLL's value is a name", values.judge_prompt),
+    "code_url": change("`code` runs programs on the worker's host, or by `sandbox_command`", values.code_url),
 }
 
 VALIDATION: Table = {
@@ -290,17 +300,157 @@ RLVR: Table = {
     "validation": VALIDATION,
 }
 
+OF_MESSAGES = change("the environment writes its own messages", values.of_messages)
+NO_WORKERS = unneeded("environments run in processes of the driver, see `concurrency`")
+ENVIRONMENT: Table = {
+    "env_type": change("→ `environment`; names of environments are those that are installed", values.env_type),
+    "env_config": change(
+        "options of `sokoban` and `frozen_lake` are converted, others kept", values.env_config, nested=True
+    ),
+    **each("max_steps max_tokens_per_step", keep()),
+    "max_env_step_concurrent": change("→ `concurrency`; 0 has no limit", values.env_concurrency),
+    "env_manager_cls": change("not needed for TrajEnvManager; others are rejected", values.env_manager),
+    **each("agent_system_template agent_template pre_step_template next_step_template", OF_MESSAGES),
+    "history_length": dead("TrajEnvManager shows the model all turns"),
+    "use_thread_lock": unneeded("an environment has its own process"),
+    "tool_wrapper": refused("tools belong to the environment: see docs/agentic.md"),
+    "agent_runner_cls": refused("custom code: write an environment, see docs/agentic.md"),
+}
+MANAGER: Table = {
+    **each("num_env_groups group_size", keep()),
+    "tags": change("kept", values.kept, nested=True),
+    "num_groups_partition": change("kept", values.kept, nested=True),
+    "format_penalty": keep("environments report invalid actions by the metric `valid`"),
+    "group_size_redundancy": refused("a group consists of all its episodes, also the slowest", 0),
+    "llm_proxy": change("not needed for `policy`; others are rejected", values.llm_proxy, nested=True),
+    "group_filter_cls": change("not needed for ROLL's class; others are rejected", values.group_filter),
+    "max_traj_per_env": unneeded("rollout_batch_size and val_batch_size decide"),
+    **each("max_env_num_per_worker world_size num_gpus_per_worker device_mapping name worker_cls", NO_WORKERS),
+    **each("model_args training_args strategy_args data_args system_envs max_concurrency", NO_WORKERS),
+    "generating_args": unneeded("rollouts have those of actor_infer"),
+}
+
+AGENTIC: Table = {
+    **{
+        key: rule for key, rule in RLVR.items() if key not in ("rewards", "validation", "num_return_sequences_in_group")
+    },
+    "custom_envs": Each(ENVIRONMENT),
+    "train_env_manager": MANAGER,
+    "val_env_manager": {**MANAGER, "generating_args": GENERATING},
+    **each("max_actions_per_traj max_tokens_per_step", keep()),
+    "adv_estimator": change(
+        "kept; `grpo` with another normalisation than the group's → `reinforce`", values.agentic_estimator
+    ),
+    "reward_normalization": change(
+        "→ `norm_mean_type`, `norm_std_type`, or `adv_options` of `step_reinforce` and `gigpo`",
+        values.reward_normalization,
+        nested=True,
+    ),
+    **each("norm_mean_type norm_std_type", dead("ROLL's agentic pipeline reads reward_normalization")),
+    **each(
+        "step_reward_gamma episode_reward_weight step_reward_weight",
+        change("→ `adv_options`, if the estimator reads it", values.turn_option),
+    ),
+    "ratio_type": refused("set pg_variant: gspo_token, or another loss", "token"),
+    "batch_adjust_mode": unneeded("no rows are duplicated or dropped to fill a batch"),
+    "env_monitor": unneeded("each call of an environment has a deadline"),
+    "partial_gpu_mode": unsupported("training and generation have their own slots", False),
+    "render_save_dir": unneeded("samples.jsonl and the report show episodes"),
+    "reward": refused("an environment scores its episodes: call the judge in its `score`"),
+    **each("dirty_data_mask open_feedback_turn use_token_reward exp_mode", dead("nothing reads it")),
+    "parse_tool_call_parameter_to_dict": unneeded("an environment parses its tool calls"),
+    "skip_mock_system_prompt": unneeded("no system prompt is added to the messages"),
+    "num_return_sequences_in_group": dead("ROLL's agentic pipeline reads train_env_manager.group_size"),
+    **each("rewards validation", dead("ROLL's agentic pipeline does not read it")),
+}
+
 SFT: Table = {
     **RUN,
-    "prompt_key": change("→ `sft_train.data_args.prompt`", values.sft_column("prompt")),
-    "response_key": change("→ `sft_train.data_args.response`", values.sft_column("response")),
-    "system_key": change("→ `sft_train.data_args.system`", values.sft_column("system")),
+    "prompt_key": change("→ `sft_train.data_args.prompt`", values.row_column("prompt")),
+    "response_key": change("→ `sft_train.data_args.response`", values.row_column("response")),
+    "system_key": change("→ `sft_train.data_args.system`", values.row_column("system")),
     "query_key": refused("a prompt is one column: join both columns in the rows"),
     "global_template": change("→ `sft_train.data_args.template`", values.global_template),
     "max_steps": dead("ROLL's sft uses num_train_epochs"),
     "sft_train": TRAIN,
     "validation": {**VALIDATION, "generating_args": unneeded("an evaluation is the loss on held-out rows")},
 }
+
+DISTILL: Table = {
+    **RUN,
+    "student_pretrain": rename("top:pretrain"),
+    "teacher_pretrain": rename("top:teachers.main.model_args.model_name_or_path"),
+    "question_key": change("→ `actor_train.data_args.prompt`", values.row_column("prompt")),
+    "answer_key": change("→ `actor_train.data_args.response`", values.row_column("response")),
+    "global_template": change("→ `actor_train.data_args.template`", values.global_template),
+    **each("kd_objective kd_temperature skew_lambda adaptive_kl_alpha distill_on_prompt", keep()),
+    "teacher_temperature": change("both models have `kd_temperature`; another value is rejected", values.kd_teacher),
+    "logits_topk": change("kept; 0 → `kd_support: full`", values.logits_topk),
+    "distill_loss_weight": change("w → `kd_coef: w` and `nll_coef: 1 - w`", values.distill_loss_weight),
+    "logits_transfer_backend": unneeded("teachers return K logprobs or hidden states to the driver"),
+    "max_steps": dead("ROLL's distill uses num_train_epochs"),
+    "student": TRAIN,
+    "teacher": SCORE,
+    "validation": unsupported("ROLL's distill does not evaluate; see `validation` of distill"),
+}
+
+TEACHER: Table = {
+    **SCORE,
+    "tag_included": keep(),
+    "opd_kl_coef": change("→ `kd_coef`, if all teachers have the same", values.opd_kl_coef),
+}
+ON_POLICY_DISTILL: Table = {
+    **RLVR,
+    **{
+        name: values.unless_pure(rule)
+        for name, rule in RLVR.items()
+        if name in ("gamma", "adv_estimator", "critic_warmup", "use_kl_loss", "add_token_level_kl")
+        and isinstance(rule, KeyRule)
+    },
+    **each("pure_opd_pipeline_type is_pure_opd", unneeded("without rewards in the credit, `task_coef` is 0")),
+    "use_opd": change("true → `task_coef: 1`", values.use_opd),
+    "student_train": TRAIN,
+    "student_infer": INFER,
+    "teacher": TEACHER,
+}
+"""ROLL's rlvr with teachers. Pure distillation has roles `student_train` and `student_infer`."""
+
+IGNORED = dead("ROLL's worker does not receive it and trains with beta 0.1, without smoothing; set it to apply it")
+PREFERENCE: Table = {
+    **RUN,
+    "chosen_key": change("→ `actor_train.data_args.chosen`", values.pair_column("chosen")),
+    "rejected_key": change("→ `actor_train.data_args.rejected`", values.pair_column("rejected")),
+    **each("beta label_smoothing ipo", IGNORED),
+    "train_batch_size": unneeded("the batch sizes of actor_train count pairs, as in ROLL, and make up a step"),
+    "max_steps": differs("ROLL also stops after num_train_epochs"),
+    "global_template": change("→ `actor_train.data_args.template`", values.global_template),
+    "actor_train": TRAIN,
+    "reference": SCORE,
+    "validation": {**VALIDATION, "generating_args": unneeded("an evaluation is the loss on held-out pairs")},
+}
+
+FLOW_MODEL: Table = {
+    "num_inference_steps": rename("top:num_inference_steps"),
+    "mid_timestep": change("→ `objective_options.grad_steps`: final_timestep - mid_timestep + 1", values.mid_timestep),
+    "final_timestep": change("→ `objective_options.stop_range`, unless it is the last step", values.final_timestep),
+    "min_timestep_boundary": rename("top:objective_options.min_timestep_boundary"),
+    "max_timestep_boundary": rename("top:objective_options.max_timestep_boundary"),
+    "trainable_models": refused("all experts of a model's directory are trained: name the directory of one"),
+    "extra_inputs": refused("only text conditions the model"),
+    "use_gradient_checkpointing_offload": unneeded("disable_gradient_checkpointing decides"),
+}
+REWARD_FLOW: Table = {
+    **RUN,
+    "max_steps": keep(),
+    "actor_train": {
+        **TRAIN,
+        "model_args": {**MODEL, "model_config_kwargs": FLOW_MODEL},
+        "strategy_args": {"strategy_name": change("→ `deepspeed_train`", values.flow_strategy)},
+    },
+    "rewards": refused("Reward-FL had its reward in its code: configure `rewards`, see docs/diffusion.md"),
+    "validation": refused("configure `validation` of reward_flow"),
+}
+"""ROLL's Reward-FL, which ROLL has deleted (commit 60044b8b)."""
 
 STRATEGIES: dict[str, Table] = {
     "vllm": {"VLLM_USE_V1": unneeded("supported versions have only this engine")},
@@ -340,28 +490,59 @@ STRATEGIES: dict[str, Table] = {
 NULL_MEANS_SOMETHING = ("track_with",)
 """Keys for which null and a missing key mean different things."""
 
+
+def _sampling(*, evaluation: str) -> dict[tuple[str, ...], object]:
+    """Of a pipeline with rollouts, whose evaluations are configured under the key `evaluation`."""
+    values = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
+    roles = ("actor_infer", evaluation)
+    return {("kl_loss_coef",): 0.0} | {
+        (role, "generating_args", name): value for role in roles for name, value in values.items()
+    }
+
+
 DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
     "rlvr": {
         ("num_return_sequences_in_group",): 1,
         ("adv_estimator",): "gae",
-        ("kl_loss_coef",): 0.0,
-        ("actor_infer", "generating_args", "temperature"): 0.95,
-        ("actor_infer", "generating_args", "top_p"): 0.7,
-        ("actor_infer", "generating_args", "top_k"): 50,
-        ("validation", "generating_args", "temperature"): 0.95,
-        ("validation", "generating_args", "top_p"): 0.7,
-        ("validation", "generating_args", "top_k"): 50,
+        **_sampling(evaluation="validation"),
     },
+    "agentic": {("adv_estimator",): "gae", **_sampling(evaluation="val_env_manager")},
+    ON_POLICY: {("num_return_sequences_in_group",): 1, **_sampling(evaluation="validation")},
     "sft": {
         ("shuffle",): False,
         ("sft_train", "data_args", "prompt"): "instruction",
         ("sft_train", "data_args", "response"): "output",
+    },
+    "distill": {
+        ("distill_data",): "dataset",
+        ("kd_support",): "teacher_topk",
+        ("kd_tail",): "renormalise",
+        ("kd_objective",): "forward_kl",
+        ("kd_coef",): 0.5,
+        ("nll_coef",): 0.5,
+        ("max_grad_norm",): 0.0,
+        ("num_return_sequences_in_group",): 1,
+    },
+    "preference": {
+        ("actor_train", "data_args", "prompt"): "instruction",
+    },
+    "reward_flow": {
+        ("objective",): "refl",
+        ("num_inference_steps",): 8,
+        ("objective_options", "grad_steps"): 4,
+        ("objective_options", "predict"): "sample",
+        ("objective_options", "reward_scale"): 0.625,
+        ("objective_options", "reward_offset"): 0.54,
+        ("objective_options", "kl_coef"): 1.0,
     },
 }
 """ROLL's defaults that differ from roll-core's. A role's defaults are added only if the config has the role."""
 
 DIFFERS: dict[tuple[str, ...], str] = {
     ("actor_infer", "generating_args", "temperature"): values.AT_TEMPERATURE,
+    ("objective_options", "reward_scale"): "0.1 / 0.16, constants for its one reward",
+    ("objective_options", "kl_coef"): "ROLL used one noise for all samples, here each has its own",
+    ("kd_tail",): "logprobs are divided by the probability of the K tokens; `bucket` also compares the rest",
     ("shuffle",): "file order; ROLL also drops the last incomplete batch of each epoch",
 }
 """Notes on keys of `DEFAULTS` whose results still differ from ROLL's."""

@@ -12,46 +12,73 @@ if TYPE_CHECKING:
 
     from roll_core.config.positions import Positions
 
+AGENTIC_KEYS = ("train_env_manager", "val_env_manager", "custom_envs")
 SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sft", "", ("sft_train",)),
-    ("agentic", "environments and agents", ("train_env_manager", "val_env_manager", "custom_envs")),
-    ("on-policy distillation", "", ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd")),
+    (
+        "on-policy distillation",
+        "on-policy distillation of agents",
+        ("student_train", "student_infer", "pure_opd_pipeline_type", "use_opd"),
+    ),
+    ("agentic", "", AGENTIC_KEYS),
     ("distill", "", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
-    ("dpo", "", ("chosen_key", "rejected_key", "ipo", "label_smoothing")),
+    ("dpo", "", ("chosen_key", "rejected_key", "ipo", "beta", "label_smoothing")),
     ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
 """Pipelines in the order of detection: ROLL's name, what distinguishes it, and keys that only it has."""
-IMPORTABLE = ("rlvr", "sft")
+ON_POLICY = "on-policy distill"
+"""Name of the tables of ROLL's on-policy distillation, whose pipeline here is `distill`."""
+IMPORTABLE = {
+    "rlvr": "rlvr",
+    "sft": "sft",
+    "dpo": "preference",
+    "distill": "distill",
+    "agentic": "agentic",
+    "on-policy distillation": ON_POLICY,
+    "Reward-FL": "reward_flow",
+}
+"""ROLL's pipelines that are imported, and the names of their tables: roll-core's pipelines, and `ON_POLICY`."""
+REWARD_FL_STRATEGY = "diffusion_deepspeed_train"
 OF_IMAGES = ("image", "video", "audio")
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
 
 
 def recognise(data: Mapping[str, Any], written: Positions) -> str:
-    """Return roll-core's pipeline for a config. Raises `UnsupportedError`, with the decisive key, if there is none."""
+    """Return the name of a config's tables, see `IMPORTABLE`.
+
+    Raises `UnsupportedError`, with the decisive key, if there is none.
+    """
     name, lacks, seen = _kind(data)
-    if name in IMPORTABLE:
-        return name
+    has_environments = any(data.get(key) for key in AGENTIC_KEYS)
+    of_agents = name == "on-policy distillation" and (
+        has_environments or data.get("pure_opd_pipeline_type") == "agentic"
+    )
+    if name in IMPORTABLE and not of_agents:
+        return IMPORTABLE[name]
     if not name:
         raise UnsupportedError(
-            f"{written.name} is not a ROLL config for {' or '.join(IMPORTABLE)}: it has neither sft_train"
-            " nor rewards, actor_train and actor_infer"
+            f"{written.name} is not a ROLL config for {' or '.join(IMPORTABLE)}: it has neither sft_train, nor student"
+            " and teacher, nor rewards, actor_train and actor_infer, nor actor_train and reference"
         )
-    ours = {"dpo": "preference", "distill": "distill", "on-policy distillation": "distill"}.get(name)
-    reason = f"write a config for pipeline {ours}" if ours else f"roll-core has no pipeline with {lacks}"
     raise UnsupportedError(
-        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: {reason}."
-        f" Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
+        f"{written.key(seen)}: {'.'.join(seen)} belongs to ROLL's {name} pipeline, which cannot be imported: roll-core"
+        f" has no pipeline with {lacks}. Supported pipelines: {', '.join(IMPORTABLE)} (docs/from-roll.md)"
     )
 
 
 def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+    strategy = ("actor_train", "strategy_args", "strategy_name")
+    if value_at(data, strategy) == REWARD_FL_STRATEGY:
+        return "Reward-FL", "", strategy
     found: tuple[str, str, tuple[str, ...]] = ("", "", ())
     for name, lacks, keys in SIGNS:
         present = [key for key in keys if data.get(key) not in (None, False)]
         if present:
             found = (name, lacks, (present[0],))
             break
+    if not found[0] and data.get("actor_train") is not None and data.get("reference") is not None:
+        return "dpo", "", ("reference",)
     if found[0] != "rlvr":
         return found
     if data.get("actor_train") is None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
-from roll_migrate.rules import Outcome, has_no_effect, value_at
+from roll_migrate.rules import KeyRule, Outcome, has_no_effect, value_at
 
 if TYPE_CHECKING:
     from roll_migrate.rules import Key
@@ -18,6 +18,10 @@ DEFAULT_PROMPT_LENGTH = 1024
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
+
+
+TRAINED = {"sft": "sft_train", "distill": "student"}
+"""ROLL's trained role, by pipeline; otherwise `actor_train`."""
 
 
 def exp_name(value: Any, key: Key) -> Outcome:
@@ -35,12 +39,16 @@ def response_length(value: Any, key: Key) -> Outcome:
     return key.keep(value)
 
 
+WHOLE_ROWS = {"sft": "sft", "preference": "dpo", "distill": "distill"}
+"""Pipelines whose rows are bounded as a whole, by roll-core's name, with ROLL's name."""
+
+
 def sequence_length(value: Any, key: Key) -> Outcome:
     """Limit of prompt plus response: a response gets the rest after `prompt_length` (roll/configs/base_config.py)."""
     if not isinstance(value, int):
         return key.keep(value)
-    if key.pipeline == "sft":
-        # In sft it bounds the whole row (roll/pipeline/sft/sft_pipeline.py).
+    if key.pipeline in WHOLE_ROWS:
+        # It bounds the whole row (roll/pipeline/sft/sft_pipeline.py, roll/pipeline/dpo/dpo_pipeline.py).
         writes = ((("prompt_length",), value), (("response_length",), value))
         return Outcome("renamed", writes, "prompt and response may each have up to this length")
     prompt = _number(key.at("prompt_length"), DEFAULT_PROMPT_LENGTH)
@@ -49,9 +57,9 @@ def sequence_length(value: Any, key: Key) -> Outcome:
 
 
 def prompt_length(value: Any, key: Key) -> Outcome:
-    """ROLL's sft reads only `sequence_length` if that is given (roll/pipeline/sft/sft_pipeline.py)."""
-    if key.pipeline == "sft" and key.at("sequence_length") is not None:
-        return Outcome("dead", (), "ROLL's sft reads only sequence_length")
+    """ROLL's sft and dpo read only `sequence_length` if that is given (roll/pipeline/sft/sft_pipeline.py)."""
+    if key.pipeline in WHOLE_ROWS and key.at("sequence_length") is not None:
+        return Outcome("dead", (), f"ROLL's {WHOLE_ROWS[key.pipeline]} reads only sequence_length")
     return key.keep(value)
 
 
@@ -233,7 +241,9 @@ def loss_agg_mode(value: Any, key: Key) -> Outcome:
     return Outcome("differs", ((key.path, value),), note)
 
 
-AT_TEMPERATURE = "training computes logprobs and entropy at the sampling temperature; ROLL at 1"
+AT_TEMPERATURE = (
+    "training computes logprobs and entropy at the sampling temperature; as in ROLL with logprob_temperature: 1"
+)
 
 
 def temperature(value: Any, key: Key) -> Outcome:
@@ -334,7 +344,7 @@ def template(value: Any, key: Key) -> Outcome:
     """Template of a role. The run's global_template takes precedence (roll/pipeline/rlvr/rlvr_pipeline.py)."""
     if key.at("global_template") is not None:
         return Outcome("dead", (), "global_template takes precedence")
-    trained = "sft_train" if key.pipeline == "sft" else "actor_train"
+    trained = TRAINED.get(key.pipeline, "actor_train")
     if key.path[0] != trained:
         return Outcome("dead", (), f"the template of {trained} applies to every row")
     return _template_of(value, key)
@@ -346,7 +356,7 @@ def global_template(value: Any, key: Key) -> Outcome:
 
 
 def _template_of(value: Any, key: Key) -> Outcome:
-    trained = "sft_train" if key.pipeline == "sft" else "actor_train"
+    trained = TRAINED.get(key.pipeline, "actor_train")
     if has_bare_prompts(key.at(trained, "data_args"), key.pipeline):
         return Outcome("dead", (), "ROLL applies no chat template to the column prompt")
     ours = TEMPLATES.get(value, value)
@@ -362,11 +372,20 @@ def _template_of(value: Any, key: Key) -> Outcome:
     )
 
 
-def sft_column(name: str) -> Any:
-    """Build the conversion of a key that names a column; ROLL's sft has these keys at the top level."""
+def row_column(name: str) -> Any:
+    """Build the conversion of a key that names a column; ROLL's sft and distill have these keys at the top level."""
 
     def convert(value: Any, key: Key) -> Outcome:
-        return Outcome("renamed", ((("sft_train", "data_args", name), value),))
+        return Outcome("renamed", (((TRAINED[key.pipeline], "data_args", name), value),))
+
+    return convert
+
+
+def pair_column(name: str) -> Any:
+    """Build the conversion of a key of ROLL's dpo that names a column."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        return Outcome("renamed", ((("actor_train", "data_args", name), value),))
 
     return convert
 
@@ -379,15 +398,22 @@ def has_bare_prompts(data: Any, pipeline: str) -> bool:
 def prompt_column(value: Any, key: Key) -> Outcome:
     """Column with the text of prompts, which is read if there are no messages."""
     if not has_bare_prompts(key.at(*key.path[:-1]), key.pipeline):
-        return Outcome("dead", (), "ROLL reads prompt_key" if key.pipeline == "sft" else "messages takes precedence")
+        reads = {"preference": "ROLL reads the column instruction", "distill": "ROLL reads question_key"}
+        reads["sft"] = "ROLL reads prompt_key"
+        return Outcome("dead", (), reads.get(key.pipeline, "messages takes precedence"))
     writes = ((key.path, value), ((*key.path[:-1], "template"), "plain"))
     return Outcome("kept", writes, "with template: plain, because ROLL applies no chat template to this column")
 
 
 def messages_column(value: Any, key: Key) -> Outcome:
     """ROLL's sft ignores it and reads prompt_key and response_key (roll/pipeline/sft/sft_pipeline.py)."""
-    if key.pipeline == "sft":
-        return Outcome("dead", (), "ROLL's sft reads prompt_key and response_key")
+    reads = {
+        "sft": "ROLL's sft reads prompt_key and response_key",
+        "preference": "ROLL's dpo reads the columns instruction, chosen_key and rejected_key",
+        "distill": "ROLL's distill reads question_key and answer_key",
+    }
+    if key.pipeline in reads:
+        return Outcome("dead", (), reads[key.pipeline])
     return key.keep(value)
 
 
@@ -430,7 +456,7 @@ def lora(value: Any, key: Key) -> Outcome:
     """Options of LoRA, which is enabled if `lora_target` is given."""
     if key.beside("lora_target") is None:
         return Outcome("dead", (), "LoRA is enabled by lora_target")
-    if key.role[0] not in ("actor_train", "critic", "sft_train"):
+    if key.role[0] not in ("actor_train", "critic", "sft_train", "student"):
         return Outcome("not needed", (), "only the trained role has adapters; other roles receive merged weights")
     if key.name == "lora_dropout" and value:
         return Outcome(
@@ -501,29 +527,107 @@ def world_size(value: Any, key: Key) -> Outcome:
 
 
 def num_train_epochs(value: Any, key: Key) -> Outcome:
-    """rlvr uses `max_steps` instead."""
+    """rlvr and distill use `max_steps` instead."""
+    if key.pipeline == "distill":
+        note = "distill trains max_steps batches of rollout_batch_size rows: set max_steps"
+        return Outcome("differs", (), note)
     if key.pipeline != "sft":
         return Outcome("dead", (), "set by max_steps")
     return key.keep(value)
 
 
+# -- distillation ------------------------------------------------------------------------------------------------------
+
+
+def kd_teacher(value: Any, key: Key) -> Outcome:
+    """Temperature of the teacher, 1 by default as that of the student (roll/pipeline/distill/distill_config.py)."""
+    own = key.at("kd_temperature") or 1
+    if value == own:
+        return Outcome("not needed", (), "kd_temperature applies to both models")
+    note = f"kd_temperature {own} applies to both models; left in the config, which `check` rejects"
+    return Outcome("unsupported", ((key.path, value),), note)
+
+
+def logits_topk(value: Any, key: Key) -> Outcome:
+    """0 means the whole vocabulary (roll/pipeline/distill/distill_worker.py)."""
+    if value == 0:
+        return Outcome("changed", ((("kd_support",), "full"),), "the whole vocabulary")
+    return key.keep(value)
+
+
+def distill_loss_weight(value: Any, key: Key) -> Outcome:
+    """Weight of the divergence; the rest is that of the likelihood (roll/pipeline/distill/distill_worker.py)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return Outcome("unsupported", ((key.path, value),), "expected a number")
+    if not value:
+        return Outcome("unsupported", ((key.path, value),), "without a divergence it is sft: import it as sft")
+    return Outcome("renamed", ((("kd_coef",), float(value)), (("nll_coef",), 1.0 - value)), "their sum is 1")
+
+
+def is_pure(source: Mapping[str, Any]) -> bool:
+    """True for on-policy distillation without rewards in the credit, which has roles of its own names."""
+    return source.get("student_train") is not None
+
+
+def unless_pure(rule: KeyRule) -> KeyRule:
+    """Rule for a key that ROLL overwrites in pure distillation (roll/pipeline/rlvr/rlvr_config.py)."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        return (
+            Outcome("dead", (), "ROLL overwrites it in pure distillation") if is_pure(key.source) else rule(value, key)
+        )
+
+    return KeyRule(f"as in `rlvr` with use_opd: {rule.says}; otherwise ROLL overwrites it", convert)
+
+
+def use_opd(value: Any, key: Key) -> Outcome:
+    """The advantages of rewards are added to those of the teacher (compute_advantage of rlvr_pipeline.py)."""
+    if not value or is_pure(key.source):
+        return Outcome("not needed", (), "without rewards, task_coef is 0")
+    return Outcome("renamed", ((("task_coef",), 1.0),), "the weight of the advantages of rewards")
+
+
+def opd_kl_coef(value: Any, key: Key) -> Outcome:
+    """Weight of a teacher, 1 by default (roll/configs/worker_config.py). Here all teachers have one."""
+    teachers = key.at("teachers") or {}
+    weights = {value_at(each, ("opd_kl_coef",)) or 1.0 for each in teachers.values()}
+    if len(weights) > 1:
+        found = ", ".join(f"{each:g}" for each in sorted(weights))
+        return Outcome(
+            "unsupported", ((key.path, value),), f"the teachers have weights {found}: kd_coef is one for all"
+        )
+    return Outcome("renamed", ((("kd_coef",), value),), "the weight of all teachers")
+
+
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
-REWARDS = {"MathRuleRewardWorker": "math_rule"}
-"""ROLL's worker class -> roll-core's reward."""
+REWARDS = {
+    "MathRuleRewardWorker": "math_rule",
+    "CodeSandboxRewardWorker": "code",
+    "GeneralRuleRewardWorker": "ifeval",
+    "CrossThinkQARuleRewardWorker": "crossthink_qa",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+}
+"""ROLL's worker class -> the reward here, of roll-core or roll-rewards."""
+JUDGE = "LLMJudgeRewardWorker"
+"""Becomes the reward `judge` if it uses an API."""
 MODULE = "imported_rewards"
 """Module in which users write functions that replace ROLL's rewards without an equivalent here."""
 
 
 def reward_of(reward: Any) -> str:
     """roll-core's reward for a `rewards.<domain>` of ROLL; empty if there is none."""
-    worker = reward.get("worker_cls") if isinstance(reward, Mapping) else None
-    return REWARDS.get(str(worker).rpartition(".")[2], "")
+    if not isinstance(reward, Mapping):
+        return ""
+    worker = str(reward.get("worker_cls")).rpartition(".")[2]
+    if worker == JUDGE and reward.get("judge_model_type") == "api":
+        return "judge"
+    return REWARDS.get(worker, "")
 
 
 def reward_worker(value: Any, key: Key) -> Outcome:
     """In ROLL the worker class determines the reward (roll/pipeline/rlvr/rewards)."""
-    ours = reward_of({"worker_cls": value})
+    ours = reward_of(key.at(*key.role))
     if ours:
         return Outcome("renamed", (((*key.role, "reward"), ours),))
     name = re.sub(r"\W", "_", key.path[1])
@@ -534,8 +638,181 @@ def reward_worker(value: Any, key: Key) -> Outcome:
     )
 
 
+def judge_api(value: Any, key: Key) -> Outcome:
+    """The API of a judge."""
+    if reward_of(key.at(*key.role)) == "judge":
+        return Outcome("kept", ((key.path, value),), "")
+    return of_reward_worker(value, key)
+
+
+def judge_prompt(value: Any, key: Key) -> Outcome:
+    """ROLL selects one of its own prompts by name."""
+    if reward_of(key.at(*key.role)) == "judge":
+        return Outcome(
+            "unsupported", (), "a name of ROLL's prompts: write the text of judge_prompt, see docs/rewards.md"
+        )
+    return of_reward_worker(value, key)
+
+
+def code_url(value: Any, key: Key) -> Outcome:
+    """The service in which ROLL runs programs."""
+    if reward_of(key.at(*key.role)) == "code" and value:
+        return Outcome("differs", (), "programs run in a sandbox on the worker's host, or by sandbox_command")
+    return of_reward_worker(value, key)
+
+
 def of_reward_worker(value: Any, key: Key) -> Outcome:
     """Keys that only ROLL's reward worker reads."""
     if reward_of(key.at(*key.role)):
         return Outcome("not needed", (), "a rule has no model and no devices")
     return Outcome("unsupported", (), "your function replaces it")
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
+
+def kept(value: Any, key: Key) -> Outcome:
+    """A list or a mapping that means the same."""
+    return key.keep(value)
+
+
+def of_messages(value: Any, key: Key) -> Outcome:
+    """ROLL formats an environment's observations with templates of the config."""
+    return Outcome("differs", (), "the environment writes its own messages, so that prompts differ from ROLL's")
+
+
+def env_type(value: Any, key: Key) -> Outcome:
+    """Name of an environment. `check` rejects names that no installed package provides."""
+    return Outcome("renamed", (((*key.path[:-1], "environment"), value),), "its prompts differ from ROLL's")
+
+
+def env_config(value: Any, key: Key) -> Outcome:
+    """Options of the environments that both have; those of others are kept.
+
+    ROLL's slippery ice is gymnasium's: two of three moves go to one of the sides. `p` is the probability of ice.
+    """
+    kind = key.beside("env_type")
+    if not isinstance(value, dict) or kind not in ("sokoban", "frozen_lake"):
+        return key.keep(value)
+    found: dict[str, Any] = {}
+    if kind == "sokoban":
+        room = value.get("dim_room")
+        if isinstance(room, list) and len(room) == 2:
+            found |= {"rows": room[0], "columns": room[1]}
+        if "num_boxes" in value:
+            found["boxes"] = value["num_boxes"]
+    else:
+        if "size" in value:
+            found["size"] = value["size"]
+        if isinstance(value.get("p"), int | float):
+            found["holes"] = round(1 - value["p"], 6)
+        if value.get("is_slippery"):
+            found["slippery"] = round(2 / 3, 6)
+    note = f"options of {kind} here: {', '.join(found) or 'none given'}; its other options are ROLL's own"
+    return Outcome("changed", ((key.path, found),) if found else (), note)
+
+
+def env_concurrency(value: Any, key: Key) -> Outcome:
+    """ROLL limits concurrent steps, roll-core concurrent episodes of an environment."""
+    if not value:
+        return Outcome("not needed", (), "0 has no limit")
+    return Outcome("renamed", (((*key.path[:-1], "concurrency"), value),), "limits episodes, not steps")
+
+
+def env_manager(value: Any, key: Key) -> Outcome:
+    """The class that runs an episode."""
+    if str(value).endswith(".TrajEnvManager"):
+        return Outcome("not needed", (), "episodes are trained on as whole trajectories")
+    note = "only TrajEnvManager has an equivalent; left in the config, which `check` rejects"
+    return Outcome("unsupported", ((key.path, value),), note)
+
+
+def llm_proxy(value: Any, key: Key) -> Outcome:
+    """What answers an environment: the policy, or a service."""
+    if not isinstance(value, dict) or value.get("proxy_type", "policy") == "policy":
+        return Outcome("not needed", (), "the policy generates the replies")
+    note = "only the policy generates replies; left in the config, which `check` rejects"
+    return Outcome("unsupported", ((key.path, value),), note)
+
+
+def group_filter(value: Any, key: Key) -> Outcome:
+    """ROLL's own class keeps all groups."""
+    if str(value).startswith("roll."):
+        return Outcome("not needed", (), "it keeps all groups")
+    return Outcome("unsupported", ((key.path, value),), "custom code; left in the config, which `check` rejects")
+
+
+TURN_ESTIMATORS = ("step_reinforce", "gigpo", "agentic_reinforce")
+"""Estimators that do not read `norm_mean_type` and `norm_std_type`."""
+
+
+def _normalisation(key: Key) -> tuple[str, str]:
+    """`method` and `grouping` of ROLL's reward_normalization. `asym_clip` computes the same as `mean_std`."""
+    given = key.at("reward_normalization")
+    given = given if isinstance(given, dict) else {}
+    method, grouping = str(given.get("method", "identity")), str(given.get("grouping", "state"))
+    return {"asym_clip": "mean_std"}.get(method, method), {"traj_group_id": "group"}.get(grouping, grouping)
+
+
+def agentic_estimator(value: Any, key: Key) -> Outcome:
+    """In ROLL's agentic pipeline grpo is the return of rewards that `reward_normalization` normalises."""
+    if value == "grpo" and _normalisation(key) != ("mean_std", "group"):
+        note = "grpo normalises by group; ROLL uses reward_normalization"
+        return Outcome("changed", ((key.path, "reinforce"),), note)
+    return key.keep(value)
+
+
+def reward_normalization(value: Any, key: Key) -> Outcome:
+    """Normalisation of rewards, by the estimator that reads it (agentic_reward_norm in roll/pipeline/agentic)."""
+    estimator, (method, grouping) = key.at("adv_estimator"), _normalisation(key)
+    by_norm_type = isinstance(value, dict) and bool({"norm_mean_type", "norm_std_type"} & value.keys())
+    if not by_norm_type and method in ("identity", "mean", "mean_std"):
+        if estimator == "step_reinforce" and grouping in ("batch", "group", "state"):
+            writes = tuple((("adv_options", name), each) for name, each in (("method", method), ("grouping", grouping)))
+            return Outcome("changed", writes)
+        if estimator == "gigpo" and grouping in ("group", "state") and method != "identity":
+            mode = "mean_std_norm" if method == "mean_std" else "mean_norm"
+            return Outcome("changed", ((("adv_options", "mode"), mode),), "episodes are compared within their group")
+        if estimator == "agentic_reinforce" and method == "identity":
+            return Outcome("not needed", (), "agentic_reinforce does not normalise rewards")
+        if estimator == "grpo" and (method, grouping) == ("mean_std", "group"):
+            return Outcome("not needed", (), "grpo normalises by group")
+        if estimator not in TURN_ESTIMATORS and (method == "identity" or grouping in ("batch", "group")):
+            names = {"identity": (), "mean": ("norm_mean_type",), "mean_std": ("norm_mean_type", "norm_std_type")}
+            return Outcome("changed", tuple(((name,), grouping) for name in names[method]))
+    note = "this estimator has no such normalisation; left in the config, which `check` rejects"
+    return Outcome("unsupported", ((key.path, value),), note)
+
+
+def turn_option(value: Any, key: Key) -> Outcome:
+    """Weights and discount of the estimators that credit turns."""
+    readers = {"gigpo"} | ({"step_reinforce"} if key.name == "step_reward_gamma" else set())
+    if key.at("adv_estimator") not in readers:
+        return Outcome("dead", (), "the estimator does not read it")
+    return Outcome("renamed", ((("adv_options", key.name), value),))
+
+
+def flow_strategy(value: Any, key: Key) -> Outcome:
+    """Reward-FL had a DeepSpeed strategy of its own."""
+    return Outcome("changed", ((key.path, "deepspeed_train"),))
+
+
+def mid_timestep(value: Any, key: Key) -> Outcome:
+    """Reward-FL had gradients from step `mid_timestep` to step `final_timestep`, counted from 0."""
+    final = key.beside("final_timestep")
+    final = 7 if final is None else final
+    if not isinstance(value, int) or not isinstance(final, int) or not 0 <= value <= final:
+        return Outcome("unsupported", ((key.path, value),), f"expected a step from 0 to final_timestep {final}")
+    return Outcome("changed", ((("objective_options", "grad_steps"), final - value + 1),), f"{final} - {value} + 1")
+
+
+def final_timestep(value: Any, key: Key) -> Outcome:
+    """Reward-FL decoded the sample after step `final_timestep`."""
+    steps = key.beside("num_inference_steps")
+    steps = 8 if steps is None else steps
+    if not isinstance(value, int) or not isinstance(steps, int) or not 0 <= value < steps:
+        return Outcome("unsupported", ((key.path, value),), f"expected a step below num_inference_steps {steps}")
+    if value == steps - 1:
+        return Outcome("not needed", (), "the last step, where `stop: last` stops")
+    stop = ((("objective_options", "stop"), "uniform"), (("objective_options", "stop_range"), [value, value + 1]))
+    return Outcome("changed", stop, "the trajectory stops there")

@@ -52,7 +52,7 @@ class Key:
     @property
     def role(self) -> KeyPath:
         """Path of the role that the key belongs to."""
-        return self.path[:2] if self.path[0] == "rewards" else self.path[:1]
+        return self.path[:2] if self.path[0] in ("rewards", "teachers") else self.path[:1]
 
     def beside(self, name: str) -> Any:
         """Value of another key of the same mapping; None if it is not given."""

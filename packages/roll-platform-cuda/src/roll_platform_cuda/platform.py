@@ -61,7 +61,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     device_type = "cuda"
-    ray_resource = "GPU"
+    resource_name = "GPU"
     visible_devices = VISIBLE
     collective_backend = "nccl"
 

@@ -51,7 +51,7 @@ class NpuPlatform(Platform):
 
     name = "npu"
     device_type = "npu"
-    ray_resource = "NPU"
+    resource_name = "NPU"
     visible_devices = devices.VISIBLE
     collective_backend = "hccl"
 

@@ -37,7 +37,7 @@ class RocmPlatform(Platform):
 
     name = "rocm"
     device_type = "cuda"
-    ray_resource = "GPU"
+    resource_name = "GPU"
     visible_devices = kfd.HIP_VISIBLE
     also_visible_devices = (kfd.CUDA_VISIBLE,)
     collective_backend = "nccl"

@@ -20,7 +20,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     device_type = "cpu"
-    ray_resource = "CPU"
+    resource_name = "CPU"
     visible_devices = ""
     collective_backend = "gloo"
     slots_share_cores = True

@@ -1,4 +1,4 @@
-"""Known errors of torch, its libraries, Ray and the machine, each with its cause in a run and a remedy."""
+"""Known errors of torch, its libraries and the machine, each with its cause in a run and a remedy."""
 
 from __future__ import annotations
 
@@ -189,13 +189,5 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         cause="A model or data must be downloaded, but the Hugging Face Hub cannot be reached.",
         remedy="use a directory (pretrain: /path/to/model), or download the files before, on a host that reaches the"
         " Hub; set HF_ENDPOINT to a mirror, and unset HF_HUB_OFFLINE if it was set by mistake",
-    ),
-    KnownError(
-        id="ray_start",
-        pattern=r"node timed out during startup|Failed to (connect to|start) (GCS|the dashboard|Ray)"
-        r"|Could not find any running Ray instance|ray\.init\(\) timed out",
-        cause="Ray did not start, or nothing accepts connections at the configured address.",
-        remedy="run `roll-core doctor`; unset RAY_ADDRESS so that the run starts its own Ray, or start one (`ray"
-        " start --head`); remove the remains of a killed Ray (`ray stop --force`, /tmp/ray)",
     ),
 )

@@ -8,6 +8,7 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     AdvantageProvider,
     CheckProvider,
+    ExecutorProvider,
     KnownErrorsProvider,
     PipelineProvider,
     PlatformProvider,
@@ -33,7 +34,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """Supervised fine-tuning, preference training, reward models, and reinforcement learning."""
+    """Supervised fine-tuning and reinforcement learning."""
     yield PipelineProvider(
         name="sft",
         target="roll_core.pipelines.sft:SFTPipeline",
@@ -47,28 +48,6 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_core.pipelines.config:RLVRConfig",
         plan="roll_core.pipelines.plans:rlvr",
         summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
-    )
-    for name in ("preference", "dpo"):
-        yield PipelineProvider(
-            name=name,
-            target="roll_core.pipelines.preference:PreferencePipeline",
-            config="roll_core.pipelines.preference_config:PreferenceConfig",
-            plan="roll_core.pipelines.plans:preference",
-            summary="Direct alignment on pairs or labelled responses: DPO, IPO, SimPO, ORPO, KTO",
-        )
-    yield PipelineProvider(
-        name="reward_model",
-        target="roll_core.pipelines.reward_model:RewardModelPipeline",
-        config="roll_core.pipelines.preference_config:RewardModelConfig",
-        plan="roll_core.pipelines.plans:reward_model",
-        summary="Reward model on pairs of responses (Bradley-Terry)",
-    )
-    yield PipelineProvider(
-        name="distill",
-        target="roll_core.pipelines.distill:DistillPipeline",
-        config="roll_core.pipelines.distill_config:DistillConfig",
-        plan="roll_core.pipelines.plans:distill",
-        summary="Distillation of a teacher, on the student's rollouts or on a data set",
     )
 
 
@@ -112,7 +91,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
 
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
-    """Advantage estimators of whole responses and of turns, see docs/algorithms.md."""
+    """Advantage estimators of whole responses, see docs/algorithms.md."""
     whole, options = "roll_core.algorithms.advantages", "roll_core.algorithms.advantage_options"
     for name, function, schema, summary in (
         ("grpo", "grpo", "GRPOOptions", "Reward less the group's mean, over the group's deviation"),
@@ -133,6 +112,7 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
             config=f"{options}:{schema}" if schema else "",
             summary=summary,
             needs_groups=True,
+            non_negative=name == "max_rl",
             normalise="group",
         )
     yield AdvantageProvider(
@@ -152,43 +132,17 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
         needs_groups=True,
     )
     yield AdvantageProvider(
+        name="remax",
+        target=f"{whole}:remax",
+        summary="Reward less that of a greedy response to the same prompt",
+        needs_baseline=True,
+        normalise="none",
+    )
+    yield AdvantageProvider(
         name="gae",
         target=f"{whole}:gae",
         summary="Generalised advantage estimation with a critic",
         needs_critic=True,
-    )
-    turns = "roll_core.algorithms.turn_advantages"
-    yield AdvantageProvider(
-        name="step_reinforce",
-        target=f"{turns}:step_reinforce",
-        config=f"{options}:StepReinforceOptions",
-        summary="Discounted reward to go of each turn",
-        needs_turns=True,
-        normalise="none",
-    )
-    yield AdvantageProvider(
-        name="agentic_reinforce",
-        target=f"{turns}:agentic_reinforce",
-        summary="Reward to go of each turn, with the pipeline's discount",
-        needs_turns=True,
-        normalise="none",
-    )
-    yield AdvantageProvider(
-        name="gigpo",
-        target=f"{turns}:gigpo",
-        config=f"{options}:GiGPOOptions",
-        summary="Relative reward of the rollout, and of turns from the same state",
-        needs_groups=True,
-        needs_turns=True,
-        normalise="group",
-    )
-    yield AdvantageProvider(
-        name="turn_gae",
-        target=f"{turns}:turn_gae",
-        summary="Generalised advantage estimation over turns, with a critic",
-        needs_critic=True,
-        needs_turns=True,
-        normalise="none",
     )
 
 
@@ -221,44 +175,31 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
             config=f"roll_core.algorithms.policy_loss_options:{schema}",
             summary=summary,
             off_policy=function != "vanilla",
+            whole_rollouts=function in ("gspo", "gspo_token", "luspo", "gmpo", "topr", "vespo", "clip_cov", "kl_cov"),
         )
 
 
 @hookimpl
 def roll_weight_transports() -> Iterator[WeightTransportProvider]:
-    """Transports within a process, on a device, on a host, over a network and through a file system."""
-    package = "roll_core.runtime.weights.transports"
+    """The transport within one process."""
     yield WeightTransportProvider(
         name="shared",
-        target=f"{package}.shared:SharedTransport",
+        target="roll_core.runtime.weights.shared:SharedTransport",
         summary="The trainer's tensors themselves, within one process",
         priority=50,
         in_process=True,
     )
-    yield WeightTransportProvider(
-        name="cuda_ipc",
-        target=f"{package}.cuda_ipc:CudaIpcTransport",
-        summary="Device memory, between processes on the same device",
-        priority=40,
-    )
-    yield WeightTransportProvider(
-        name="shm",
-        target=f"{package}.shm:ShmTransport",
-        summary="Shared memory, between processes of one host",
-        priority=30,
-    )
-    yield WeightTransportProvider(
-        name="collective",
-        target=f"{package}.collective:CollectiveTransport",
-        summary="Broadcasts by gloo, nccl or hccl, between any processes",
-        priority=20,
-    )
-    yield WeightTransportProvider(
-        name="disk",
-        target=f"{package}.disk:DiskTransport",
-        summary="Files in model_update_dir, for hosts without a connection",
+
+
+@hookimpl
+def roll_executors() -> Iterator[ExecutorProvider]:
+    """The `local` executor."""
+    yield ExecutorProvider(
+        name="local",
+        target="roll_core.runtime.cluster.executors.local:LocalExecutor",
+        summary="All workers in the driver's process",
         priority=10,
-        uses_directory=True,
+        in_process=True,
     )
 
 
@@ -272,8 +213,7 @@ def roll_checks() -> Iterator[CheckProvider]:
         ("open_files", "host", "Limit of open files and connections of a process"),
         ("disk", "host", "Free space in output_dir"),
         ("python", "software", "The interpreter's version"),
-        ("libraries", "software", "Whether roll-core's own requirements are met, torch and Ray among them"),
-        ("ray_cluster", "software", "Whether RAY_ADDRESS accepts connections"),
+        ("libraries", "software", "Whether roll-core's own requirements are met, torch among them"),
         ("dtypes", "devices", "Dtypes that the devices support"),
         ("device_memory", "devices", "Memory of the devices, and its use by other programs"),
         ("output", "files", "Whether the config's output_dir can be written"),
@@ -289,5 +229,5 @@ def roll_known_errors() -> Iterator[KnownErrorsProvider]:
     yield KnownErrorsProvider(
         name="core",
         target="roll_core.builtin.known_errors:KNOWN_ERRORS",
-        summary="Errors of torch, its libraries, Ray and the machine",
+        summary="Errors of torch, its libraries and the machine",
     )

@@ -10,24 +10,26 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config.fragments import PluginFragments
 from roll_core.config.overrides import apply_override, first_line, parse_overrides
 from roll_core.config.positions import REFERENCE, FileLayer, Interpolation, Positions
-from roll_core.config.source import read_source
-from roll_core.errors import ConfigError, ConfigProblem, ProviderConflictError
+from roll_core.config.source import mapping_source, read_source
+from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, ProviderConflictError, closest
+from roll_core.plugins.targets import data_file
+from roll_core.spec.providers import FragmentProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from omegaconf import DictConfig
 
-    from roll_core.config.overrides import Override
+    from roll_core.config.overrides import Override, Overrides
     from roll_core.config.source import KeyPath, Source
     from roll_core.plugins.registry import Registry
 
@@ -45,7 +47,7 @@ class ComposedConfig:
     data: dict[Any, Any]
     positions: Positions
     files: tuple[Path, ...]
-    """All files that were read; the requested file is first."""
+    """All files that were read; the requested file is first. Empty if values without fragments were given."""
     problems: tuple[ConfigProblem, ...]
     """Overrides and interpolations that cannot be applied. The rest can still be validated."""
     broken: frozenset[KeyPath]
@@ -57,29 +59,35 @@ class ComposedConfig:
     """Top-level keys that some `${…}` in a file or an override refers to."""
 
 
-def compose(path: Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> ComposedConfig:
-    """Compose the config at `path` from its own files and those of plugins in `registry`.
+def compose(
+    source: Path | Mapping[str, Any], overrides: Overrides = (), registry: Registry | None = None
+) -> ComposedConfig:
+    """Compose a config from its own files, or values without a file, and the files of plugins in `registry`.
 
     Leaves Hydra's global state unchanged and creates no folders. Raises `ConfigError` if nothing is left to validate: a
     file cannot be read, or a fragment is missing.
     """
-    return _Composition(path, PluginFragments.of(registry) if registry else None).run(overrides)
+    return _Composition(source, PluginFragments.of(registry) if registry else None).run(overrides)
 
 
 class _Composition:
     """One call of `compose`."""
 
-    def __init__(self, path: Path, plugin_fragments: PluginFragments | None) -> None:
-        self.path = path
+    def __init__(self, source: Path | Mapping[str, Any], plugin_fragments: PluginFragments | None) -> None:
+        self.path = Path() if isinstance(source, Mapping) else source
         self.plugin_fragments = plugin_fragments
-        self.source = read_source(path, str(path))
-        self.sources: dict[Path, Source] = {path.resolve(): self.source}
-        self.files = [path]
+        if isinstance(source, Mapping):
+            self.source = mapping_source(source)
+            self.files: list[Path] = []
+        else:
+            self.source = read_source(source, str(source))
+            self.files = [source]
+        self.sources: dict[Path, Source] = {path.resolve(): self.source for path in self.files}
         self.positions = Positions(self.source.name, [FileLayer((), self.source)])
         self.problems: list[ConfigProblem] = []
         self.blocks: set[str] = set()
 
-    def run(self, overrides: Sequence[str]) -> ComposedConfig:
+    def run(self, overrides: Overrides) -> ComposedConfig:
         source = self.source
         if "defaults" in source.data or _HEADER.search(source.text[:512]):
             cfg, parsed = self._with_fragments(overrides)
@@ -135,11 +143,13 @@ class _Composition:
 
     # -- fragments -----------------------------------------------------------------------------------------------------
 
-    def _with_fragments(self, overrides: Sequence[str]) -> tuple[DictConfig, list[Override]]:
+    def _with_fragments(self, overrides: Overrides) -> tuple[DictConfig, list[Override]]:
         from hydra import initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
         from hydra.types import RunMode
 
+        if not self.files:
+            raise ConfigError([self._problem("fragments are composed from a file; write this config to a .yaml file")])
         if self.path.suffix != ".yaml":
             raise ConfigError([self._problem("fragments are composed from files that end in .yaml; rename this one")])
         try:
@@ -239,13 +249,11 @@ class _Composition:
     def _missing(self, name: str) -> ConfigProblem:
         """Problem located at the item in `defaults:` that names the fragment, or at `defaults:` if another fragment
         names it."""
-        import difflib
-
         folder = (self.path.parent / name).parent
         files = sorted(each.stem for each in folder.glob("*.yaml")) if folder.is_dir() else []
         files += self.plugin_fragments.files if self.plugin_fragments else ()
-        close = difflib.get_close_matches(Path(name).stem, files, 1)
-        hint = f"did you mean {Path(name).with_name(close[0])}?" if close else f"there is no {name}.yaml"
+        close = closest(Path(name).stem, files)
+        hint = f"did you mean {Path(name).with_name(close)}?" if close else f"there is no {name}.yaml"
         items = self.source.data.get("defaults")
         at: KeyPath = ()
         for position, item in enumerate(items if isinstance(items, list) else []):
@@ -291,6 +299,57 @@ class _Composition:
             message = f"{raw}: refers to a key that is not in this config"
             hint = "write the key from the top, ${actor_train.infer_batch_size}, or from here, ${.infer_batch_size}"
         return ConfigProblem(str(self.positions.value(path)), ".".join(path), message, hint, code="ROLL-C024")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFragments:
+    """Fragment files of all plugins, by name.
+
+    A config's own folder takes precedence: a user's file replaces a plugin's file of the same name.
+    """
+
+    registry: Registry
+    files: dict[str, Path]
+    absent: dict[str, PluginLoadError]
+    """Errors of fragments whose files are missing. Raised only for a config that names the fragment."""
+
+    @classmethod
+    def of(cls, registry: Registry) -> PluginFragments:
+        """Collect the fragments of all plugins in `registry`. If several offer the same name, the first is used."""
+        files: dict[str, Path] = {}
+        absent: dict[str, PluginLoadError] = {}
+        for record in registry.providers(FragmentProvider):
+            try:
+                files.setdefault(record.name, data_file(record.target, owner=registry.owner(record)))
+            except PluginLoadError as error:
+                absent[record.name] = error
+        return cls(registry, files, absent)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders with fragments, without duplicates."""
+        return list(dict.fromkeys(file.parent for file in self.files.values()))
+
+    def name_of(self, file: Path) -> str:
+        """Name of the fragment in `file`; empty for a user's file. Raises `ProviderConflictError` if several packages
+        offer the name."""
+        if self.files.get(file.stem) != file:
+            return ""
+        self.registry.find(FragmentProvider, file.stem)
+        return file.stem
+
+    def why_not(self, name: str) -> str:
+        """Why there is no fragment `name`, if the reason involves plugins; otherwise empty."""
+        bare = name.rpartition("/")[2]
+        if bare in self.absent:
+            return str(self.absent[bare])
+        if bare in self.files:
+            return f"{bare} is a fragment of a plugin: write it without a folder"
+        try:
+            self.registry.find(FragmentProvider, bare)
+        except PluginError as error:
+            return next((line.strip() for line in str(error).splitlines() if "pip install" in line), "")
+        return ""
 
 
 def _leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

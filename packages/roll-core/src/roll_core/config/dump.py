@@ -38,7 +38,13 @@ class Verbatim(str):
 
 def dump(config: RunConfig) -> str:
     """The complete config as YAML: with defaults, without `defaults:` lists and interpolations."""
-    return to_yaml(config.model_dump(mode="python", serialize_as_any=True, warnings=False))
+    return to_yaml(_values(config))
+
+
+def plain_values(config: RunConfig) -> dict[str, Any]:
+    """Keys and values of the config, as they are read from the YAML of `dump`."""
+    found: dict[str, Any] = _plain(_values(config))
+    return found
 
 
 def to_yaml(values: Any, *, compact: bool = False) -> str:
@@ -52,6 +58,10 @@ def to_yaml(values: Any, *, compact: bool = False) -> str:
         default_flow_style=None if compact else False,
     )
     return text
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="python", serialize_as_any=True, warnings=False)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from roll_core.errors import closest
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -166,12 +168,11 @@ def _expected(error: Any) -> str:
 def _hint(value: Any, errors: list[Any]) -> str:
     kinds = {error["type"] for error in errors}
     if isinstance(value, str) and "literal_error" in kinds:
-        import difflib
         import re
 
         expected = next(str(error["ctx"]["expected"]) for error in errors if error["type"] == "literal_error")
-        close = difflib.get_close_matches(value, re.findall(r"'([^']*)'", expected), 1, 0.5)
-        return f"did you mean {close[0]}?" if close else ""
+        close = closest(value, re.findall(r"'([^']*)'", expected), 0.5)
+        return f"did you mean {close}?" if close else ""
     if isinstance(value, str):
         is_bool = "bool_type" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off")
         return (

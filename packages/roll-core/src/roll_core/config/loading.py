@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll_core.config.compose import compose
 from roll_core.config.validate import NAMED_PARTS, validate
-from roll_core.errors import ConfigProblem
+from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import StrategyConfig
+from roll_core.spec.config import RunConfig, StrategyConfig
+from roll_core.spec.providers import InferProvider, TrainProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from os import PathLike
+    from collections.abc import Iterator
 
+    from roll_core.config.compose import ComposedConfig
+    from roll_core.config.overrides import Overrides
     from roll_core.config.validate import ExtraCheck
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.config import RunConfig
-    from roll_core.spec.providers import InferProvider, PipelineProvider, TrainProvider
+    from roll_core.spec.providers import PipelineProvider
+
+ConfigSource = str | PathLike[str] | Mapping[str, Any] | RunConfig
+"""A config: the path of its file, its keys and values, or a validated config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +36,22 @@ class LoadedConfig:
     """Instance of the pipeline's schema."""
     pipeline: PipelineProvider
     sources: tuple[Path, ...]
-    """Files of which it was composed; the requested file is first."""
+    """Files of which it was composed; the requested file is first. Empty if the config was given as values."""
     warnings: tuple[ConfigProblem, ...] = ()
     """Valid but probably unintended values, see `RunConfig.warnings`."""
+    unchecked: tuple[str, ...] = ()
+    """Checks of files that timed out, each with its reason."""
 
 
 def load(
-    path: str | PathLike[str],
-    overrides: Sequence[str],
+    source: ConfigSource,
+    overrides: Overrides,
     registry: Registry,
     extra_check: ExtraCheck | None = None,
     *,
     needs: bool = False,
 ) -> LoadedConfig:
-    """Load the config at `path` with `key=value` overrides. Has no side effects, and imports nothing heavy.
+    """Load a config with overrides. Has no side effects, and imports nothing heavy.
 
     Exception: it imports the modules of functions of the user (`pg_variant: my_losses:name`).
 
@@ -51,11 +59,17 @@ def load(
     environment does not meet are mistakes as well. Roles with their own environment, and roles whose workers run on the
     hosts of a cluster, are exempt.
 
-    Raises `ConfigError` with the position of every mistake, and `PluginError` if a plugin that is needed to validate
-    the config cannot be loaded.
+    Raises `ConfigError` with the position of every mistake (`config` without a file), and `PluginError` if a plugin
+    that is needed to validate the config cannot be loaded.
     """
-    composed = compose(Path(path), overrides, registry)
+    if isinstance(source, RunConfig):
+        from roll_core.config.dump import plain_values
+
+        source = plain_values(source)
+    composed = compose(source if isinstance(source, Mapping) else Path(source), overrides, registry)
     config, pipeline = validate(composed, registry, extra_check, needs=needs)
+    if lacking := list(_lacking(config, composed, registry)):
+        raise ConfigError(lacking)
     names = {key: getattr(config, key, None) for key in NAMED_PARTS}
     parts = {key: registry.find(NAMED_PARTS[key], name) for key, name in names.items() if name is not None}
     warnings = tuple(
@@ -63,6 +77,27 @@ def load(
         for key, reason in config.warnings(parts).items()
     )
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)
+
+
+def _lacking(config: RunConfig, composed: ComposedConfig, registry: Registry) -> Iterator[ConfigProblem]:
+    """A problem for each capability that the pipeline needs and a role's strategy does not declare."""
+    for role, needed in config.capabilities().items():
+        worker = config.roles()[role]
+        if worker.strategy_args is None:
+            continue
+        kind: type[TrainProvider | InferProvider] = InferProvider if worker.kind == "generate" else TrainProvider
+        name, key = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
+        capabilities = registry.find(kind, name).capabilities
+        for each in needed:
+            if not getattr(capabilities, each):
+                able = [other.name for other in registry.providers(kind) if getattr(other.capabilities, each)]
+                yield ConfigProblem(
+                    where=str(composed.positions.key(tuple(key.split(".")))),
+                    key=key,
+                    message=f"{name} does not declare the capability {each}, which this role needs",
+                    hint=f"strategies that declare it: {', '.join(able) or 'none'}",
+                    code="ROLL-C017",
+                )
 
 
 def strategy_config(provider: TrainProvider | InferProvider, keys: dict[str, object], *, owner: str) -> StrategyConfig:

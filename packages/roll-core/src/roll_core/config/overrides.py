@@ -1,21 +1,26 @@
-"""`key=value` overrides of the command line, in Hydra's grammar."""
+"""Overrides: `key=value` texts in Hydra's grammar, or values by key."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll_core.config.positions import COMMAND_LINE, Interpolation, OverrideLayer
+from roll_core.config.source import plain_value
 from roll_core.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from omegaconf import DictConfig
 
     from roll_core.config.positions import Positions
     from roll_core.config.source import KeyPath
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Changes to a config: `key=value` texts in Hydra's grammar, or values by dotted key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class Override:
 
 
 def parse_overrides(
-    texts: Sequence[str], choices: Collection[str], problems: list[ConfigProblem]
+    overrides: Overrides, choices: Collection[str], problems: list[ConfigProblem]
 ) -> tuple[list[Override], list[str]]:
     """Parse overrides into values to set and selections of fragments. Hydra handles the selections.
 
@@ -42,7 +47,20 @@ def parse_overrides(
     """
     values: list[Override] = []
     fragments: list[str] = []
-    for text in texts:
+    if isinstance(overrides, str):
+        problems.append(_problem(overrides, "found text, expected a list", f"write [{overrides!r}]"))
+        return values, fragments
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            if key in choices:
+                fragments.append(f"{key}={value}")
+            elif not isinstance(key, str) or not all(key.split(".")):
+                problems.append(_problem(str(key), f"found {key!r}, expected a dotted key", "write {'seed': 1}"))
+            else:
+                value = plain_value(value, tuple(key.split(".")), COMMAND_LINE, problems)
+                values.append(Override(key, key, "set", value))
+        return values, fragments
+    for text in overrides:
         try:
             parsed = _parse(text)
         except ConfigError as error:
@@ -136,6 +154,27 @@ def _delete(cfg: DictConfig, override: Override) -> None:
     if not OmegaConf.is_dict(parent) or last not in parent:
         raise ConfigError([_problem(override.text, f"there is no key {override.key} to remove")])
     del parent[last]
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Values of `key=value` words by key, read as YAML: settings of a command that has no config. Raises
+    `ConfigError`."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    problems: list[ConfigProblem] = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            problems.append(_problem(word, "is not a setting", "a setting is written key=value"))
+            continue
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            problems.append(_problem(word, f"cannot be read: {first_line(error)}"))
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def first_line(error: BaseException) -> str:

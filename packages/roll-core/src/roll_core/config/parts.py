@@ -17,9 +17,9 @@ from roll_core.errors import MissingRequirementError, PluginError, PluginLoadErr
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
-from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import Config
-from roll_core.spec.providers import Provider
+from roll_core.plugins.targets import options_schema, schema_of
+from roll_core.spec.config import AUTO, Config
+from roll_core.spec.providers import ExecutorProvider, Provider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,15 +81,18 @@ class Parts:
 
     def runs_here(self, role: Mapping[Any, Any]) -> bool:
         """True if this environment is the one in which the role's workers run."""
-        return self.check_needs and role.get("environment") is None and not on_a_cluster()
+        return self.check_needs and role.get("environment") is None and not self.on_a_cluster
+
+    @property
+    def on_a_cluster(self) -> bool:
+        """True if workers run on the hosts of an existing cluster, which may have other files and packages."""
+        return on_a_cluster(self.registry, self.data.get("executor"))
 
     def options(self, record: Provider, path: KeyPath, given: Any, named_at: KeyPath) -> None:
         """Validate the options of a part that is not a role. Without a schema, it takes no options."""
         given = {} if given is None else given
         owner = self.registry.owner(record)
         if is_user_function(record):
-            from roll_core.plugins.user_functions import options_schema
-
             try:
                 schema = options_schema(record)
             except PluginLoadError as error:
@@ -128,6 +131,8 @@ class Parts:
         return replace(found, hint=hint, at_key=True)
 
 
-def on_a_cluster() -> bool:
-    """True if workers run on the hosts of a Ray cluster, which may have other files and packages."""
-    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+def on_a_cluster(registry: Registry, wanted: object) -> bool:
+    """True if workers run on the hosts of an existing cluster, which may have other devices, files and packages."""
+    name = wanted.rpartition("/")[2] if isinstance(wanted, str) else AUTO
+    variables = [each.address_variable for each in registry.providers(ExecutorProvider) if name in (AUTO, each.name)]
+    return any(os.environ.get(each, "").removeprefix("local") for each in variables)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from roll_core.spec.config import WorkerConfig
+from roll_core.spec.config import CustomEnvConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +48,15 @@ def roles(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, type[
                 for key, each in value.items():
                     if isinstance(each, dict):
                         yield (name, str(key)), member, each
+
+
+def environments(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, dict[Any, Any]]]:
+    """Every environment that `data` names: its path and its raw values."""
+    for name, field in schema.model_fields.items():
+        value = data.get(name)
+        found = [member for member, is_mapping in members(field.annotation) if is_mapping]
+        if isinstance(value, dict) and any(issubclass(member, CustomEnvConfig) for member in found):
+            yield from (((name, str(key)), each) for key, each in value.items() if isinstance(each, dict))
 
 
 def schema_at(schema: Schema, path: KeyPath) -> Schema | None:

@@ -6,13 +6,15 @@ collected; reading stops early only if it cannot continue.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from roll_core.errors import ConfigError, ConfigProblem
+from roll_core.errors import ConfigError, ConfigProblem, closest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,15 +112,44 @@ def read_source(path: Path, name: str, *, fragment: bool = False) -> Source:
     return source
 
 
+def mapping_source(values: Mapping[Any, Any]) -> Source:
+    """Values without a file: problems have the position `config`. Raises `ConfigError` with every value that YAML
+    could not hold."""
+    problems: list[ConfigProblem] = []
+    source = Source("config", data=plain_value(values, (), "config", problems))
+    if problems:
+        raise ConfigError(problems)
+    return source
+
+
+def plain_value(value: Any, path: KeyPath, where: str, problems: list[ConfigProblem]) -> Any:
+    """Copy a value as plain values: mappings, lists, text, numbers, booleans and None. Paths become text and tuples
+    become lists. Adds everything else to `problems`."""
+    if len(path) > MAX_DEPTH:
+        message = f"nested deeper than {MAX_DEPTH} levels, or a value contains itself"
+        problems.append(ConfigProblem(where, ".".join(path[:3]), message, code="ROLL-C021"))
+        return None
+    if isinstance(value, Mapping):
+        return {key: plain_value(each, (*path, str(key)), where, problems) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(each, (*path, str(at)), where, problems) for at, each in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    message = f"found {type(value).__name__}, expected text, a number, true, false, null, a list or a mapping"
+    problems.append(ConfigProblem(where, ".".join(path), message, code="ROLL-C013"))
+    return None
+
+
 def _similar_file(path: Path) -> str:
-    import difflib
 
     try:
         siblings = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
     except OSError:
         return f"there is no folder {path.parent} either" if not path.parent.is_dir() else ""
-    close = difflib.get_close_matches(path.name, siblings, 1)
-    return f"did you mean {path.with_name(close[0])}?" if close else ""
+    close = closest(path.name, siblings)
+    return f"did you mean {path.with_name(close)}?" if close else ""
 
 
 class _Stop(Exception):

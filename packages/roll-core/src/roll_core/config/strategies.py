@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config.executors import separate_processes_finding
 from roll_core.config.explain import Finding
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError
@@ -291,9 +292,11 @@ class StrategyCheck:
             trainer = self.parts.registry.find(TrainProvider, name)
         except PluginError:  # reported at the policy's own key
             return
-        finding = weight_finding(self.parts.registry, trainer, self.provider, self.data, self.at_name)
-        if finding is not None:
-            self.parts.found.append(finding)
+        for check in (weight_finding, separate_processes_finding):
+            finding = check(self.parts.registry, trainer, self.provider, self.data, self.at_name)
+            if finding is not None:
+                self.parts.found.append(finding)
+                return
 
     def _check_architecture(self, source: KeyPath, keys: Mapping[str, Any]) -> None:
         """Check that the packages in this environment support the model's architecture, if the role's workers run in

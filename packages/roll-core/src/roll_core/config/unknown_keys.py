@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from roll_core.errors import closest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,21 +22,21 @@ MANY = 10
 def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[KeyPath]) -> tuple[str, str]:
     """Hint for the unknown key at `path`, and the name of the probably intended key (empty if none was found)."""
     parent, name = path[:-1], path[-1]
-    close = difflib.get_close_matches(name, siblings, 1, 0.75)
+    close = closest(name, siblings, 0.75)
     if close:
-        return f"did you mean {close[0]}?", close[0]
+        return f"did you mean {close}?", close
     places = list(everywhere)
     same = [each for each in places if each[-1] == name]
     if same:
         place = best_place(same, parent)[:-1]
         return f"{name} belongs {f'under {dotted(place)}' if place else 'at the top level'}", name
-    close = difflib.get_close_matches(name, siblings, 1, 0.6)
+    close = closest(name, siblings)
     if close:
-        return f"did you mean {close[0]}?", close[0]
-    close = difflib.get_close_matches(name, {each[-1] for each in places}, 1, 0.8)
+        return f"did you mean {close}?", close
+    close = closest(name, {each[-1] for each in places}, 0.8)
     if close:
-        best = best_place([each for each in places if each[-1] == close[0]], parent)
-        return f"did you mean {dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close[0]
+        best = best_place([each for each in places if each[-1] == close], parent)
+        return f"did you mean {dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close
     if 0 < len(siblings) <= MANY:
         return f"keys here are {', '.join(siblings)}", ""
     return "", ""

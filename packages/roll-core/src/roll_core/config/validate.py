@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from roll_core.config.executors import check_executor
 from roll_core.config.explain import Finding, code_of, show
 from roll_core.config.mistakes import take_out, validate_all
-from roll_core.config.parts import Parts, on_a_cluster
+from roll_core.config.parts import Parts
 from roll_core.config.positions import COMMAND_LINE, KeyLocation
-from roll_core.config.schema import paths, roles, schema_at
+from roll_core.config.schema import environments, members, paths, roles, schema_at
 from roll_core.config.strategies import StrategyCheck
-from roll_core.errors import ConfigError, ConfigProblem
+from roll_core.errors import ConfigError, ConfigProblem, closest
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import AdvantageOptions, Config, RewardConfig, RunConfig
 from roll_core.spec.providers import (
     AdvantageProvider,
+    AgentProvider,
+    EnvironmentProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
@@ -78,13 +81,17 @@ def validate(
     _remove_blocks(parts, schema)
     name = data["pipeline"]
     data["pipeline"] = provider.name
-    for path, worker, role in list(roles(schema, data)):
+    raw_roles = list(roles(schema, data))
+    for path, worker, role in raw_roles:
         _check_environment(parts, path, role)
         if worker.kind == "reward":
             _check_reward(parts, schema.policy_role, path, role)
         else:
             StrategyCheck(parts, schema.policy_role, path, worker, role).run()
+    for path, environment in environments(schema, data):
+        _check_custom_environment(parts, path, environment)
     _check_named_parts(parts, schema)
+    check_executor(parts, {path: role for path, _, role in raw_roles})
     config, found = validate_all(schema, data, owner, composed.broken)
     parts.found += found
     if extra_check is not None:
@@ -108,10 +115,8 @@ def _pipeline(parts: Parts) -> PipelineProvider | None:
         return None
     provider = parts.find(PipelineProvider, name, path)
     if provider is None:
-        import difflib
-
-        close = difflib.get_close_matches(name, names, 1, 0.6)
-        candidates = [each for each in parts.registry.providers(PipelineProvider) if each.name in close]
+        close = closest(name, names)
+        candidates = [each for each in parts.registry.providers(PipelineProvider) if each.name == close]
         return candidates[0] if len(candidates) == 1 else None
     return provider
 
@@ -131,7 +136,8 @@ def _check_environment(parts: Parts, path: KeyPath, role: dict[Any, Any]) -> Non
     """Check that an interpreter given by its path exists, unless workers run on the hosts of a cluster."""
     given = role.get("environment")
     python = given.get("python") if isinstance(given, dict) else given
-    if isinstance(python, str) and os.sep in python and not on_a_cluster() and not Path(python).expanduser().exists():
+    exists = not isinstance(python, str) or os.sep not in python or Path(python).expanduser().exists()
+    if not exists and not parts.on_a_cluster:
         at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
         hint = "name an interpreter, or the folder of a virtual environment"
         parts.report(at, f"there is no {python}", hint, code="ROLL-C003")
@@ -162,6 +168,20 @@ def _check_reward(parts: Parts, policy_role: str, path: KeyPath, role: dict[Any,
     replaced = schema.model_construct(reward="") if reward is None else _restore_name(reward, "reward", str(name))
     rewards = parts.data[path[0]]
     rewards[next(key for key in rewards if str(key) == path[1])] = replaced
+
+
+def _check_custom_environment(parts: Parts, path: KeyPath, given: dict[Any, Any]) -> None:
+    """Check that an environment and an agent exist, and validate their options."""
+    key = "environment" if "environment" in given else "env_type"
+    named: tuple[tuple[str, type[Provider], str], ...] = (
+        (key, EnvironmentProvider, "env_config"),
+        ("agent", AgentProvider, "agent_config"),
+    )
+    for key, kind, options in named:
+        if isinstance(name := given.get(key), str) and name:
+            provider = parts.find(kind, name, (*path, key))
+            if provider is not None:
+                parts.options(provider, (*path, options), given.get(options), (*path, key))
 
 
 def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:
@@ -198,20 +218,21 @@ def _check_estimator(parts: Parts, provider: AdvantageProvider, key: str, schema
     if provider.needs_critic and "critic" in schema.model_fields and data.get("critic") is None:
         message = f"{name} reads a critic's values, but there is no role critic"
         parts.report((key,), message, "add the role critic, or use an estimator without one", code="ROLL-C014")
-    samples_key = "num_return_sequences_in_group"
-    samples = (
-        data.get(samples_key, schema.model_fields[samples_key].default) if samples_key in schema.model_fields else 0
-    )
+    samples_key = tuple(schema.group_size_key.split(".")) if schema.group_size_key else ()
+    samples = _value(schema, data, samples_key) if samples_key else 0
     needed = 2 if provider.needs_groups else 1
     with suppress(ValidationError, TypeError):  # reported as invalid options
         options = schema_of(provider, Config, owner=parts.registry.owner(provider))(**data.get("adv_options") or {})
         needed = max(needed, options.min_samples if isinstance(options, AdvantageOptions) else 1)
     if isinstance(samples, int) and 0 < samples < needed:
         message = f"found {samples}, but {name} compares the samples of one prompt, so each needs at least {needed}"
-        parts.report((samples_key,), message, code="ROLL-C014")
+        parts.report(samples_key, message, code="ROLL-C014")
     if provider.needs_turns and not schema.multi_turn:
         message = f"{name} credits turns, but pipeline {data.get('pipeline')} has rollouts of one turn"
         parts.report((key,), message, "use an estimator of whole responses, such as grpo", code="ROLL-C014")
+    if provider.needs_baseline and schema.multi_turn:
+        message = f"{name} compares with a greedy response, which pipeline {data.get('pipeline')} does not generate"
+        parts.report((key,), message, "use another estimator, such as grpo", code="ROLL-C014")
     for norm in ("norm_mean_type", "norm_std_type") if provider.normalise != "config" else ():
         if data.get(norm) not in (None, provider.normalise):
             own = "does not normalise rewards"
@@ -220,6 +241,19 @@ def _check_estimator(parts: Parts, provider: AdvantageProvider, key: str, schema
             message = f"found {data[norm]}, but {name} {own}"
             hint = f"remove {norm}, or choose an estimator that does not normalise (adv_estimator: reinforce)"
             parts.report((norm,), message, hint, code="ROLL-C014")
+
+
+def _value(schema: type[BaseModel], data: Any, path: KeyPath) -> Any:
+    """The value at a path as written, or else its default; None if there is neither."""
+    for name in path:
+        field = schema.model_fields.get(name)
+        if not isinstance(data, dict) or field is None:
+            return None
+        data = data.get(name, field.get_default(call_default_factory=True))
+        if isinstance(data, BaseModel):
+            data = dict(data)
+        schema = next((member for member, _ in members(field.annotation)), BaseModel)
+    return data
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------

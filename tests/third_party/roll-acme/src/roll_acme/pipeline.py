@@ -11,7 +11,7 @@ import numpy as np
 from roll_acme.config import BanditConfig
 from roll_acme.credit import Unlikelihood
 from roll_core.algorithms.losses import PolicyObjective
-from roll_core.data.sequences import sequence_of
+from roll_core.data.pack import sequence_of
 from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
 from roll_core.types import SamplingParams
 

@@ -12,7 +12,7 @@ class AcmeBoard(Platform):
 
     name = "acme_board"
     device_type = "cpu"
-    ray_resource = "CPU"
+    resource_name = "CPU"
     visible_devices = ""
     collective_backend = "gloo"
 

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 HELLO = struct.Struct("!16si")
 HELLO_S = 1.0
+CANCEL = -1
+"""Sent by the driver instead of a rank."""
 
 
 class TcpTransport(WeightTransport):
@@ -50,6 +52,10 @@ class TcpTransport(WeightTransport):
 
     def receiver(self, setup: ReceiverSetup) -> TcpReceiver:
         return TcpReceiver(setup)
+
+    def cancel_transfer(self, address: str, options: Mapping[str, str]) -> None:
+        with contextlib.suppress(OSError):
+            connect(address, CANCEL, HELLO_S).close()
 
 
 class TcpSender(SenderEndpoint):
@@ -101,10 +107,13 @@ class TcpSender(SenderEndpoint):
             with contextlib.suppress(OSError):
                 receive_into(connection, hello)
             token, rank = HELLO.unpack(hello)
-            if secrets.compare_digest(token, self._token):
-                self._receivers[rank] = connection
-            else:
+            if not secrets.compare_digest(token, self._token):
                 connection.close()
+            elif rank == CANCEL:
+                connection.close()
+                raise ReceiversLostError(at, disconnected=tuple(sorted(missing)))
+            else:
+                self._receivers[rank] = connection
 
     @contextlib.contextmanager
     def _naming(self, rank: int, at: str, deadline: Deadline) -> Iterator[None]:
@@ -123,13 +132,10 @@ class TcpReceiver(ReceiverEndpoint):
 
     def __init__(self, setup: ReceiverSetup) -> None:
         self.address, self._bucket_bytes = setup.address, setup.bucket_bytes
-        token, _, where = setup.address.partition("@")
-        host, _, port = where.rpartition(":")
         try:
-            self._sender = socket.create_connection((host, int(port)), timeout=max(setup.deadline.left, 1e-3))
-            self._sender.sendall(HELLO.pack(bytes.fromhex(token), setup.rank))
+            self._sender = connect(setup.address, setup.rank, max(setup.deadline.left, 1e-3))
         except OSError as error:
-            raise SenderLostError(f"cannot connect to {where}: {error}") from error
+            raise SenderLostError(f"cannot connect to {setup.address.partition('@')[2]}: {error}") from error
 
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
         import torch
@@ -149,6 +155,15 @@ class TcpReceiver(ReceiverEndpoint):
 
     def close(self) -> None:
         self._sender.close()
+
+
+def connect(address: str, rank: int, timeout_s: float) -> socket.socket:
+    """A connection to the sender that has sent the token and `rank`."""
+    token, _, where = address.partition("@")
+    host, _, port = where.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+    connection.sendall(HELLO.pack(bytes.fromhex(token), rank))
+    return connection
 
 
 def receive_into(connection: socket.socket, memory: bytearray | memoryview) -> None:

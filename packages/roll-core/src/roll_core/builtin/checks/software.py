@@ -1,13 +1,11 @@
-"""Checks of the software: the interpreter, roll-core's requirements, and the Ray cluster at `RAY_ADDRESS`."""
+"""Checks of the software: the interpreter and roll-core's requirements."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +20,12 @@ if TYPE_CHECKING:
     from roll_core.spec.diagnostics import CheckContext, Level
 
 PYTHON = (3, 11)
-SHOWN = ("torch", "ray", "transformers")
+SHOWN = ("torch", "transformers")
 """Packages whose version is always shown; others are shown only if there is a problem with them."""
-EXTRAS: tuple[tuple[str, Level], ...] = (("", "error"), ("train", "warning"), ("ray", "note"))
+EXTRAS: tuple[tuple[str, Level], ...] = (("", "error"), ("train", "warning"))
 """Extras of roll-core, and the level of a finding if one of their packages is missing. `check`, `plan` need none."""
 BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 """Packages that transformers and engines import if installed, and that fail with a torch they were not built for."""
-CONNECT_S = 5.0
 
 
 def python(_: CheckContext) -> Iterator[CheckResult]:
@@ -43,7 +40,7 @@ def python(_: CheckContext) -> Iterator[CheckResult]:
 
 
 def libraries(_: CheckContext) -> Iterator[CheckResult]:
-    """Check roll-core's own requirements: for every command, for runs, and for Ray."""
+    """Check roll-core's own requirements: for every command and for runs."""
     for extra, level in EXTRAS:
         for requirement in core_requirements(extra):
             name, wanted = requirement.name, str(requirement.specifier) or "any version"
@@ -78,22 +75,3 @@ def _built_for_another_torch() -> Iterator[CheckResult]:
             remedy = f"pip uninstall -y {' '.join(BUILT_FOR_TORCH)} torchcodec: nothing here needs them"
             wanted = f"none, or one built for {build}"
             yield CheckResult(level="error", subject=name, found=version[1], wanted=wanted, remedy=remedy)
-
-
-def ray_cluster(_: CheckContext) -> Iterator[CheckResult]:
-    """Check that `RAY_ADDRESS` accepts connections. Yields nothing if the run would start its own Ray."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    match = re.fullmatch(r"(?:ray://)?\[?(?P<host>.+?)\]?:(?P<port>\d{1,5})", address)
-    if not address or address == "local":
-        return
-    if match is None:
-        yield CheckResult(level="note", found=f"RAY_ADDRESS={address}", wanted="host:port")
-        return
-    try:
-        socket.create_connection((match["host"], int(match["port"])), timeout=CONNECT_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
-        remedy = "start it, correct RAY_ADDRESS, or unset it so that runs start their own Ray"
-        found = f"RAY_ADDRESS={address} refuses connections: {error}"
-        yield CheckResult(level="error", found=found, wanted="a Ray cluster", remedy=remedy)
-    else:
-        yield CheckResult(level="ok", found=f"RAY_ADDRESS={address} accepts connections")

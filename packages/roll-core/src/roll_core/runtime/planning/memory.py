@@ -95,6 +95,8 @@ def _role_memory(
     )
     if not provider.memory:
         return replace(memory, unknown=f"{owner} has no memory formula (its provider's field `memory` is empty)")
+    if role.library:
+        return replace(memory, unknown=f"sizes of models of {role.library} are not known to plans")
     try:
         question = _question(role, worker, config, registry, placement, provider, slot_bytes)
         formula = load_target(provider.memory, owner=owner)
@@ -137,6 +139,7 @@ def _question(
         dtype=spec.dtype,
         trains=role.kind == "train",
         trained_parameters=0 if role.kind != "train" else (added or size.parameters),
+        averages=role.ema_decay is not None,
         added_parameters=added,
         gradient_checkpointing=spec.gradient_checkpointing,
         on_host=placement.platform.slots_share_cores or not any(place.slots for place in places),

@@ -1,18 +1,18 @@
 """Placement of workers before a run starts, with the reasons for which the run would fail or wait.
 
-Uses the same `place_roles` and `choose_executor` as a run, with the roles of the pipeline's plan.
+Uses the same `place_roles` and `executor_of` as a run, with the roles of the pipeline's plan.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roll_core.config.parts import on_a_cluster
 from roll_core.config.weight_transports import TransportChoice, choose_transport
 from roll_core.errors import PlacementError, PluginError, RollError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster.executors import choose_executor
+from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
 from roll_core.runtime.cluster.platform import select_platform
 from roll_core.runtime.workers.build import provider_of, role_config, separate_processes_reason, slots_per_worker
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.cluster.executors import ExecutorName
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
     from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
-    from roll_core.spec.providers import PipelineProvider
+    from roll_core.spec.providers import ExecutorProvider, PipelineProvider
 
-WAITING_S = 120
-"""Seconds that a run waits for free slots in Ray (`ray_executor.PLACEMENT_S`)."""
 HARDEST: dict[str, tuple[Activity, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
 
 
@@ -47,8 +44,8 @@ class Placement:
     per_node: int
     """Number of slots per node."""
     num_nodes: int | None
-    """Number of available nodes; None if the Ray cluster was not queried."""
-    executor: ExecutorName
+    """Number of available nodes; None if it is unknown."""
+    executor: ExecutorProvider
     places: Mapping[str, tuple[Place, ...]]
     weights: Mapping[tuple[str, str], TransportChoice] = field(default_factory=dict)
     """Weight transport by `(trainer, engine)`."""
@@ -73,7 +70,7 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
     config = loaded.config
     pipeline = pipeline_plan(loaded.pipeline, config)
     problems: list[str] = []
-    clustered = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
+    clustered = on_a_cluster(registry, config.executor)
     try:
         platform = select_platform(registry, config.platform, elsewhere=clustered)
         here = not clustered
@@ -92,16 +89,16 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
     )
     apart = separate_processes_reason(pipeline.roles, config, registry)
-    executor = choose_executor(config, places, apart=bool(apart))
+    executor = executor_of(config, registry, places, apart)
     if num_nodes is None and not clustered and here:
         num_nodes = 1
-    if executor == "local":
+    if executor.in_process:
         for role, each in places.items() if here else ():
             try:
                 check_local(role, workers[role].kind, each, platform, per_node)
             except RollError as error:
                 problems.append(str(error))
-        problems += [f"{apart}: executor local has only one process"] if apart else ()
+        problems += [f"{apart}: executor {executor.name} has only one process"] if apart else ()
     elif num_nodes is not None:
         problems += _missing(places, platform, per_node, num_nodes)
         if here and num_nodes == 1:
@@ -120,7 +117,7 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         places=places,
         weights=weights,
         problems=tuple(problems),
-        notes=_waiting(places, platform, per_node, num_nodes) if executor == "ray" and not problems else (),
+        notes=_waiting(executor, places, platform, num_nodes) if executor.placement_timeout_s and not problems else (),
         here=here,
     )
 
@@ -130,7 +127,7 @@ def weight_choices(
     config: RunConfig,
     registry: Registry,
     platform: Platform,
-    executor: ExecutorName,
+    executor: ExecutorProvider,
     places: Mapping[str, tuple[Place, ...]],
 ) -> dict[tuple[str, str], TransportChoice]:
     """Weight transport by `(trainer, engine)`, before any self-test.
@@ -152,7 +149,7 @@ def _facts(
     config: RunConfig,
     registry: Registry,
     platform: Platform,
-    executor: ExecutorName,
+    executor: ExecutorProvider,
     places: Sequence[Place],
 ) -> RoleFacts:
     """The `RoleFacts` that the workers would report. A worker's first slot stands for its device."""
@@ -164,7 +161,7 @@ def _facts(
         WorkerFacts(
             host=f"node {place.node}",
             node=place.node,
-            pid=0 if executor == "local" else hash((role.name, place.rank)),
+            pid=0 if executor.in_process else hash((role.name, place.rank)),
             slots=place.slots,
             device=DeviceFacts(uuid=f"slot {place.slots[0]}" if place.slots and shares_device else ""),
         )
@@ -218,9 +215,9 @@ def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platfor
 
 
 def _waiting(
-    places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int | None
+    executor: ExecutorProvider, places: Mapping[str, tuple[Place, ...]], platform: Platform, num_nodes: int | None
 ) -> tuple[str, ...]:
-    """A note about slots for which the run may wait: Ray reserves all slots of a run together."""
+    """A note about slots for which the run may wait: the executor reserves all slots of a run together."""
     highest: dict[int, int] = {}
     for workers in places.values():
         for each in workers:
@@ -232,7 +229,7 @@ def _waiting(
     nodes = f"{len(highest)} nodes" if len(highest) > 1 else "one node"
     unknown = "" if num_nodes is not None else " (the number of nodes of the cluster is unknown: give --nodes N)"
     return (
-        f"Ray reserves {platform.ray_resource} {wanted} on {nodes} together before any role starts{unknown}."
-        f" If other jobs occupy these slots, the run waits for at most {WAITING_S} s. Then it ends and names the"
-        " missing slots",
+        f"Executor {executor.name} reserves {platform.resource_name} {wanted} on {nodes} together before any role"
+        f" starts{unknown}. If other jobs occupy these slots, the run waits for at most"
+        f" {executor.placement_timeout_s} s. Then it ends and names the missing slots",
     )

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.cluster.executors import ExecutorName
     from roll_core.runtime.cluster.memory_use import MemoryUse
     from roll_core.runtime.cluster.placement import Place
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
-    from roll_core.spec.providers import PipelineProvider
+    from roll_core.spec.providers import ExecutorProvider, PipelineProvider
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ def plan_of_run(
     pipeline: PipelineProvider,
     roles: Sequence[RoleSpec],
     platform: Platform,
-    executor: ExecutorName,
+    executor: ExecutorProvider,
     places: Mapping[str, tuple[Place, ...]],
 ) -> Plan | None:
     """Plan of a run whose workers are already placed. If planning fails, logs the reason and returns None.
@@ -201,7 +200,7 @@ def _phase_loads(phase: Phase, placement: Placement, roles: list[RoleMemory], ca
                 slots[slot][role.role] += device
                 slots[slot]["device context"] += CONTEXT_BYTES
     nodes[0]["libraries"] += PROCESS_BYTES  # the driver
-    for workers in placement.places.values() if placement.executor == "ray" else ():
+    for workers in () if placement.executor.in_process else placement.places.values():
         for each in workers:
             nodes[each.node]["libraries"] += PROCESS_BYTES
     found = [(f"node {node}", by_role, capacity.host) for node, by_role in sorted(nodes.items())]

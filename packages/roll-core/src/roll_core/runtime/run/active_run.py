@@ -6,30 +6,37 @@ The loop in `roll_core.runtime.run.loop` drives it.
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from typing_extensions import override
 
 from roll_core.data.encode import encode_prompts, encode_sft
-from roll_core.data.encode_preferences import encode_labelled, encode_pairs
 from roll_core.data.rows import read_rows
 from roll_core.errors import PluginError, RollError, UnsupportedError
 from roll_core.plugins.registry import is_user_function
-from roll_core.plugins.targets import load_target
+from roll_core.plugins.targets import load_class, load_target, schema_of
 from roll_core.runtime.cluster.leases import SlotLeases
-from roll_core.runtime.rollout.batches import RewardStats, RunRollouts
+from roll_core.runtime.rollout.batches import RewardStats, batch_metrics, check_experts, token_problem
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
 from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.config import RewardConfig
-from roll_core.spec.pipeline import Run
-from roll_core.spec.providers import AdvantageProvider, InferProvider, PipelineProvider, PolicyLossProvider
+from roll_core.spec.config import Config, RewardConfig
+from roll_core.spec.environment import Environment
+from roll_core.spec.pipeline import LoadedAgent, LoadedEnvironment, Rollouts, Run
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    AgentProvider,
+    EnvironmentProvider,
+    InferProvider,
+    PipelineProvider,
+    PolicyLossProvider,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import Literal
 
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.ledger import Ledger
     from roll_core.runtime.records.run_dir import RunDir
-    from roll_core.runtime.records.samples import SamplesFile
+    from roll_core.runtime.records.samples import ImagesFile, SamplesFile
     from roll_core.runtime.rollout.batches import BatchSource
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.recording import Recorder
@@ -48,9 +55,10 @@ if TYPE_CHECKING:
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.run.weight_sync import WeightSyncController
     from roll_core.spec.algorithms import AdvantageEstimator
-    from roll_core.spec.config import DataArguments, RunConfig
+    from roll_core.spec.config import CustomEnvConfig, DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, RolloutPlan, Split
-    from roll_core.spec.rollout import Prompt
+    from roll_core.spec.providers import Provider
+    from roll_core.spec.rollout import Prompt, RolloutProgram
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
 T = TypeVar("T")
@@ -81,14 +89,17 @@ class ActiveRun(Run):
         config: RunConfig,
         run_dir: RunDir,
         registry: Registry,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         data: DatasetCache,
         ledger: Ledger,
         guards: Guards,
         samples: SamplesFile,
+        images: ImagesFile,
         recorder: Recorder,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        if tokenizer is not None:
+            self.tokenizer = tokenizer
         self.run_dir, self.dir = run_dir, run_dir.path
         self.step = 0
         self.leases = SlotLeases(ledger.stage)
@@ -107,7 +118,7 @@ class ActiveRun(Run):
         self.weight_sync: WeightSyncController
         self.guards = guards
         self.registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
-        self._recorder = recorder
+        self._images, self._recorder = images, recorder
         self._metrics: dict[str, float] = {}
         self._retries = 0
         """Retried reward calls up to the last batch."""
@@ -150,13 +161,17 @@ class ActiveRun(Run):
         self._samples.write(self.step + (split == "train"), samples, split=split)
 
     @override
+    def log_images(self, images: Sequence[bytes], captions: Sequence[str], *, split: Split = "train") -> None:
+        self._images.write(self.step + (split == "train"), images, captions, split=split)
+
+    @override
     def guard(self, guard_id: str, ok: bool, message: str, *, fatal: bool = False) -> None:
         self.guards.check(guard_id, ok, message, fatal=fatal)
 
     @override
     async def publish_weights(self, source: str, target: str) -> None:
         if replayed := self._replayed.get(target):
-            replayed.version = self.train_role(source).weight_version
+            replayed.weight_version = self.train_role(source).weight_version
             return
         with self.stage("weight_sync"):
             self.log(await self.weight_sync.publish(source, target))
@@ -168,7 +183,14 @@ class ActiveRun(Run):
 
     @override
     async def rollout(
-        self, role: str, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, split: Split = "train"
+        self,
+        role: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        n: int,
+        split: Split = "train",
+        program: Callable[[], RolloutProgram] | None = None,
     ) -> list[Group]:
         self._need_rewards()
         engine = self.engine(role)
@@ -181,17 +203,15 @@ class ActiveRun(Run):
                 priority=ROLLOUT if split == "train" else EVALUATION,
             )
             async with engine.lease(scores=True):
-                groups = await engine.served(run_groups(engine.queue, prompts, terms, self._scorer))
-        self._check_batch(role, groups, RewardStats.of(groups))
+                groups = await engine.served(run_groups(engine.queue, prompts, terms, self._scorer, program))
+        self.check_batch(role, groups, RewardStats.of(groups))
         return groups
 
     @override
     def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
-        check = partial(self._check_batch, role, mixed=plan.ahead > 0)
         if plan.replay:
             replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
-            source: BatchSource = Replay(Path(plan.replay), plan, replayed)
-            return RunRollouts(self, role, plan, source, check=check)
+            return RunRollouts(self, role, plan, Replay(Path(plan.replay), plan, replayed))
         self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
@@ -209,9 +229,9 @@ class ActiveRun(Run):
         )
         self._schedulers.append(scheduler)
         source = RecordedSource(scheduler, plan, self._recorder, engine) if plan.record else scheduler
-        return RunRollouts(self, role, plan, source, check=check, metrics=partial(self._rollout_metrics, engine))
+        return RunRollouts(self, role, plan, source)
 
-    def _check_batch(self, role: str, groups: Sequence[Group], stats: RewardStats, *, mixed: bool = False) -> None:
+    def check_batch(self, role: str, groups: Sequence[Group], stats: RewardStats, *, mixed: bool = False) -> None:
         """Trip the guards `token_round_trip` and `reward_failures` if a batch cannot be trained on.
 
         Every sampled token must have the engine's current weight version, or if `mixed`, this or an earlier version.
@@ -246,9 +266,10 @@ class ActiveRun(Run):
         for engine in () if self._ahead else self.infer_roles.values():
             await engine.queue.drained()
 
-    def _rollout_metrics(self, engine: GroupInferRole) -> dict[str, float]:
+    def fault_metrics(self, role: str) -> dict[str, float]:
+        """Replicas that `role` has lost, and reward calls that were retried since the last call of this method."""
         found = {}
-        if lost := engine.queue.num_lost_replicas:
+        if role in self.infer_roles and (lost := self.infer_roles[role].queue.num_lost_replicas):
             found["rollout/lost_replicas"] = float(lost)
         if self.rewards is not None and (retries := self.rewards.retries - self._retries):
             self._retries += retries
@@ -315,28 +336,8 @@ class ActiveRun(Run):
         return sequences
 
     @override
-    def preferences(
-        self,
-        data: DataArguments,
-        *,
-        labelled: bool = False,
-        overlong: Literal["drop", "truncate"] = "drop",
-        margin: str | None = None,
-    ) -> Sequence[TrainSequence]:
-        encode = encode_labelled if labelled else partial(encode_pairs, margin=margin)
-        sequences, _ = encode(
-            self._data.rows(data),
-            data,
-            self.tokenizer,
-            prompt_length=self.config.prompt_length,
-            response_length=self.config.response_length,
-            overlong=overlong,
-        )
-        return sequences
-
-    @override
-    def columns(self, data: DataArguments) -> Sequence[str]:
-        return self._data.rows(data).columns
+    def rows(self, data: DataArguments) -> Rows:
+        return self._data.rows(data)
 
     @override
     def advantage_estimator(self, name: str) -> AdvantageEstimator:
@@ -354,31 +355,59 @@ class ActiveRun(Run):
         return self.registry.find(AdvantageProvider, name)
 
     @override
-    def policy_loss(self, name: str) -> str:
-        return self.registry.find(PolicyLossProvider, name).target
+    def environment(self, entry: CustomEnvConfig) -> LoadedEnvironment:
+        provider = self.registry.find(EnvironmentProvider, entry.environment)
+        owner = self.registry.owner(provider)
+        cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
+        options = _options(provider, entry.env_config, owner)
+        return LoadedEnvironment(provider=provider, owner=owner, cls=cls, options=options)
+
+    @override
+    def agent(self, entry: CustomEnvConfig) -> LoadedAgent:
+        provider = self.registry.find(AgentProvider, entry.agent)
+        owner = self.registry.owner(provider)
+        return LoadedAgent(provider=provider, owner=owner, options=_options(provider, entry.agent_config, owner))
+
+    @override
+    def policy_loss_provider(self, name: str) -> PolicyLossProvider:
+        return self.registry.find(PolicyLossProvider, name)
 
 
-def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
-    """Describe what is wrong with a sample's response tokens; empty if they are valid.
+class RunRollouts(Rollouts):
+    """The batches of a `BatchSource`, with the checks and metrics of a run."""
 
-    Checks that logprobs, loss mask and versions have one value per token, that ids are below `vocab_size`, and that
-    logprobs are finite and not positive. Sampled tokens must be of weight version `version`. If `mixed`, versions may
-    also increase along the response up to `version`.
-    """
-    ids = sample.response_ids
-    for name in ("logprobs", "loss_mask", "versions"):
-        if len(getattr(sample, name)) != len(ids):
-            return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        return f"token ids from {ids.min()} to {ids.max()}, but the vocabulary size is {vocab_size}"
-    if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
-        return "logprobs that are not finite or are positive"
-    versions = sample.versions[sample.loss_mask]
-    if mixed and len(versions) and versions.max() <= version and (np.diff(versions) >= 0).all():
-        return ""
-    if (versions != version).any():
-        return f"tokens sampled at weight versions {sorted(set(versions.tolist()))}, expected {version}"
-    return ""
+    def __init__(self, run: ActiveRun, role: str, plan: RolloutPlan, source: BatchSource) -> None:
+        self._run, self._role, self._plan, self._source = run, role, plan, source
+
+    @override
+    async def batch(self) -> list[Group]:
+        run, plan = self._run, self._plan
+        with run.stage("rollout"):
+            groups, facts = await self._source.batch(run.step)
+        run.check_batch(self._role, groups, facts.rewards, mixed=plan.ahead > 0)
+        if plan.routed_experts:
+            check_experts(groups, f"step {run.step + 1}: {self._role}")
+        bound, oldest = math.ceil(plan.ahead), max(facts.ages, default=0)
+        run.guard(
+            "staleness",
+            oldest <= bound or plan.stale == "reuse",
+            f"step {run.step + 1}: a group was started {oldest} steps ago, but at most {bound} are allowed",
+        )
+        run.log(batch_metrics(plan, groups, facts) | run.fault_metrics(self._role))
+        return list(groups)
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return self._source.state()
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state(state)
+
+
+def _options(provider: Provider, given: Mapping[str, Any], owner: str) -> Mapping[str, Any]:
+    """Options of a part, with the defaults of its schema."""
+    return schema_of(provider, Config, owner=owner)(**given).model_dump(mode="json") if provider.config else dict(given)
 
 
 def _role(roles: Mapping[str, T], name: str, does: str) -> T:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import UnsupportedError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster.executors import choose_executor, make_executor
+from roll_core.runtime.cluster.executors import executor_of, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
 from roll_core.runtime.planning.memory import vocab_size_of
@@ -81,15 +81,17 @@ async def start_roles(
         slots_per_worker=slots_per_worker(roles, config, registry),
     )
     apart = separate_processes_reason(roles, config, registry)
-    executor_name = choose_executor(config, places, apart=bool(apart))
-    if apart and executor_name == "local":
-        raise UnsupportedError(f"{apart}: executor local has one process; remove executor, or set executor: ray")
+    chosen = executor_of(config, registry, places, apart)
+    if apart and chosen.in_process:
+        raise UnsupportedError(f"{apart}: executor {chosen.name} has one process; remove executor")
     per_node = slots_per_node(platform, config.num_gpus_per_node)
-    executor = await stack.enter_async_context(make_executor(executor_name, platform, slots_per_node=per_node))
-    record.update(executor=executor_name)
-    plan = plan_of_run(config, registry, pipeline_record, roles, platform, executor_name, places)
+    executor = await stack.enter_async_context(
+        make_executor(chosen, registry.owner(chosen), platform, slots_per_node=per_node)
+    )
+    record.update(executor=chosen.name)
+    plan = plan_of_run(config, registry, pipeline_record, roles, platform, chosen, places)
     forget_peak()
-    log.info("executor %s on platform %s", executor_name, platform.name)
+    log.info("executor %s on platform %s", chosen.name, platform.name)
     groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
     record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
     rewards: dict[str, RewardRole | ModelRewardRole] = {}
@@ -100,9 +102,10 @@ async def start_roles(
             rewards[domain] = reward = RewardRole(role.name, worker, group, redactor)
             await reward.start()
             continue
-        run.vocab_sizes[role.name] = vocab_size_of(
-            model_spec(role, config, tokenizer), config, tokens=len(run.tokenizer)
-        )
+        if not role.library:
+            run.vocab_sizes[role.name] = vocab_size_of(
+                model_spec(role, config, tokenizer), config, tokens=len(run.tokenizer)
+            )
         capabilities = provider_of(role, worker, registry).capabilities
         can_offload = offloads(role, config, registry, platform)
         if isinstance(capabilities, InferCapabilities):
@@ -118,7 +121,7 @@ async def start_roles(
                 routing=config.router_args.router_name,
                 max_running=config.max_running_requests,
                 expand=config.is_num_return_sequences_expand,
-                progress_s=poll_s if executor.shares_memory else min(PROGRESS_S, poll_s),
+                progress_s=poll_s if chosen.in_process else min(PROGRESS_S, poll_s),
                 timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
                 find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
                 restart=partial(run.restart, role.name) if role.model_from else None,
@@ -133,6 +136,7 @@ async def start_roles(
                 leases=run.leases,
                 offloads=can_offload,
                 beside_engine=isinstance(worker, ModelRewardConfig),
+                averages=role.ema_decay is not None,
                 capabilities=capabilities,
             )
             await run.leases.start(trainer)
@@ -148,5 +152,5 @@ async def start_roles(
     if rewards:
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)
-    run.weight_sync = WeightSyncController(run, roles, registry, executor, record)
+    run.weight_sync = WeightSyncController(run, roles, registry, record, in_process=chosen.in_process)
     return executor, plan

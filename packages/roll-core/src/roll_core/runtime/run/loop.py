@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config import dump
+from roll_core.config.dump import dump
+from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
 from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDiedError, chain
 from roll_core.plugins.registry import Events
@@ -40,12 +41,13 @@ from roll_core.runtime.records.logs import run_logging
 from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run
 from roll_core.runtime.records.run_dir import RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import explained, writing
-from roll_core.runtime.records.samples import SamplesFile
+from roll_core.runtime.records.samples import ImagesFile, SamplesFile
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
+from roll_core.runtime.run.audit import recorded_audit
 from roll_core.runtime.run.resuming import check_fits, load_run
 from roll_core.runtime.run.saving import RunSaver
 from roll_core.runtime.run.stopping import StopSignals, ignoring_sigterm
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRACKERS = "trackers"
+"""Directory of a run in which trackers store the ids of their remote runs. A resumed run begins with a copy of it."""
 TOKENS_OF_STAGES = (("rollout", "tokens/generated"), ("train", "tokens/trained"), ("step", "tokens/trained"))
 """Stages of the time ledger and the metric with the number of tokens that each processes in a step."""
 
@@ -84,19 +88,25 @@ class RunResult:
     advice: str = ""
     """Cause of `error` and remedy. Empty if the error names its own remedy or no known cause matches."""
 
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Metrics of every step with `step` and `time`, as in `metrics.jsonl`: `pandas.DataFrame(result.history)`."""
+        return read_metrics(self.run_dir.metrics)
+
 
 def execute(
     loaded: LoadedConfig,
     registry: Registry,
     *,
+    callbacks: Sequence[object] = (),
     argv: Sequence[str] = (),
     console: Console | None = None,
     before_s: float = 0.0,
 ) -> RunResult:
     """Run a config in this process. Returns errors in the result instead of raising them and completes the record.
 
-    `argv` is the command line, for the record and the resume command. `before_s` is the time in seconds that passed
-    before this call; the time ledger counts it as `start-up`.
+    `callbacks` have event hooks, see `Events`. `argv` is the command line, for the record and the resume command.
+    `before_s` is the time in seconds that passed before this call; the time ledger counts it as `start-up`.
     """
     console = console or Console()
     started = time.time()
@@ -121,7 +131,8 @@ def execute(
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         for warning in loaded.warnings:
             log.warning("%s", warning)
-        driver = _Driver(loaded, registry, run_dir, record, ledger, console, redactor, logs)
+        events = Events(registry, callbacks)
+        driver = _Driver(loaded, registry, events, run_dir, record, ledger, console, redactor, logs)
         try:
             driver.stop.run(driver.main())
         except (KeyboardInterrupt, SystemExit, Exception) as raised:
@@ -170,6 +181,7 @@ class _Driver:
         self,
         loaded: LoadedConfig,
         registry: Registry,
+        events: Events,
         run_dir: RunDir,
         record: RunRecord,
         ledger: Ledger,
@@ -178,7 +190,7 @@ class _Driver:
         logs: RunLogging,
     ) -> None:
         self.config, self.provider = loaded.config, loaded.pipeline
-        self.registry, self.run_dir, self.record = registry, run_dir, record
+        self.registry, self.events, self.run_dir, self.record = registry, events, run_dir, record
         self.ledger, self.console, self.redactor, self.logs = ledger, console, redactor, logs
         self.stop = StopSignals(self.config.preemption_timeout)
         self.file_checks = [logs.check]
@@ -201,14 +213,16 @@ class _Driver:
             self.logs.adopt()
             owner = self.registry.owner(self.provider)
             self.pipeline = load_target(self.provider.target, owner=owner)(config)
-        # A user-provided Ray cluster may have its devices on other hosts than the driver.
-        elsewhere = os.environ.get("RAY_ADDRESS", "local") not in ("", "local") and config.executor != "local"
+        # An existing cluster may have its devices on other hosts than the driver.
+        elsewhere = on_a_cluster(self.registry, config.executor)
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
         checkpoint = self._find_checkpoint()
         async with contextlib.AsyncExitStack() as stack:
             run = self._prepare_run(checkpoint, stack)
             with ledger.stage("data"):
                 num_steps = self.pipeline.prepare(run)
+                if self.provider.tokenizer:
+                    self.record.update(audit=recorded_audit(config, run.rows, run.tokenizer))
             resumed_step = checkpoint.step if checkpoint is not None else 0
             self.record.update(
                 steps_asked=num_steps,
@@ -218,6 +232,7 @@ class _Driver:
                 resumed_from=str(checkpoint.path) if checkpoint is not None else "",
             )
             self._check_work_is_left(checkpoint, num_steps)
+            stack.push_async_callback(self.pipeline.close)  # after the roles are closed, so that no program runs
             with ledger.stage("build roles"):
                 executor, plan = await start_roles(
                     run, self.pipeline, self.provider, platform, self.record, self.redactor, stack
@@ -230,13 +245,12 @@ class _Driver:
             self._open_metrics(checkpoint, stack)
             if resumed_step >= num_steps:  # no step will run, so no new metrics replace these
                 self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
-            events = Events(self.registry)
             failure: BaseException | None = None
             try:
-                events.run_started(run)
+                self.events.run_started(run)
                 store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
                 async with RunSaver(run, self.pipeline, store) as saver:
-                    await self._steps(run, num_steps, executor, saver, events)
+                    await self._steps(run, num_steps, executor, saver)
                 await self._export(run)
                 await self._measure_memory(run, plan)
                 self._check_files()
@@ -245,7 +259,7 @@ class _Driver:
                 raise
             finally:
                 self.console.close()
-                events.run_finished(run, failure)
+                self.events.run_finished(run, failure)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """Find and check the checkpoint to resume from; None if there is none. Removes incomplete checkpoints.
@@ -266,21 +280,30 @@ class _Driver:
         return checkpoint
 
     def _prepare_run(self, checkpoint: Checkpoint | None, stack: contextlib.AsyncExitStack) -> ActiveRun:
-        """Load the tokenizer and create the run, without roles. A resumed run continues the files of its history."""
+        """Load the tokenizer, if the pipeline needs one, and create the run, without roles.
+
+        A resumed run continues the files of its history.
+        """
         config, run_dir = self.config, self.run_dir
         history, resumed_step = _history(checkpoint)
         with self.ledger.stage("data"):
             data = DatasetCache()
-            with writing(run_dir.tokenizer):
-                tokenizer = prepare_tokenizer(config, data, run_dir.tokenizer)
+            tokenizer = None
+            if self.provider.tokenizer:
+                with writing(run_dir.tokenizer):
+                    tokenizer = prepare_tokenizer(config, data, run_dir.tokenizer)
         samples = SamplesFile(
             run_dir.samples,
-            lambda ids: str(tokenizer.decode(ids.tolist())),
+            lambda ids: "" if tokenizer is None else str(tokenizer.decode(ids.tolist())),
             history=history / run_dir.samples.name if history else None,
             resumed_step=resumed_step,
         )
-        stack.callback(samples.close)
-        self.file_checks.append(samples.check)
+        images = ImagesFile(
+            run_dir.images, history=history / run_dir.images.name if history else None, resumed_step=resumed_step
+        )
+        for file in (samples, images):
+            stack.callback(file.close)
+            self.file_checks.append(file.check)
         self.guards = Guards(config.guards, on_event=self.record.guard_event)
         return ActiveRun(
             config=config,
@@ -291,6 +314,7 @@ class _Driver:
             ledger=self.ledger,
             guards=self.guards,
             samples=samples,
+            images=images,
             recorder=Recorder(run_dir.path, history=history, resumed_step=resumed_step),
         )
 
@@ -319,6 +343,9 @@ class _Driver:
         )
         stack.callback(self.metrics_file.close)
         self.file_checks.append(self.metrics_file.check)
+        if history is not None and (ids := history / TRACKERS).is_dir():
+            with writing(run_dir.path / TRACKERS):
+                shutil.copytree(ids, run_dir.path / TRACKERS, dirs_exist_ok=True)
         factories: dict[str, Callable[[], Tracker]] = {}
         for name in config.track_with:
             provider = self.registry.find(TrackerProvider, name)
@@ -327,7 +354,7 @@ class _Driver:
         self.trackers = stack.enter_context(Trackers.opened(factories))
         self.trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
 
-    async def _steps(self, run: ActiveRun, num_steps: int, executor: Executor, saver: RunSaver, events: Events) -> None:
+    async def _steps(self, run: ActiveRun, num_steps: int, executor: Executor, saver: RunSaver) -> None:
         config, ledger = self.config, self.ledger
         self.steps_done = self.guards.step = run.step
         self.stop.defer = True
@@ -365,7 +392,7 @@ class _Driver:
             metrics |= await run.engine_metrics() | ledger.step_times()
             self._record(run.step, metrics)
             self.console.step(run.step, metrics)
-            events.step_finished(run, run.step, metrics)
+            self.events.step_finished(run, run.step, metrics)
             self._check_files()
             if self.stop.requested or (config.save_steps and (run.step % config.save_steps == 0 or last)):
                 await saver.save(evaluation_due=self.evaluation_due)

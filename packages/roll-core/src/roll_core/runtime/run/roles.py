@@ -7,12 +7,13 @@ import itertools
 import logging
 import math
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from typing_extensions import override
 
+from roll_core.data.module_rows import balance_rows, check_rows
 from roll_core.data.pack import balance, rollouts, totals
 from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.cluster.executors.base import WorkerStub
@@ -28,16 +29,19 @@ from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 from roll_core.spec.train import WantedOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from roll_core.runtime.cluster.executors.base import WorkerCall, WorkerGroup
     from roll_core.runtime.cluster.memory_use import MemoryUse
     from roll_core.runtime.rollout.replicas import HealthTimeouts, Routing
     from roll_core.runtime.rollout.requests import FindStop
     from roll_core.spec.config import WorkerConfig
-    from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats, WantedOutputs
+    from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
+    from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
 T = TypeVar("T")
@@ -68,20 +72,32 @@ class GroupTrainRole(TrainRole):
         leases: SlotLeases | None = None,
         offloads: bool = False,
         beside_engine: bool = False,
+        averages: bool = False,
         capabilities: TrainCapabilities | None = None,
     ) -> None:
         """Wrap a worker group. `trains` is false for a role that only scores.
 
         `leases` grants leases on slots and is shared by all roles. If `offloads`, the role moves its parts to the host
         while other roles use its slots. A role `beside_engine` also works while an engine holds a lease for both.
+        `averages`: it keeps a moving average of its parameters, which programs may use.
         """
         self.name, self.config, self.group, self.trains = name, config, group, trains
         self._workers = WorkerStub[TrainWorker](group)
         self.capabilities = capabilities or TrainCapabilities()
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
         self._leases, self._beside_engine = leases or SlotLeases(), beside_engine
+        # The moving average is part of the optimizer's state.
+        self._program_parts = TRAINED if averages else WEIGHTS
         self._ranks: list[DataRank] = []
-        self._version = self._changed_at = 0
+        self.data_parallel = 0
+        """Data-parallel size: number of model replicas over which a batch is split. Known once the role has started."""
+        self.weight_version = 0
+        self.changed_at = 0
+        """Weight version of the last optimizer step whose gradient was not exactly zero; 0 if this process did none.
+
+        Later versions may have the same or different values: momentum and weight decay change weights without a
+        gradient. An optimizer step therefore increments the version even if its gradient is zero.
+        """
 
     @property
     def slots(self) -> frozenset[int]:
@@ -102,31 +118,13 @@ class GroupTrainRole(TrainRole):
     async def start(self) -> None:
         """Build the model on every rank."""
         self._ranks = await self._workers(TrainWorker.start).all()
-
-    @property
-    def data_parallel(self) -> int:
-        """Data-parallel size: number of model replicas over which a batch is split."""
-        return self._ranks[0].size
+        self.data_parallel = self._ranks[0].size
 
     @property
     @override
     def sequences_per_step(self) -> int:
         args = self.config.training_args
         return args.gradient_accumulation_steps * args.per_device_train_batch_size * self.data_parallel
-
-    @property
-    @override
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
-    def changed_at(self) -> int:
-        """Weight version of the last optimizer step whose gradient was not exactly zero; 0 if this process did none.
-
-        Later versions may have the same or different values: momentum and weight decay change weights without a
-        gradient. An optimizer step therefore increments the version even if its gradient is zero.
-        """
-        return self._changed_at
 
     @override
     async def forward(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
@@ -136,29 +134,24 @@ class GroupTrainRole(TrainRole):
             )
         self._check_wanted(want)
         shares = balance(sequences, self.data_parallel)
-        async with self._lease(WEIGHTS):
+        # The moving average is part of the optimizer's state.
+        async with self._lease(TRAINED if want.ema else WEIGHTS):
             score = self._workers(TrainWorker.score)
             found = await score.each(
                 [score.args([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
             )
-        leaders = [(shares[rank.index], share) for rank, share in zip(self._ranks, found, strict=True) if rank.leader]
-        order = np.argsort([at for share, _ in leaders for at in share])
+        joined: dict[str, list[Any]] = {}
+        for each in fields(ScoredSequences):
+            parts = [getattr(outputs, each.name) for outputs in found]
+            if parts[0] is not None:
+                joined[each.name] = self._in_order(shares, parts)
+        return ScoredSequences(**joined)
 
-        def in_order(field: str) -> list[Any] | None:
-            parts = [getattr(outputs, field) for _, outputs in leaders]
-            if parts[0] is None:
-                return None
-            rows = list(itertools.chain.from_iterable(parts))
-            return [rows[at] for at in order]
-
-        return ScoredSequences(
-            logprobs=in_order("logprobs"),
-            entropy=in_order("entropy"),
-            values=in_order("values"),
-            topk_logprobs=in_order("topk_logprobs"),
-            topk_ids=in_order("topk_ids"),
-            gathered_logprobs=in_order("gathered_logprobs"),
-        )
+    def _in_order(self, shares: Sequence[Sequence[int]], found: Sequence[Sequence[T]]) -> list[T]:
+        """Results of all leaders in the order of the whole batch; `shares` are the indices of each data rank."""
+        leaders = [(shares[rank.index], each) for rank, each in zip(self._ranks, found, strict=True) if rank.leader]
+        rows = [row for _, each in leaders for row in each]
+        return [rows[at] for at in np.argsort([at for share, _ in leaders for at in share])]
 
     @override
     async def update(
@@ -171,15 +164,64 @@ class GroupTrainRole(TrainRole):
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
         self._check_wanted(loss.want)
+        call = self._workers(TrainWorker.update)
+
+        async def step(indices: list[int]) -> list[tuple[LossMetrics, StepStats]]:
+            batch = [sequences[i] for i in indices]
+            shares, denominators = balance(batch, self.data_parallel), totals(batch, max_length=max_length)
+            return await call.each(
+                [call.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
+            )
+
+        orders = [group_order(sequences, _epoch_seed(shuffle_seed, epoch)) for epoch in range(epochs)]
+        return await self._steps(orders, step, num_tokens=epochs * sum(len(sequence) for sequence in sequences))
+
+    @override
+    async def run_program(
+        self, rows: Sequence[ModuleRow], program: ModuleProgram
+    ) -> list[Mapping[str, NDArray[np.generic]]]:
+        self._check_rows(rows)
+        call, shares = self._workers(TrainWorker.run_program), balance_rows(rows, self.data_parallel)
+        async with self._lease(self._program_parts):
+            found = await call.each([call.args([rows[i] for i in shares[rank.index]], program) for rank in self._ranks])
+        return self._in_order(shares, found)
+
+    @override
+    async def update_program(
+        self, rows: Sequence[ModuleRow], loss: ModuleLoss, *, epochs: int = 1, shuffle_seed: int | None = None
+    ) -> UpdateResult:
+        self._check_rows(rows)
+        call = self._workers(TrainWorker.update_program)
+
+        async def step(indices: list[int]) -> list[tuple[LossMetrics, StepStats]]:
+            batch = [rows[i] for i in indices]
+            shares = balance_rows(batch, self.data_parallel)
+            return await call.each(
+                [call.args([batch[i] for i in shares[rank.index]], loss, len(batch)) for rank in self._ranks]
+            )
+
+        return await self._steps(
+            [row_order(len(rows), _epoch_seed(shuffle_seed, epoch)) for epoch in range(epochs)], step, num_tokens=0
+        )
+
+    async def _steps(
+        self,
+        orders: Sequence[Sequence[Sequence[int]]],
+        step: Callable[[list[int]], Awaitable[list[tuple[LossMetrics, StepStats]]]],
+        *,
+        num_tokens: int,
+    ) -> UpdateResult:
+        """Take optimizer steps over the units of each epoch, at most `sequences_per_step` at a time.
+
+        `step` takes one step with the rows of these indices, and returns the results of all ranks.
+        """
         per_step: list[LossMetrics] = []
         num_skipped = num_overflows = 0
         async with self._lease(TRAINED):
-            for epoch in range(epochs):
-                order = group_order(sequences, None if shuffle_seed is None else [shuffle_seed, epoch])
+            for order in orders:
                 for chunk in even_chunks(order, self.sequences_per_step):
                     # Keep the given order within a step: if an epoch has one step, it must not depend on the seed.
-                    step = [sequences[i] for i in sorted(itertools.chain.from_iterable(chunk))]
-                    metrics, stats = await self._step(step, loss, max_length)
+                    metrics, stats = self._stepped(await step(sorted(itertools.chain.from_iterable(chunk))))
                     num_skipped += stats.skipped
                     num_overflows += stats.overflow
                     per_step.append(metrics | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
@@ -188,33 +230,40 @@ class GroupTrainRole(TrainRole):
             num_steps=len(per_step),
             num_skipped=num_skipped,
             num_overflows=num_overflows,
-            num_tokens=epochs * sum(len(sequence) for sequence in sequences),
+            num_tokens=num_tokens,
         )
 
     def _check_wanted(self, want: WantedOutputs) -> None:
         """Raise `UnsupportedError` for outputs that the strategy does not declare."""
-        declared = {"topk": self.capabilities.topk, "gathered": self.capabilities.gathered}
-        for name, wanted in (("topk", want.topk > 0), ("gathered", want.gathered)):
-            if wanted and not declared[name]:
-                raise UnsupportedError(f"{self.name}: its strategy does not declare the capability {name}")
+        whole = want.hidden or want.comparison is not None
+        for name, wanted in (
+            ("topk", want.topk > 0),
+            ("gathered", want.gathered),
+            ("whole_vocabulary", whole),
+            ("ema", want.ema),
+        ):
+            if wanted and not getattr(self.capabilities, name):
+                raise self._undeclared(name)
 
-    async def _step(
-        self, batch: Sequence[TrainSequence], loss: LossFn, max_length: int
-    ) -> tuple[LossMetrics, StepStats]:
-        shares = balance(batch, self.data_parallel)
-        denominators = totals(batch, max_length=max_length)
-        update = self._workers(TrainWorker.update)
-        results = await update.each(
-            [update.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
-        )
-        stats = results[0].stats
+    def _check_rows(self, rows: Sequence[ModuleRow]) -> None:
+        """Raise `UnsupportedError` if the strategy runs no programs, and `DataError` for rows that it cannot run."""
+        if not self.capabilities.module_programs:
+            raise self._undeclared("module_programs")
+        check_rows(rows)
+
+    def _undeclared(self, name: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.name}: its strategy does not declare the capability {name}")
+
+    def _stepped(self, results: Sequence[tuple[LossMetrics, StepStats]]) -> tuple[LossMetrics, StepStats]:
+        """Count the weight version of an optimizer step, and combine the metrics of all ranks."""
+        _, stats = results[0]
         # The first step of a warm-up has a learning rate of 0, so it creates no new version.
         warming_up = stats.learning_rate == 0 < self.config.training_args.learning_rate
         if not (stats.skipped or warming_up):
-            self._version += 1
+            self.weight_version += 1
             if stats.grad_norm != 0:
-                self._changed_at = self._version
-        return combine([each.metrics for each, rank in zip(results, self._ranks, strict=True) if rank.leader]), stats
+                self.changed_at = self.weight_version
+        return combine([metrics for (metrics, _), rank in zip(results, self._ranks, strict=True) if rank.leader]), stats
 
     async def save(self, path: Path, *, portable: bool = False) -> bool:
         """Write every rank's state below `path`. Returns True if some rank left files for `finish_save`.
@@ -246,7 +295,7 @@ class GroupTrainRole(TrainRole):
                 await self._workers(TrainWorker.load_portable).all(str(path / FOLDER))
             else:
                 await load.each([load.args(folder) for folder in self._rank_folders(path)])
-        self._version = version
+        self.weight_version = version
 
     def _rank_folders(self, path: Path) -> list[str]:
         return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
@@ -259,6 +308,12 @@ class GroupTrainRole(TrainRole):
         """Export the model to the directory `path` in the format of transformers."""
         async with self._lease(TRAINED):
             await self._workers(TrainWorker.export).all(str(path))
+
+    @override
+    async def export_head(self, path: Path) -> None:
+        self._check_wanted(WantedOutputs(hidden=True))
+        async with self._lease(WEIGHTS):
+            await self._workers(TrainWorker.export_head).all(str(path))
 
 
 class GroupInferRole(InferRole):
@@ -306,7 +361,7 @@ class GroupInferRole(InferRole):
         )
         self._restart, self._restarting = restart, asyncio.Lock()
         self._leases, self._sleeps, self._receives_weights = leases or SlotLeases(), sleeps, receives_weights
-        self._version = 0
+        self.weight_version = 0
         self.scorers: list[str] = []
         """Reward models that share its slots. They are on the slots during rollouts."""
         self.has_weights = True
@@ -375,25 +430,18 @@ class GroupInferRole(InferRole):
 
     def received(self, version: int) -> None:
         """Record that weights of this version were published, and add restarted replicas to the request queue."""
-        self._version, self._receives_weights, self.has_weights = version, True, True
+        self.weight_version, self._receives_weights, self.has_weights = version, True, True
         for rank in sorted(self._waiting):
             self._replicas[rank] = WorkerReplica(self.group, rank)
             self.queue.add(self._replicas[rank])
         self._waiting.clear()
 
-    @property
     @override
-    def weight_version(self) -> int:
-        return self._version
-
-    @override
-    async def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        on_completion: Callable[[Completion], None] | None = None,
-    ) -> list[Completion]:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        if not self.capabilities.prompt_topk and any(each.prompt_topk for each in requests):
+            raise UnsupportedError(f"{self.name}: its strategy does not declare the capability prompt_topk")
         async with self.lease():
-            return await self.served(self.queue.generate(requests, on_completion))
+            return await self.served(self.queue.generate(requests))
 
     async def served(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Await generation results while holding a lease. Restarts the replicas whenever none is alive.
@@ -478,6 +526,16 @@ def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) 
     groups = sorted({each.group for each in sequences})
     places = dict(zip(groups, np.random.default_rng(seed).permutation(len(groups)).tolist(), strict=True))
     return sorted(whole, key=lambda rows: places[sequences[rows[0]].group])
+
+
+def row_order(num_rows: int, seed: Sequence[int] | None) -> list[list[int]]:
+    """Indices of the rows of a program, each a unit of its own, shuffled by `seed`; not shuffled if it is None."""
+    order = range(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows).tolist()
+    return [[at] for at in order]
+
+
+def _epoch_seed(seed: int | None, epoch: int) -> list[int] | None:
+    return None if seed is None else [seed, epoch]
 
 
 def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:

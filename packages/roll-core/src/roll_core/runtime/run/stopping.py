@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import signal
 import threading
@@ -41,6 +42,7 @@ class StopSignals:
         self._requested = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
         """The error that the cancelled run raises."""
 
@@ -54,12 +56,19 @@ class StopSignals:
 
         Raises `RunInterruptedError` or `RunPreemptedError` if a signal ended it. Raises the exception of a background
         task or callback that failed. The coroutine always runs its cleanup: an early stop cancels it.
+
+        If this thread runs an event loop already, as in a notebook, the coroutine runs on another thread. This thread
+        blocks and passes Ctrl-C on.
         """
-        before = _handler(signal.SIGTERM)
+        before = {number: _handler(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            asyncio.run(self._guarded(main))
+            if _is_in_a_loop():
+                self._run_on_a_thread(main)
+            else:
+                asyncio.run(self._guarded(main))
         finally:
-            _handle(signal.SIGTERM, before)
+            for number, handler in before.items():
+                _handle(number, handler)
 
     def saved(self, what: str) -> RunPreemptedError:
         """Cancel the SIGTERM deadline and return the error that ends the run. Call it once the state is saved."""
@@ -80,8 +89,40 @@ class StopSignals:
             requested.cancel()
             await asyncio.gather(working, requested, return_exceptions=True)
 
+    def _run_on_a_thread(self, main: Coroutine[Any, Any, None]) -> None:
+        failure: list[BaseException] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                asyncio.run(self._guarded(main))
+            except BaseException as error:  # raised in the calling thread
+                failure.append(error)
+            finally:
+                done.set()
+
+        # Notebooks route the output of a thread to its cell by context variables.
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="roll-run")
+        thread.start()
+        while not done.is_set():
+            try:
+                done.wait()
+            except KeyboardInterrupt:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+                    if self._loop is None:
+                        self._on_sigint()
+                    else:
+                        self._loop.call_soon_threadsafe(self._on_sigint)
+        thread.join()
+        if failure:
+            raise failure[0]
+
     async def _guarded(self, main: Coroutine[Any, Any, None]) -> None:
-        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._task = asyncio.current_task()
+        self._loop = loop = asyncio.get_running_loop()
+        if self._error is not None:  # Ctrl-C before the loop ran
+            main.close()
+            raise self._error
         end_on_failure(self._cancel)
         handled = []
         handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint}
@@ -147,6 +188,14 @@ def ignoring_sigterm() -> Iterator[None]:
         yield
     finally:
         _handle(signal.SIGTERM, before)
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _handler(number: int) -> Any:

@@ -7,7 +7,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import RollError
+from roll_core.errors import DataError, RollError
 from roll_core.plugins.attribution import raised_by
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.known_errors import advise
@@ -26,8 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
-    """Name the code that raised `error` and the remedy of the matching known error. Empty if neither is known."""
-    source = raised_by(error, registry.plugins)
+    """Name the code that raised `error` and the remedy of the matching known error. Empty if neither is known.
+
+    The code is omitted for wrong rows, whose message names file and row.
+    """
+    source = "" if isinstance(error, DataError) else raised_by(error, registry.plugins)
     lines = [f"raised by {source}; the traceback is in {relative(run_dir.log)}"] if source else []
     if (known := advise(error, registry)) is not None:
         lines.append(known.told(beside=str(error)))
@@ -63,7 +66,8 @@ def how_to_resume(
     if not step:
         return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]
     overrides = [each for each in argv[1:] if "=" in each and not each.startswith(("-", "resume_from_checkpoint="))]
-    command = ["roll-core", "run", str(loaded.sources[0]), *overrides, "resume_from_checkpoint=true"]
+    config = loaded.sources[0] if loaded.sources else relative(run_dir.config)
+    command = ["roll-core", "run", str(config), *overrides, "resume_from_checkpoint=true"]
     return [("resume", f"{redactor.text(shlex.join(command))}   (step {step} is saved)")]
 
 

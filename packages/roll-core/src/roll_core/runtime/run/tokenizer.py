@@ -41,7 +41,7 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
         texts = (text for source in sources for text in tokenizer_texts(data.rows(source), source))
         tokenizer = make_tokenizer(config.tokenizer, texts, directory, control_tokens=control)
     else:
-        tokenizer = _load(_model_path(config))
+        tokenizer = load_tokenizer(_model_path(config))
     trained = sources[0] if sources else None
     if trained and trained.template != "native" and (trained.template != "plain" or are_chats(trained)):
         template = chat_template_of(trained.template, tokenizer)
@@ -52,7 +52,8 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
     return tokenizer
 
 
-def _load(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model at a directory or hub id. Raises `ModelError`."""
     if not Path(path).is_dir() and not is_hub_id(path):
         raise ModelError(f"directory {path} does not exist: correct the path, or first run the run that writes it")
     from transformers import AutoTokenizer

@@ -22,7 +22,7 @@ from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, l
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
-from roll_core.runtime.workers.build import provider_of, served_adapters
+from roll_core.runtime.workers.build import served_adapters
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.cluster.executors.base import Executor
     from roll_core.runtime.cluster.leases import SlotLeases
     from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.record import RunRecord
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.weights.broadcaster import SyncReport
     from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.providers import InferCapabilities, TrainCapabilities
     from roll_core.spec.transport import DeviceFacts
     from roll_core.types import TokenIds
 
@@ -80,10 +78,6 @@ class _Link:
     """State of weight sync between one trainer and one engine."""
 
     broadcaster: WeightBroadcaster
-    probes: bool
-    """True if the engine returns prompt logprobs."""
-    in_flight: bool
-    """True if the engine loads weights while requests run."""
     version: int = -1
     """Last version that was published to the engine; -1 before the first."""
     readings: dict[int, ProbeReading] = field(default_factory=dict)
@@ -93,18 +87,14 @@ class _Link:
     followed: bool = False
     """True if the engine was probed with weights that differ from the first probe's."""
 
-    def is_probe_due(self, changed_at: int) -> bool:
-        """True if a probe is due: at the first publish, and at the first publish with changed weights."""
-        return self.probed_at < 0 or (not self.followed and changed_at > self.probed_at)
-
 
 class WeightSyncController:
     """Publishes weights between the roles of a run. Constructed once roles run; connects two at their first publish."""
 
     def __init__(
-        self, run: SyncedRun, roles: Sequence[RoleSpec], registry: Registry, executor: Executor, record: RunRecord
+        self, run: SyncedRun, roles: Sequence[RoleSpec], registry: Registry, record: RunRecord, *, in_process: bool
     ) -> None:
-        self._run, self._registry, self._executor, self._record = run, registry, executor, record
+        self._run, self._registry, self._record, self._in_process = run, registry, record, in_process
         self._roles = {role.name: role for role in roles}
         self._links: dict[tuple[str, str], _Link] = {}
 
@@ -153,9 +143,11 @@ class WeightSyncController:
         engine.received(version)
         if link.broadcaster.plan.transport.in_process and target not in self._run.busy_roles:
             self._run.leases.share(source, WEIGHTS, target)
-        # Scheduled by step number, so that a resumed run is probed at the same steps as an uninterrupted one.
+        # Scheduled by step number, so that a resumed run is probed at the same steps as an uninterrupted one. A probe
+        # is also due at the first publish, and at the first publish with changed weights.
         scheduled = self._run.step % guards.config.logprob_probe.every == 0
-        if guards.active("logprob_probe") and (scheduled or link.is_probe_due(changed_at)):
+        due = link.probed_at < 0 or (not link.followed and changed_at > link.probed_at)
+        if guards.active("logprob_probe") and (scheduled or due):
             try:
                 found = await self._probe(link, source, target, changed_at)
                 metrics |= found if scheduled else {}
@@ -172,7 +164,7 @@ class WeightSyncController:
         Running requests continue with the new weights, in flight or after an abort. No request starts between two
         attempts, because an interrupted replica holds weights of mixed versions.
         """
-        async with engine.queue.paused(in_flight=link.in_flight):
+        async with engine.queue.paused(in_flight=engine.capabilities.in_flight_update):
             for left in reversed(range(ATTEMPTS)):
                 try:
                     await engine.revive()
@@ -192,13 +184,12 @@ class WeightSyncController:
         await engine.revive()  # exited workers cannot report their devices
         train_devices: Sequence[DeviceFacts] = ()
         infer_devices: Sequence[DeviceFacts] = ()
-        if not self._executor.shares_memory:
+        if not self._in_process:
             train_devices = await WorkerStub[TrainWorker](trainer.group)(TrainWorker.device_facts).all()
             infer_devices = await WorkerStub[InferWorker](engine.group)(InferWorker.device_facts).all()
-        train_can, infer_can = self._capabilities(source), self._capabilities(target)
         directory = run.config.model_update_dir or ""
-        sender = role_facts(trainer.group, train_can.weight_transports, train_devices, directory=directory)
-        receiver = role_facts(engine.group, infer_can.weight_transports, infer_devices, directory=directory)
+        sender = role_facts(trainer.group, trainer.capabilities.weight_transports, train_devices, directory=directory)
+        receiver = role_facts(engine.group, engine.capabilities.weight_transports, infer_devices, directory=directory)
         rejected: dict[str, str] = {}
         while True:
             wanted = run.config.weight_transport
@@ -223,11 +214,7 @@ class WeightSyncController:
                 name, why = choice.provider.name, "; ".join(filter(None, [*choice.passed_over, *failures, route.note]))
                 log.info("weights of %s reach %s by %s%s", source, target, name, why and f" ({why})")
                 self._record.weight_transport(source, target, name)
-                link = self._links[source, target] = _Link(
-                    broadcaster,
-                    probes=getattr(infer_can, "prompt_logprobs", False),
-                    in_flight=getattr(infer_can, "in_flight_update", False),
-                )
+                link = self._links[source, target] = _Link(broadcaster)
                 return link
             rejected[choice.provider.name] = "; ".join(failures)
 
@@ -239,7 +226,7 @@ class WeightSyncController:
             run.train_role(source),
             engine,
             probe_tokens(len(run.tokenizer)),
-            prompt_logprobs=link.probes,
+            prompt_logprobs=engine.capabilities.prompt_logprobs,
             vocab_size=run.vocab_size(source),
         )
         before, link.readings = link.readings, readings
@@ -267,10 +254,6 @@ class WeightSyncController:
         check("sampled", "of tokens that the engine sampled", limit)
         gap = check("fixed", "on the probe tokens", guard.bound(weight_format))
         return {} if gap is None else {"weight_sync/logprob_probe": gap}
-
-    def _capabilities(self, name: str) -> TrainCapabilities | InferCapabilities:
-        role = self._roles[name]
-        return provider_of(role, self._run.config.roles()[name], self._registry).capabilities
 
 
 async def _self_test_failure(broadcaster: WeightBroadcaster) -> str:

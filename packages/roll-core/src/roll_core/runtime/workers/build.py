@@ -14,15 +14,16 @@ from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
-from roll_core.runtime.cluster.placement import HOST_BACKEND
 from roll_core.runtime.cluster.platform import values_of
-from roll_core.runtime.cluster.python_environments.spec import environment_spec
 from roll_core.spec.config import RewardConfig, StrategyConfig
+from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.model import LoraSpec, ModelSpec
+from roll_core.spec.platform import HOST_BACKEND
 from roll_core.spec.providers import (
     InferCapabilities,
     InferProvider,
     RewardProvider,
+    TrainCapabilities,
     TrainProvider,
     exports_state,
     replays_experts,
@@ -76,6 +77,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
     generates_policy = role.kind == "generate" and role.model_from == config.policy_role
     return ModelSpec(
         task=role.task,
+        library=role.library,
         path=path,
         random_init=source.random_init,
         config_overrides=source.model_config_kwargs,
@@ -84,7 +86,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         gradient_checkpointing=role.kind == "train" and not own.disable_gradient_checkpointing,
         seed=config.seed,
         new_head=role.kind == "train",
-        tokenizer="" if own_tokenizer else str(tokenizer),
+        tokenizer="" if own_tokenizer or role.library else str(tokenizer),
         trust_remote_code=own.trust_remote_code,
         lora=lora_spec(own),
         router_replay=config.replays_experts and (generates_policy or role.name == config.policy_role),
@@ -152,11 +154,11 @@ def lora_spec(args: ModelArguments) -> LoraSpec | None:
     )
 
 
-def training_spec(args: TrainingArguments, num_steps: int, max_grad_norm: float) -> TrainingSpec:
+def training_spec(args: TrainingArguments, role: RoleSpec, max_grad_norm: float) -> TrainingSpec:
     """Optimizer settings of a role, with the warm-up in steps."""
     from roll_core.spec.train import TrainingSpec
 
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * role.num_steps)
     return TrainingSpec(
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,
@@ -166,7 +168,9 @@ def training_spec(args: TrainingArguments, num_steps: int, max_grad_norm: float)
         lr_scheduler_type=args.lr_scheduler_type,
         lr_scheduler_kwargs=args.lr_scheduler_kwargs,
         warmup_steps=warmup,
-        num_steps=max(num_steps, 1),
+        num_steps=max(role.num_steps, 1),
+        ema_decay=role.ema_decay,
+        ema_ramp=role.ema_ramp,
         max_grad_norm=max_grad_norm,
     )
 
@@ -183,6 +187,7 @@ def group_specs(
     from roll_core.runtime.cluster.executors.base import GroupSpec
 
     specs = []
+    environments = role_environments(config, registry)
     for role in roles:
         worker = role_config(config, role.name)
         provider: Provider
@@ -202,9 +207,6 @@ def group_specs(
             args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
             env = values_of(_settings(worker, provider).worker_environment())
         env |= {**config.system_envs, **worker.system_envs}
-        environment = None
-        if worker.environment is not None:
-            environment = environment_spec(worker.environment, provider, registry.package(provider))
         specs.append(
             GroupSpec(
                 role=role.name,
@@ -213,12 +215,29 @@ def group_specs(
                 args={"role": role.name, "provider": provider, "owner": registry.owner(provider), **args},
                 places=_with_wanted_threads(places[role.name], env),
                 env=env,
-                environment=environment,
+                environment=environments.get(role.name),
                 timeout_s=config.rpc_timeout,
                 survives=_survives(role),
             )
         )
     return specs
+
+
+def role_environments(config: RunConfig, registry: Registry) -> dict[str, RoleEnvironment]:
+    """Python environments of the roles that have one of their own. Raises `UnknownProviderError`."""
+    found = {}
+    for name, role in config.roles().items():
+        if role.environment is None:
+            continue
+        strategy = role.strategy_args.strategy_name if role.strategy_args is not None else ""
+        provider: Provider
+        if isinstance(role, RewardConfig) and role.kind == "reward":
+            provider = registry.find(RewardProvider, role.reward)
+        else:
+            provider = registry.find(InferProvider if role.kind == "generate" else TrainProvider, strategy)
+        package = registry.package(provider)
+        found[name] = RoleEnvironment(config=role.environment, package=package, needs=provider.needs)
+    return found
 
 
 def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tuple[Place, ...]:
@@ -301,7 +320,7 @@ def _model_args(
 
     trained = role.kind == "train"
     return common | {
-        "training": training_spec(worker.training_args, role.num_steps, config.max_grad_norm) if trained else None,
+        "training": training_spec(worker.training_args, role, config.max_grad_norm) if trained else None,
         "limits": BatchLimits(
             train_sequences=worker.training_args.per_device_train_batch_size,
             infer_sequences=worker.infer_batch_size,
@@ -337,6 +356,12 @@ def _check_support(
         raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
     if role.kind == "train" and getattr(provider, "forward_only", False):
         raise UnsupportedError(f"{strategy} computes forward passes only, but the role is trained")
+    if role.library and not (isinstance(capabilities, TrainCapabilities) and capabilities.module_programs):
+        raise UnsupportedError(f"{strategy} runs no module programs, which models of {role.library} need")
+    if role.ema_decay is not None and not (isinstance(capabilities, TrainCapabilities) and capabilities.ema):
+        raise UnsupportedError(
+            f"{strategy} keeps no moving average of the parameters (ema_decay), which the pipeline needs"
+        )
     tasks = getattr(capabilities, "tasks", None)
     if tasks is not None and role.task not in tasks:
         raise UnsupportedError(f"{strategy} supports tasks {', '.join(tasks)}, but the role needs {role.task}")

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from roll_core.errors import InvalidCompletionError, RollError
-from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.executors.calls import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.cluster.placement import HOST_BACKEND, HOST_DEVICE
 from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
 from roll_core.runtime.weights.receiver import WeightReceiver
-from roll_core.runtime.workers.mesh import mesh_info
-from roll_core.spec.config import StrategyConfig
+from roll_core.runtime.workers.strategy import make_strategy, mesh_info
 from roll_core.spec.model import model_keys
+from roll_core.spec.platform import HOST_BACKEND, HOST_DEVICE
 from roll_core.types import Completion, CompletionOutput, FinishReason
 
 if TYPE_CHECKING:
@@ -77,11 +74,8 @@ class InferWorker(ReceivingWorker):
         owner: str,
     ) -> None:
         """`owner` names the strategy and its package in errors."""
-        check_requirements(provider, owner=owner)
-        schema = schema_of(provider, StrategyConfig, owner=owner)
-        strategy_class = load_target(provider.target, owner=owner)
         self.model = model
-        self.strategy: InferStrategy = strategy_class(schema.model_validate(dict(strategy_config)))
+        self.strategy: InferStrategy = make_strategy(provider, strategy_config, owner=owner)
         mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.mesh = replace(mesh, sampling_seed=secrets.randbits(63))
         on_device = self.strategy.capabilities.device_weights
@@ -219,6 +213,11 @@ def completion_problem(completion: object, request: GenerateRequest, *, vocab_si
         problem = _array_problem(completion.prompt_logprobs, np.float32, len(request.prompt_ids), finite=True)
         if problem:
             return f"prompt_logprobs {problem}"
+    if request.prompt_topk and completion.prompt_topk is not None:
+        shape, found = (len(request.prompt_ids), request.prompt_topk), completion.prompt_topk
+        for name, array in (("ids", found.ids), ("logprobs", found.logprobs)):
+            if not isinstance(array, np.ndarray) or array.shape != shape or not np.isfinite(array).all():
+                return f"prompt_topk.{name} is {_shown(array)}, expected finite values of shape {shape}"
     for index, output in enumerate(completion.outputs):
         if problem := _output_problem(output, request, vocab_size):
             return f"output {index}: {problem}"

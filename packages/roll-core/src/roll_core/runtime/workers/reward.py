@@ -11,6 +11,7 @@ import base64
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -62,10 +63,8 @@ class RewardWorker:
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score samples. An exception becomes a failed reward with its cause, never a value."""
         loop = asyncio.get_running_loop()
-        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, self._score, each) for each in requests)))
-
-    def _score(self, request: RewardRequest) -> Reward:
-        return scored(self.function, request, self.config.weight, role=self.role, owner=self.owner)
+        score = partial(scored, self.function, weight=self.config.weight, role=self.role, owner=self.owner)
+        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, score, each) for each in requests)))
 
     async def close(self) -> None:
         """Stop the threads and close the reward function."""
@@ -76,7 +75,7 @@ class RewardWorker:
 def scored(function: RewardFunction, request: RewardRequest, weight: float, *, role: str, owner: str) -> Reward:
     """Score a sample and multiply its value by `weight`.
 
-    An exception, or a value that is not finite, becomes a failed reward with its cause.
+    An exception, or a value or component that is not finite, becomes a failed reward with its cause.
     """
     try:
         reward = function.score(request)
@@ -89,6 +88,9 @@ def scored(function: RewardFunction, request: RewardRequest, weight: float, *, r
         return reward
     if not math.isfinite(reward.value):
         return Reward(value=None, failure=f"the reward is {reward.value}, expected a finite number")
+    for name, each in reward.detail.items():
+        if isinstance(each, float) and not math.isfinite(each):
+            return Reward(value=None, failure=f"the component {name} is {each}, expected a finite number")
     return Reward(value=reward.value * weight, detail=reward.detail)
 
 

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.data.module_rows import CheckedLoss, CheckedProgram, module_batches, output_rows
 from roll_core.data.pack import pack, pack_evenly
-from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weights.plan import SendingWorker, device_facts
 from roll_core.runtime.weights.sender import WeightSender
-from roll_core.runtime.workers.mesh import mesh_info
-from roll_core.spec.config import StrategyConfig
+from roll_core.runtime.workers.strategy import make_strategy, mesh_info
+from roll_core.spec.pipeline import ScoredSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.runtime.weights.plan import SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
+    from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import (
         LossFn,
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
         MicroBatch,
         StateKind,
         StepStats,
-        TokenOutputs,
         TrainingSpec,
         TrainStrategy,
         WantedOutputs,
     )
     from roll_core.spec.transport import DeviceFacts
-    from roll_core.types import DataRank, Floats, TokenIds, Totals, TrainSequence
+    from roll_core.types import DataRank, Totals, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +52,17 @@ class BatchLimits:
     infer_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredShare:
-    """Outputs of one rank's share of the sequences, one array per sequence; see `ScoredSequences`."""
-
-    logprobs: list[Floats] | None
-    entropy: list[Floats] | None
-    values: list[Floats] | None
-    topk_logprobs: list[Floats] | None = None
-    topk_ids: list[TokenIds] | None = None
-    gathered_logprobs: list[Floats] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateShare:
-    """Result of one optimizer step on one rank."""
-
-    metrics: LossMetrics
-    stats: StepStats
+OUTPUTS = {
+    "logprobs": ("logprobs", "logprobs_T"),
+    "entropy": ("entropy", "entropy_T"),
+    "values": ("values", "values_T"),
+    "topk_logprobs": ("topk", "topk_logprobs_TK"),
+    "topk_ids": ("topk", "topk_ids_TK"),
+    "gathered_logprobs": ("gathered", "gathered_logprobs_TK"),
+    "hidden": ("hidden", "hidden_TH"),
+}
+"""Fields of `ScoredSequences`: the field of `WantedOutputs` that selects each, and the field of `TokenOutputs` with its
+values."""
 
 
 class TrainWorker(SendingWorker):
@@ -96,12 +88,9 @@ class TrainWorker(SendingWorker):
         owner: str,
     ) -> None:
         """`owner` names the strategy and its package in errors."""
-        check_requirements(provider, owner=owner)
-        schema = schema_of(provider, StrategyConfig, owner=owner)
-        strategy_class = load_target(provider.target, owner=owner)
         self.role, self.place, self.limits, self.model = role, place, limits, model
         self.deterministic = deterministic
-        self.strategy: TrainStrategy = strategy_class(schema.model_validate(dict(strategy_config)), training)
+        self.strategy: TrainStrategy = make_strategy(provider, strategy_config, training, owner=owner)
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank, device=place.device)
         self._unwritten: Callable[[], None] | None = None
@@ -117,34 +106,41 @@ class TrainWorker(SendingWorker):
         self.strategy.build(self.model, self.mesh)
         return self.strategy.data_rank
 
-    def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredShare:
+    def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
         """Run forward passes over this rank's share."""
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
-        found: dict[str, dict[str, Any]] = {each.name: {} for each in fields(ScoredShare)}
+        wanted = {name: output for name, (selector, output) in OUTPUTS.items() if getattr(want, selector)}
+        rows: dict[str, dict[str, Any]] = {name: {} for name in wanted}
         for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
-            for name, tensor_T in _outputs(outputs).items():
-                rows = tensor_T.detach().cpu().numpy()
-                bounds = np.cumsum((0, *micro.lengths))
-                for at, sequence_id in enumerate(micro.ids):
-                    found[name][sequence_id] = rows[bounds[at] : bounds[at + 1]]
+            ends = np.cumsum(micro.lengths)[:-1]
+            for name, output in wanted.items():
+                tensor_T = getattr(outputs, output)
+                if tensor_T is not None:
+                    rows[name].update(zip(micro.ids, np.split(tensor_T.detach().cpu().numpy(), ends), strict=True))
+        return ScoredSequences(**{name: [found[sequence.id] for sequence in sequences] for name, found in rows.items()})
 
-        def in_order(name: str, wanted: bool) -> list[Any] | None:
-            return [found[name][sequence.id] for sequence in sequences] if wanted else None
-
-        return ScoredShare(
-            logprobs=in_order("logprobs", want.logprobs),
-            entropy=in_order("entropy", want.entropy),
-            values=in_order("values", want.values),
-            topk_logprobs=in_order("topk_logprobs", want.topk > 0),
-            topk_ids=in_order("topk_ids", want.topk > 0),
-            gathered_logprobs=in_order("gathered_logprobs", want.gathered),
-        )
-
-    def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> UpdateShare:
+    def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step. Collective over the role's ranks: a rank without sequences takes part too."""
         micros = self._micros(sequences, self.limits.train_sequences, self.limits.train_tokens, totals)
         metrics = combine(self.strategy.forward_backward(micros, loss))
-        return UpdateShare(metrics=metrics, stats=self.strategy.optimizer_step())
+        return metrics, self.strategy.optimizer_step()
+
+    def run_program(self, rows: Sequence[ModuleRow], program: ModuleProgram) -> list[Mapping[str, NDArray[np.generic]]]:
+        """Run a program over this rank's share; returns the outputs of each row."""
+        batches = module_batches(rows, max_rows=self.limits.infer_sequences)
+        found: dict[int, Mapping[str, NDArray[np.generic]]] = {}
+        outputs = self.strategy.run_module([batch for _, batch in batches], CheckedProgram(program))
+        for (indices, _), each in zip(batches, outputs, strict=True):
+            found.update(zip(indices, output_rows(each, len(indices)), strict=True))
+        return [found[at] for at in range(len(rows))]
+
+    def update_program(
+        self, rows: Sequence[ModuleRow], loss: ModuleLoss, total_rows: int
+    ) -> tuple[LossMetrics, StepStats]:
+        """Take one optimizer step, like `update`."""
+        batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows)
+        metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], CheckedLoss(loss)))
+        return metrics, self.strategy.optimizer_step()
 
     def _micros(
         self, sequences: Sequence[TrainSequence], most: int, budget: int | None, totals: Totals | None = None
@@ -213,6 +209,10 @@ class TrainWorker(SendingWorker):
         Path(path).mkdir(parents=True, exist_ok=True)
         self.strategy.export_model(Path(path))
 
+    def export_head(self, path: str) -> None:
+        """Write the output layer to a file."""
+        self.strategy.export_head(Path(path))
+
     def memory_use(self) -> MemoryUse | None:
         """Memory of this process since `start`."""
         return self.watch.use()
@@ -237,15 +237,3 @@ def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
             else:
                 total[name] += value
     return total
-
-
-def _outputs(outputs: TokenOutputs) -> dict[str, Tensor]:
-    named = {
-        "logprobs": outputs.logprobs_T,
-        "entropy": outputs.entropy_T,
-        "values": outputs.values_T,
-        "topk_logprobs": outputs.topk_logprobs_TK,
-        "topk_ids": outputs.topk_ids_TK,
-        "gathered_logprobs": outputs.gathered_logprobs_TK,
-    }
-    return {name: tensor for name, tensor in named.items() if tensor is not None}

@@ -1,16 +1,36 @@
-"""Position of a worker among its peers, as its strategy receives it."""
+"""What train and infer workers share: a provider's strategy, and a worker's position among its peers."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll_core.plugins.requirements import check_requirements
+from roll_core.plugins.targets import load_target, schema_of
+from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
+    from roll_core.spec.providers import InferProvider, TrainProvider
+
+
+def make_strategy(
+    provider: TrainProvider | InferProvider, strategy_config: Mapping[str, Any], *arguments: Any, owner: str
+) -> Any:
+    """Construct a provider's strategy from the validated `strategy_config` and the strategy's other `arguments`.
+
+    `owner` names the strategy and its package in errors. Raises `MissingRequirementError` if a package that the
+    provider needs is not installed.
+    """
+    check_requirements(provider, owner=owner)
+    schema = schema_of(provider, StrategyConfig, owner=owner)
+    strategy_class = load_target(provider.target, owner=owner)
+    return strategy_class(schema.model_validate(dict(strategy_config)), *arguments)
 
 
 def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s: float) -> MeshInfo:
@@ -34,6 +54,6 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
 
 def _open_store(*where: Any) -> Store:
     """Open the store. Imports torch only when a strategy does so."""
-    from roll_core.runtime.weights.transports.store import open_store
+    from roll_core.rendezvous import open_store
 
     return open_store(*where)
