@@ -14,9 +14,9 @@ from roll_core.data import audit
 from roll_core.data.audit import audit_rows, audit_template
 from roll_core.data.rows import Rows
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.runtime.records.report.saved_record import SavedRecord
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_testing.kit import HF_PACKAGES
+from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 
 SFT = """\

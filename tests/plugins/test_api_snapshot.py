@@ -47,9 +47,11 @@ HOOKS = {
     "roll_checks": [],
     "roll_known_errors": [],
     "roll_importers": [],
+    "roll_commands": [],
     "roll_run_started": ["run"],
     "roll_step_finished": ["run", "step", "metrics"],
     "roll_run_finished": ["run", "error"],
+    "roll_run_recorded": ["directory"],
 }
 BASE = ["name", "target", "summary", "config", "needs"]
 RECORDS = {
@@ -73,6 +75,7 @@ RECORDS = {
     "CheckProvider": [*BASE, "platform"],
     "KnownErrorsProvider": BASE,
     "ImporterProvider": BASE,
+    "CommandProvider": BASE,
 }  # fmt: skip
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],

@@ -36,6 +36,7 @@ CONTRACTS: dict[type[Provider], str] = {
     providers.AdvantageProvider: "roll_core.spec.algorithms:AdvantageEstimator",
     providers.PolicyLossProvider: "roll_core.spec.algorithms:PolicyLoss",
     providers.ImporterProvider: "roll_core.spec.importing:Importer",
+    providers.CommandProvider: "roll_core.spec.providers:Command",
 }
 
 

@@ -27,12 +27,14 @@ import pluggy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import (
         AdvantageProvider,
         AgentProvider,
         CheckProvider,
+        CommandProvider,
         EnvironmentProvider,
         ExecutorProvider,
         FragmentProvider,
@@ -153,6 +155,12 @@ def roll_importers() -> Iterable[ImporterProvider]:
     yield from ()
 
 
+@hookspec
+def roll_commands() -> Iterable[CommandProvider]:
+    """Offer commands of `roll-core`."""
+    yield from ()
+
+
 # -- events ------------------------------------------------------------------------------------------------------------
 # Called in the driver, in order of registration. An exception ends the run; the error names the plugin's package.
 
@@ -170,3 +178,9 @@ def roll_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> Non
 @hookspec
 def roll_run_finished(run: Run, error: BaseException | None) -> None:
     """The run is over; `error` is the exception that ended it, or None."""
+
+
+@hookspec
+def roll_run_recorded(directory: Path) -> Path | None:
+    """The run directory `directory` is complete, with the outcome in its record. Returns the file that the plugin
+    wrote, if any: the closing lines of the run show it. An exception is logged and does not change the outcome."""

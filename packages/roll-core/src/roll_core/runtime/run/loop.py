@@ -146,7 +146,7 @@ def execute(
                 advice = summary.advice(error, registry, run_dir)
             outcome = record.finish(error, advice=advice, time_rows=[asdict(row) for row in ledger.rows()])
             with ledger.stage("report"):
-                report = summary.report(run_dir)
+                written = events.run_recorded(run_dir.path)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
@@ -155,7 +155,7 @@ def execute(
         lines=[
             *summary.results(run_dir, driver.last_metrics),
             ("run", summary.relative(run_dir.path)),
-            *report,
+            *((path.stem, summary.relative(path)) for path in written),
             *summary.how_to_resume(loaded, argv, run_dir, redactor),
         ],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from roll_core.plugins.attribution import raised_by
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.known_errors import advise
 from roll_core.runtime.records.record import read_record
-from roll_core.runtime.records.report import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from roll_core.config.secrets import Redactor
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.run_dir import RunDir
-
-log = logging.getLogger(__name__)
 
 
 def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
@@ -43,15 +39,6 @@ def described(error: BaseException) -> str:
         return error.described().rstrip()
     name, message = type(error).__name__, str(error)
     return f"{name}: {message}" if message else name
-
-
-def report(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Write the report and return the closing line with its path. Returns no line if the file cannot be written."""
-    try:
-        return [("report", relative(write_report(run_dir.path)))]
-    except OSError as error:
-        log.error("cannot write the report: %s", error)
-        return []
 
 
 def how_to_resume(

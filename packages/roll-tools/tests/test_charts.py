@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.runtime.records.report.charts import (
+from roll_tools.charts import (
     HEIGHT,
     WIDTH,
     Series,

@@ -1,4 +1,10 @@
-"""Collect the report's contents from the run's files and render the template."""
+"""`report.html`: a self-contained page about a run in any state; it needs no network.
+
+    run.json  metrics.jsonl  samples.jsonl  images.jsonl
+    config.yaml  log.txt  checkpoints/  ─►  write_report  ─►  template  ─►  report.html
+
+Every file may be missing, truncated or corrupted: the page shows what can be read and notes what is missing.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
-from roll_core.runtime.records.report import domains, tables
-from roll_core.runtime.records.report.curves import WEIGHTS, charts_of
-from roll_core.runtime.records.report.rendering import TONES, for_script, template
-from roll_core.runtime.records.report.saved_record import SavedRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import read_metrics
+from roll_tools import domains, tables
+from roll_tools.curves import WEIGHTS, charts_of
+from roll_tools.rendering import TONES, for_script, template
+from roll_tools.saved_record import SavedRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from roll_core.config import load
 from roll_core.config.dump import to_yaml
 from roll_core.config.schema import members
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
-from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import RunConfig
 from roll_core.spec.importing import IMPORT_STATUSES
@@ -46,9 +46,26 @@ BY_NAME = ("kept", "not needed")
 """Statuses whose keys are listed only by name, unless `verbose` is set."""
 
 
-def import_config(
-    name: str, file: Path, out: Path | None, disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool
-) -> int:
+def command(words: Sequence[str], registry: Registry) -> int:
+    """`roll-core import`. The exit code is 1 if `roll-core check` would refuse the new config."""
+    parser = argparse.ArgumentParser(
+        prog="roll-core import",
+        description="Convert another framework's config, and report the result for each key. The exit code is 1 if"
+        " roll-core check finds mistakes in the new config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL")
+    parser.add_argument("file", metavar="FILE", type=Path, help="YAML file of the other framework")
+    parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to write (default: stdout)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also list keys that are kept or not needed")
+    parser.add_argument("--json", action="store_true", help="print report and config as JSON")
+    options = parser.parse_args(words)
+    return import_config(
+        options.name, options.file, options.out, registry, as_json=options.json, verbose=options.verbose
+    )
+
+
+def import_config(name: str, file: Path, out: Path | None, registry: Registry, *, as_json: bool, verbose: bool) -> int:
     """Convert `file` with the importer `name`, and write the new config to `out`, or to stdout if `out` is None.
 
     The report goes to stdout, or to stderr if stdout has the config. With `as_json`, stdout gets both as one object.
@@ -57,7 +74,6 @@ def import_config(
     """
     if out is not None and out.exists():
         raise RunDirectoryError(f"{out} exists: give --out another file")
-    registry = load_registry(disabled_plugins)
     record = registry.find(ImporterProvider, name)
     importer: Importer = load_target(record.target, owner=registry.owner(record))
     imported = importer(file, registry)

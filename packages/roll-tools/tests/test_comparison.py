@@ -10,12 +10,11 @@ import pytest
 
 from roll_core.cli.main import main
 from roll_core.runtime.records.record import RunFacts, RunRecord
-from roll_core.runtime.records.report import write_comparison
-from roll_core.runtime.records.report.comparison import better, config_differences, flat
-from roll_core.runtime.records.report.domains import by_domain, by_turn
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
+from roll_tools.comparison import better, config_differences, flat, write_comparison
+from roll_tools.domains import by_domain, by_turn
 
 ATTACK = "<script>alert(1)</script>"
 

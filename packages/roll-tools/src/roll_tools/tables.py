@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.ledger import OTHER
-from roll_core.runtime.records.report.charts import figure, seconds, stacked_steps
-from roll_core.runtime.records.report.curves import points
-from roll_core.runtime.records.report.saved_record import StageTime
+from roll_tools.charts import figure, seconds, stacked_steps
+from roll_tools.curves import points
+from roll_tools.saved_record import StageTime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from roll_core.runtime.records.report.saved_record import SavedRecord
     from roll_core.runtime.records.run_dir import RunDir
+    from roll_tools.saved_record import SavedRecord
 
 _COLOURS = 14
 _SCORES = (

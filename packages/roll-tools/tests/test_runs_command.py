@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.cli import runs as command
 from roll_core.cli.main import main
-from roll_core.cli.runs import MetricsFollower, config_hash
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
+from roll_tools import runs as command
+from roll_tools.runs import MetricsFollower, config_hash
 
 
 def make_run(output: Path, name: str = "grpo", *, steps: int = 3, asked: int = 5) -> tuple[RunDir, RunRecord]:

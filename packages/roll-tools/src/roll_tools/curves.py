@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.records.report.charts import Chart, Series, figure, line_chart
+from roll_tools.charts import Chart, Series, figure, line_chart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

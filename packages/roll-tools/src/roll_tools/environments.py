@@ -1,4 +1,4 @@
-"""`roll-core envs`: lists the environments of installed packages, and plays an episode of one in the terminal."""
+"""Lists the environments of installed packages, and plays an episode of one in the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from roll_core.config.explain import code_of, findings
 from roll_core.config.overrides import parse_settings
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
-from roll_core.plugins.registry import is_user_function, load_registry
+from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
 from roll_core.spec.config import Config
 from roll_core.spec.environment import Environment, Reply
@@ -24,12 +24,12 @@ from roll_core.spec.providers import EnvironmentProvider
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from roll_core.plugins.registry import Registry
     from roll_core.spec.environment import Message
 
 
-def list_environments(disabled_plugins: Sequence[str]) -> int:
+def list_environments(registry: Registry) -> int:
     """List every environment with its package and the keys of `env_config`."""
-    registry = load_registry(disabled_plugins)
     for plugin in registry.plugins:
         for record in plugin.providers:
             if isinstance(record, EnvironmentProvider):
@@ -40,9 +40,8 @@ def list_environments(disabled_plugins: Sequence[str]) -> int:
     return 0
 
 
-def play_environment(name: str, settings: Sequence[str], disabled_plugins: Sequence[str], *, seed: int) -> int:
+def play_environment(name: str, settings: Sequence[str], registry: Registry, *, seed: int) -> int:
     """Play one episode with replies from stdin. `settings` are `KEY=VALUE` of `env_config`, values in YAML."""
-    registry = load_registry(disabled_plugins)
     provider = registry.find(EnvironmentProvider, name)
     owner = registry.owner(provider)
     schema = options_schema(provider) if is_user_function(provider) else schema_of(provider, Config, owner=owner)

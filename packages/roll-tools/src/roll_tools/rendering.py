@@ -7,8 +7,8 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.records.report import tables
-from roll_core.runtime.records.report.charts import figure, seconds, thin
+from roll_tools import tables
+from roll_tools.charts import figure, seconds, thin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ def template(name: str) -> jinja2.Template:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("roll_core.runtime", "templates"),
+        loader=jinja2.PackageLoader("roll_tools", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -16,10 +16,10 @@ from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.jsonlines import number, safe
 from roll_core.runtime.records.record import is_abandoned, read_record
-from roll_core.runtime.records.report.saved_record import SavedRecord
 from roll_core.runtime.records.run_dir import RunDir, runs_below
 from roll_core.runtime.records.run_files import config_hash
 from roll_core.runtime.records.tracking import read_metrics
+from roll_tools.saved_record import SavedRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

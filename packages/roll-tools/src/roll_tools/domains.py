@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll_core.runtime.records.report.charts import figure
-from roll_core.runtime.records.report.curves import points
-from roll_core.runtime.records.report.rendering import overlay_json
+from roll_tools.charts import figure
+from roll_tools.curves import points
+from roll_tools.rendering import overlay_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

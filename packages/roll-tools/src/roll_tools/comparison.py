@@ -12,13 +12,13 @@ import yaml
 
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
-from roll_core.runtime.records.report import tables
-from roll_core.runtime.records.report.charts import figure
-from roll_core.runtime.records.report.curves import KEY_CURVES, points
-from roll_core.runtime.records.report.rendering import TONES, overlay_json, template
-from roll_core.runtime.records.report.saved_record import SavedRecord
 from roll_core.runtime.records.run_files import config_hash
 from roll_core.runtime.records.tracking import read_metrics
+from roll_tools import tables
+from roll_tools.charts import figure
+from roll_tools.curves import KEY_CURVES, points
+from roll_tools.rendering import TONES, overlay_json, template
+from roll_tools.saved_record import SavedRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

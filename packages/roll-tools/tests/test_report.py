@@ -19,11 +19,11 @@ from roll_core.runtime.records.guards import GuardEvent
 from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.runtime.records.ledger import LedgerRow
 from roll_core.runtime.records.record import RunFacts, RunRecord
-from roll_core.runtime.records.report import write_report
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.samples import ImagesFile
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
+from roll_tools.page import write_report
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)> </script><!-- ]]> & 多言語 🎉 \u2028"
 ROWS = [
