@@ -222,6 +222,10 @@ class ModelArguments(Config):
             raise ValueError("lora_export: adapter needs a base model that can be loaded, not random_init; use merged")
         return self
 
+    def path(self, pretrain: str | None) -> str:
+        """Directory or hub id of the model: its own, or the run's `pretrain`; empty for random weights."""
+        return self.model_name_or_path or ("" if self.random_init else pretrain or "")
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelArguments:
         if self.model_name_or_path is not None and self.random_init is not None:

@@ -49,6 +49,8 @@ class ModuleBatch:
     total_rows: int = 1
     """Rows of the whole optimizer step, over all batches and data-parallel ranks: the denominator of losses. 1 if
     nothing is trained."""
+    epoch: int = 0
+    """Pass over the rows of an update, counted from 0. A loss with random numbers needs new ones in each."""
 
     def to(self, device: torch.device | str) -> ModuleBatch:
         """Copy of the batch with its tensors on `device`."""

@@ -298,7 +298,7 @@ class TrainRole(ABC):
         self, rows: Sequence[ModuleRow], loss: ModuleLoss, *, epochs: int = 1, shuffle_seed: int | None = None
     ) -> UpdateResult:
         """Run optimizer steps over `rows`, at most `sequences_per_step` at a time, for `epochs` epochs. Like `update`;
-        every row is a unit of its own."""
+        every row is a unit of its own, and the loss reads `ModuleBatch.epoch`."""
         raise UnsupportedError(f"{self.name} runs no module programs")
 
     @abstractmethod

@@ -135,10 +135,10 @@ class TrainWorker(SendingWorker):
         return [found[at] for at in range(len(rows))]
 
     def update_program(
-        self, rows: Sequence[ModuleRow], loss: ModuleLoss, total_rows: int
+        self, rows: Sequence[ModuleRow], loss: ModuleLoss, total_rows: int, epoch: int = 0
     ) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step, like `update`."""
-        batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows)
+        batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows, epoch=epoch)
         metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], CheckedLoss(loss)))
         return metrics, self.strategy.optimizer_step()
 
