@@ -544,6 +544,13 @@ class RewardConfig(WorkerConfig):
         """Columns that each row it scores must have, by the key of this config that names the column."""
         return {}
 
+    def check_row(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """Problems in the columns of a row that it scores, by the key of this config that names the column.
+
+        `roll-core check` and `run` call this for the first rows of each file before anything starts.
+        """
+        return {}
+
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
         """Problems in user code that scores rows with these columns, by the key of this config that names the code.
 
