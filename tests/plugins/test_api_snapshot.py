@@ -156,7 +156,12 @@ METHODS = {
     },
     transport.SenderEndpoint: {"send!": "(self, manifest, exported, deadline)", "close!": "(self)"},
     transport.ReceiverEndpoint: {"receive!": "(self, manifest, deadline)", "close!": "(self)"},
-    pipeline.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
+    pipeline.Tracker: {
+        "log!": "(self, step, metrics)",
+        "log_config": "(self, config)",
+        "run_finished": "(self, *, failed, files)",
+        "close!": "(self)",
+    },
     pipeline.Pipeline: {
         "prepare!": "(self, run)",
         "roles!": "(self)",

@@ -510,6 +510,13 @@ class Tracker(ABC):
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record the resolved configuration, with secrets removed."""
 
+    def run_finished(self, *, failed: bool, files: Sequence[Path]) -> None:
+        """Record the end of the run. `failed` is true after an error, Ctrl-C or SIGTERM.
+
+        `files` are those of the run directory to upload: config, report and samples, with secrets removed from config
+        and report. Called before `close`; not called if the run's trackers could not all be opened.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Flush and close. Called exactly once, also after an error."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.dump import dump
 from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDiedError, chain
+from roll_core.errors import NonFiniteError, RollError, RunFileError, TrackerError, WorkerDiedError, chain
 from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import select_platform
@@ -127,7 +127,6 @@ def execute(
     )
     record = RunRecord(run_dir.record, facts, redactor)
     error: BaseException | None = None
-    advice = ""
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         for warning in loaded.warnings:
             log.warning("%s", warning)
@@ -141,12 +140,25 @@ def execute(
             for link in chain(raised):
                 if isinstance(link, RollError) and link.trace:
                     log.debug("traceback in the worker:\n%s", link.trace)
-        with ignoring_sigterm():
+
+        def completed() -> tuple[str, Outcome, list[Path]]:
+            advice = ""
             if isinstance(error, Exception) and not isinstance(error, RunFileError):
                 advice = summary.advice(error, registry, run_dir)
             outcome = record.finish(error, advice=advice, time_rows=[asdict(row) for row in ledger.rows()])
             with ledger.stage("report"):
-                written = events.run_recorded(run_dir.path)
+                return advice, outcome, events.run_recorded(run_dir.path)
+
+        with ignoring_sigterm(), driver.trackers:
+            advice, outcome, written = completed()
+            try:
+                driver.trackers.finish(failed=error is not None, files=run_dir.uploads())
+            except TrackerError as failure:
+                if error is None:
+                    error = failure
+                    advice, outcome, written = completed()
+                else:
+                    log.warning("%s", failure)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
@@ -175,7 +187,6 @@ class _Driver:
     pipeline: Pipeline[Any]
     guards: Guards
     metrics_file: MetricsFile
-    trackers: Trackers
 
     def __init__(
         self,
@@ -196,6 +207,8 @@ class _Driver:
         self.file_checks = [logs.check]
         """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the
         end."""
+        self.trackers = Trackers()
+        """Closed after the report is written, so that they can upload it."""
         self.steps_done = 0
         self.last_metrics: dict[str, float] = {}
         self.evaluation_due = False
@@ -349,9 +362,10 @@ class _Driver:
         factories: dict[str, Callable[[], Tracker]] = {}
         for name in config.track_with:
             provider = self.registry.find(TrackerProvider, name)
-            tracker: type[Tracker] = load_target(provider.target, owner=self.registry.owner(provider))
-            factories[name] = partial(tracker, run_dir.path, run_dir.name, config.tracker_kwargs.get(name, {}))
-        self.trackers = stack.enter_context(Trackers.opened(factories))
+            owner = self.registry.owner(provider)
+            tracker: type[Tracker] = load_target(provider.target, owner=owner)
+            factories[owner] = partial(tracker, run_dir.path, run_dir.name, config.tracker_kwargs.get(name, {}))
+        self.trackers = Trackers.opened(factories)
         self.trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
 
     async def _steps(self, run: ActiveRun, num_steps: int, executor: Executor, saver: RunSaver) -> None:
