@@ -461,6 +461,17 @@ def test_a_reward_function_is_called_with_the_rows_columns():
     assert (style("1+1=", "2.", solution="2"), style("1+1=", "2", solution="2")) == (1.0, 0.0)
 
 
+def test_reward_functions_of_other_frameworks_on_the_page_are_recognized(tmp_path, monkeypatch):
+    from roll_core.builtin.rewards.user_function import prepare
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "page_foreign.py").write_text(example("docs/rewards.md", "def exact"), encoding="utf-8")
+    row = {"prompt": "1+1=", "messages": [], "completion_ids": [5]}
+    for function, metadata in (("exact", {"answer": "2"}), ("compute_score", {"ground_truth": "2"})):
+        score = prepare({"function": f"page_foreign:{function}"})
+        assert [score(response=text, metadata=metadata, **row)["value"] for text in (" 2", "3")] == [1.0, 0.0]
+
+
 def test_image_rewards_of_the_page_score_images(tmp_path, monkeypatch):
     from roll_pipeline_diffusion.rewards.base import DifferentiableRewards, ImageRewards
     from roll_pipeline_diffusion.rewards.config import ImageFunctionConfig
