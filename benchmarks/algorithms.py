@@ -110,7 +110,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         f"| method | keys | learning rate |{head}",
         f"|---|---|--:|{'--:|' * 2 * len(MODES)}",
     ]
-    for name, modes in sorted(runs.items()):
+    for name in sorted(known.keys() | runs):
+        modes = runs.get(name, {})
         chosen = {mode: max(of_mode.items(), key=lambda item: _mean(item[1])) for mode, of_mode in modes.items()}
         cells = [_cells(chosen[mode][1]) if mode in chosen else "not run | " for mode in MODES]
         own = dict.fromkeys(rate for rate, _ in chosen.values())
@@ -176,6 +177,8 @@ def main() -> None:
                     *known[name],
                 )
                 found[key] = measured(lines)
+            except KeyboardInterrupt:  # SIGTERM too: no result of the method
+                raise
             except Exception as error:
                 found[key] = {"error": f"{type(error).__name__}: {error}"}
             print(key, found[key], flush=True)
