@@ -342,6 +342,16 @@ def flow_matching(module: ProgramModule, batch: ModuleBatch) -> LossOutput:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_plan_knows_the_size_of_every_family(name: str) -> None:
+    spec = spec_of(name)
+    model, size = loaded(spec), LIBRARY.size(spec)
+    assert size.parameters == sum(each.numel() for each in model.parameters())
+    assert len(size.layers) == len(LIBRARY.blocks(model))
+    targets = [each for layer in size.layers for each in layer.linears if each.path.endswith("to_q")]
+    assert {(each.inputs, each.outputs) for each in targets} == {(size.hidden_size, size.hidden_size)}
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_strategy_trains_every_family_and_exports_it_for_diffusers(name: str, lora: bool, tmp_path: Path) -> None:
     pytest.importorskip("roll_modeling.module_programs")

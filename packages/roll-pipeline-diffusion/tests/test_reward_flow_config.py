@@ -179,3 +179,18 @@ def test_the_plan_follows_the_objective():
     assert phases(SAMPLES, *distill) == ["sample", "velocities of the teacher", "train", "train: step"]
     (role,) = plans.reward_flow(loaded(GRPO, "actor_train.training_args.per_device_train_batch_size=4").config).roles
     assert (role.task, role.num_steps) == ("flow", 6)
+    assert role.row_tokens == 4 * 4 + 256  # patches of 2 × 2, and text
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "calls"),
+    [
+        (GRPO, [], 9),
+        (GRPO, ["window=random", "guidance_scale=2"], 4),
+        (GRPO, ["objective=refl", "objective_options={grad_steps: 3}"], 3),
+        (MATCHING, [], 1),
+        (LORA.replace(REWARDS, ""), ["objective=diffusion_dpo"], 2),
+    ],
+)
+def test_the_plan_counts_calls_whose_activations_are_kept(text, overrides, calls):
+    assert plans.reward_flow(loaded(text, *overrides).config).roles[0].calls_with_gradients == calls

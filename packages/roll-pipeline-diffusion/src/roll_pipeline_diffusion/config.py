@@ -233,13 +233,6 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
         return found
 
     @property
-    def advantage_settings(self) -> Config:
-        """The advantage's options with defaults."""
-        from roll_pipeline_diffusion.algorithm_config import options_of
-
-        return options_of("advantage", self.advantage)(**self.advantage_options)
-
-    @property
     def validation_guidance(self) -> float:
         """Guidance scale of the evaluation."""
         own = None if self.validation is None else self.validation.guidance_scale

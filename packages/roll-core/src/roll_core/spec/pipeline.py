@@ -61,6 +61,10 @@ class RoleSpec:
     task: Task = "causal_lm"
     library: str = ""
     """`ModelSpec.library` of its model."""
+    row_tokens: int = 0
+    """Tokens of a row of a module program in one call of the module, for memory estimates. 0: unknown."""
+    calls_with_gradients: int = 1
+    """Calls of the module per row whose activations a loss keeps, for memory estimates."""
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
     ema_decay: float | None = None
