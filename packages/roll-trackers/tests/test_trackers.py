@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.errors import TrackerError
 from roll_trackers.csv_tracker import CsvTracker
 from roll_trackers.remote_run import RemoteTracker
 
@@ -180,3 +181,31 @@ def test_trackio_stores_metrics_and_continues_a_run(tmp_path, monkeypatch):
     second.close()
     logs = SQLiteStorage.get_logs("p", "grpo-001")
     assert [(row["step"], row["score/mean"]) for row in logs] == [(1, 0.5), (2, 0.6), (2, 0.75)]
+
+
+@pytest.mark.engine("prometheus_client")
+def test_prometheus_serves_the_last_values_until_it_is_closed(tmp_path):
+    import urllib.error
+    import urllib.request
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from roll_trackers.prometheus_tracker import PrometheusTracker
+
+    folder = run_dir(tmp_path)
+    tracker = PrometheusTracker(folder, "grpo/001", {"port": 0})
+    url = (folder / "trackers" / "prometheus.txt").read_text().strip()
+    assert url.startswith("http://127.0.0.1:")
+    tracker.log(1, {"score/mean": 0.5, 'a "quoted" name': 1.0})
+    tracker.log(2, {"score/mean": 0.75, "bad": math.nan})
+    with urllib.request.urlopen(url) as response:
+        families = {each.name: each.samples for each in text_string_to_metric_families(response.read().decode())}
+    assert [(each.labels, each.value) for each in families["roll_step"]] == [({"run": "grpo/001"}, 2.0)]
+    values = {each.labels["name"]: each.value for each in families["roll_metric"]}
+    assert math.isnan(values.pop("bad"))
+    assert values == {"score/mean": 0.75, 'a "quoted" name': 1.0}
+    with pytest.raises(TrackerError):
+        PrometheusTracker(folder, "grpo/002", {"port": tracker.port})
+    tracker.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url)
