@@ -13,7 +13,7 @@ import yaml
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
 from roll_core.runtime.records.run_files import config_hash
-from roll_core.runtime.records.tracking import read_metrics
+from roll_core.runtime.records.tracking import better, read_metrics
 from roll_tools import tables
 from roll_tools.charts import figure
 from roll_tools.curves import KEY_CURVES, points
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.records.run_dir import RunDir
 
-_LOWER = ("loss", "perplexity", "/kl", "kl/", "failures", "approx_kl")
-_HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
 _MOST_OTHER_CHARTS = 120
 _MISSING = "–"
 
@@ -129,13 +127,6 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
         for name, inner in value.items()
         for key, each in flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()
     }
-
-
-def better(name: str) -> str:
-    """`higher` or `lower` if one direction of a metric is better; otherwise empty."""
-    if any(word in name for word in _LOWER):
-        return "lower"
-    return "higher" if any(word in name for word in _HIGHER) else ""
 
 
 def _compared(runs: Sequence[RunDir]) -> list[ComparedRun]:

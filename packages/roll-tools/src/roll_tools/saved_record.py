@@ -62,6 +62,13 @@ class _Plugin(_Part):
     error: str | None = None
 
 
+class _BestCheckpoint(_Part):
+    metric: str = ""
+    value: float | None = None
+    step: int | None = None
+    path: str = ""
+
+
 class _AuditFinding(_Part):
     check: str = ""
     subject: str = ""
@@ -90,6 +97,8 @@ class SavedRecord(_Part):
     guards: _Guards = _Guards()
     time: list[StageTime] | None = None
     memory: list[_ProcessMemory] | None = None
+    best_checkpoint: _BestCheckpoint | None = None
+    checkpoint_store: str = ""
     audit: list[_AuditFinding] = []
     versions: dict[str, str] = {}
     environments: dict[str, dict[str, str]] = {}

@@ -193,8 +193,9 @@ def weight_sync_rows(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, s
     return rows
 
 
-def checkpoint_rows(run_dir: RunDir) -> list[dict[str, str]]:
-    """Step, path, size, file count and date of each complete checkpoint."""
+def checkpoint_rows(run_dir: RunDir, record: SavedRecord) -> list[dict[str, str]]:
+    """Step, path, size, file count, date and rank of each complete checkpoint."""
+    best = record.best_checkpoint
     rows = []
     for checkpoint in CheckpointStore(run_dir.checkpoints).list():
         files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
@@ -205,6 +206,7 @@ def checkpoint_rows(run_dir: RunDir) -> list[dict[str, str]]:
                 "size": size(sum(path.stat().st_size for path in files)),
                 "files": str(len(files)),
                 "written": date(checkpoint.path.stat().st_mtime),
+                "best": best.metric if best is not None and best.path == str(checkpoint.path) else "",
             }
         )
     return rows

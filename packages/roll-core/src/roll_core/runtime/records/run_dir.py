@@ -134,6 +134,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def profile(self) -> Path:
+        """Directory of timelines and memory snapshots."""
+        return self.path / "profile"
+
+    @property
     def tokenizer(self) -> Path:
         """Directory of the run's tokenizer."""
         return self.path / "tokenizer"

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/")
+_LOWER = ("loss", "perplexity", "/kl", "kl/", "failures", "approx_kl")
+_HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
+_TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/", "checkpoint_store/")
 
 
 class MetricsFile(LineWriter):
@@ -79,6 +81,13 @@ def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
     Omits durations, and engine metrics, because batching, waiting and caching depend on when requests arrive.
     """
     return {name: value for name, value in metrics.items() if not name.startswith(_TIMING)}
+
+
+def better(name: str) -> str:
+    """`higher` or `lower` if one direction of a metric is better; otherwise empty."""
+    if any(word in name for word in _LOWER):
+        return "lower"
+    return "higher" if any(word in name for word in _HIGHER) else ""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -59,7 +59,7 @@ def how_to_resume(
 
 
 def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Closing lines with the last held-out metrics and the path of the exported model."""
+    """Closing lines with the last held-out metrics, the best checkpoint and the path of the exported model."""
     lines = []
     if "val/score/mean" in metrics:
         lines.append(("held-out score", f"{metrics['val/score/mean']:.3f}  (val/score/mean)"))
@@ -69,6 +69,15 @@ def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, st
         lines.append(("token accuracy", f"{metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
     if "val/rewards/accuracies" in metrics:
         lines.append(("reward accuracy", f"{metrics['val/rewards/accuracies']:.1%}  (val/rewards/accuracies)"))
+    record = read_record(run_dir.record)
+    best = record.get("best_checkpoint")
+    if best is not None:
+        path = best["path"] if "://" in best["path"] else relative(best["path"])
+        lines.append(("best checkpoint", f"{path}  ({best['metric']} {best['value']:.4g})"))
+    if record.get("checkpoint_store"):
+        lines.append(("checkpoint copies", record["checkpoint_store"]))
+    if run_dir.profile.is_dir():
+        lines.append(("profile", relative(run_dir.profile)))
     if run_dir.export.is_dir():
         lines.append(("model", relative(run_dir.export)))
     return lines

@@ -94,6 +94,7 @@ class TrainWorker(SendingWorker):
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank, device=place.device)
         self._unwritten: Callable[[], None] | None = None
+        self._profiler: Any = None
 
     def start(self) -> DataRank:
         """Build the model. Collective over the role's ranks."""
@@ -212,6 +213,32 @@ class TrainWorker(SendingWorker):
     def export_head(self, path: str) -> None:
         """Write the output layer to a file."""
         self.strategy.export_head(Path(path))
+
+    def start_profile(self, memory: bool) -> None:
+        """Start torch's profiler for this thread, which runs all passes. `memory`: record the allocator's history."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        on_device = torch.device(self.place.device).type == "cuda"
+        if memory:
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])], record_shapes=True
+        )
+        self._profiler.start()
+
+    def stop_profile(self, name: str, memory: bool) -> None:
+        """Stop the profiler and write `<name>-rank-<rank>.json.gz`, and with `memory`, `….memory.pickle`."""
+        import torch
+
+        assert self._profiler is not None  # noqa: S101 - the loop has started it
+        self._profiler.stop()
+        path = f"{name}-rank-{self.place.rank}"
+        self._profiler.export_chrome_trace(f"{path}.json.gz")
+        self._profiler = None
+        if memory:
+            torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def memory_use(self) -> MemoryUse | None:
         """Memory of this process since `start`."""
