@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from roll_core.config import load
-from roll_core.errors import ConfigError, UnsupportedError
+from roll_core.errors import ConfigError
 
 
 def events(path):
@@ -37,13 +37,6 @@ def test_the_selected_steps_are_in_the_timeline_and_the_report_names_it(local_ru
 def test_a_window_that_ends_after_the_run_has_its_steps_up_to_the_last(local_runs, steps, name):
     result = local_runs.ok(local_runs.sft(max_steps=4, profile={"roles": ["sft_train"], "steps": steps}))
     assert profiled(result) == ([f"sft_train-steps-{name}-rank-0.json.gz"] if name else [])
-
-
-def test_a_memory_snapshot_is_refused_on_a_platform_without_allocator_history(local_runs):
-    profile = {"roles": ["sft_train"], "steps": [1, 1], "memory": True}
-    result = local_runs.run(local_runs.sft(platform="cpu", profile=profile))
-    assert isinstance(result.error, UnsupportedError)
-    assert (result.steps_done, result.error.exit_code) == (0, 2)
 
 
 @pytest.mark.parametrize(

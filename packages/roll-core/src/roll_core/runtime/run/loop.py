@@ -253,7 +253,7 @@ class _Driver:
         elsewhere = on_a_cluster(self.registry, config.executor)
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
         if config.profile is not None:
-            self.profiler = StepProfiler(config.profile, self.run_dir.profile, platform)
+            self.profiler = StepProfiler(config.profile, self.run_dir.profile)
         checkpoint = await self._find_checkpoint()
         async with contextlib.AsyncExitStack() as stack:
             run = self._prepare_run(checkpoint, stack)

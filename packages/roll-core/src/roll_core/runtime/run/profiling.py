@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.spec.config import ProfileConfig
-    from roll_core.spec.platform import Platform
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +20,7 @@ log = logging.getLogger(__name__)
 class StepProfiler:
     """Starts and stops the workers' profilers between steps."""
 
-    def __init__(self, config: ProfileConfig, folder: Path, platform: Platform) -> None:
-        """Raises `UnsupportedError` if the platform's allocator has no history."""
-        if config.memory and platform.device_type != "cuda":
-            raise UnsupportedError(
-                f"profile.memory: found true, but platform {platform.name} has no allocator history; remove it, or run"
-                " on cuda or rocm"
-            )
+    def __init__(self, config: ProfileConfig, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._first: int | None = None
 
@@ -48,7 +41,7 @@ class StepProfiler:
         if self._first is None and first <= run.step + 1 <= last:
             self._first = run.step + 1
             for name in self._config.roles:
-                await run.train_role(name).start_profile(memory=self._config.memory)
+                await run.train_role(name).start_profile()
 
     async def after_step(self, run: ActiveRun, *, last: bool) -> None:
         """Write the timelines after the last selected step, or after the last step of the run."""
@@ -60,5 +53,5 @@ class StepProfiler:
             self._folder.mkdir(exist_ok=True)
             for name in self._config.roles:
                 file = self._folder / f"{name}-steps-{self._first}-{run.step}"
-                await run.train_role(name).stop_profile(file, memory=self._config.memory)
+                await run.train_role(name).stop_profile(file)
         log.info("profile of steps %d to %d: %s", self._first, run.step, self._folder)

@@ -300,13 +300,13 @@ class GroupTrainRole(TrainRole):
     def _rank_folders(self, path: Path) -> list[str]:
         return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
 
-    async def start_profile(self, *, memory: bool) -> None:
+    async def start_profile(self) -> None:
         """Start the profiler of each rank."""
-        await self._workers(TrainWorker.start_profile).all(memory)
+        await self._workers(TrainWorker.start_profile).all()
 
-    async def stop_profile(self, name: Path, *, memory: bool) -> None:
+    async def stop_profile(self, name: Path) -> None:
         """Write the timeline of each rank to files whose names begin with the path `name`."""
-        await self._workers(TrainWorker.stop_profile).all(str(name), memory)
+        await self._workers(TrainWorker.stop_profile).all(str(name))
 
     async def memory_use(self) -> list[MemoryUse | None]:
         """Memory of each rank's process and device in bytes; None if unknown."""

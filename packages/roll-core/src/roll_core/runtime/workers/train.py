@@ -214,31 +214,19 @@ class TrainWorker(SendingWorker):
         """Write the output layer to a file."""
         self.strategy.export_head(Path(path))
 
-    def start_profile(self, memory: bool) -> None:
-        """Start torch's profiler for this thread, which runs all passes. `memory`: record the allocator's history."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
+    def start_profile(self) -> None:
+        """Start torch's profiler for this thread, which runs all passes, and for the device."""
+        from torch.profiler import profile
 
-        on_device = torch.device(self.place.device).type == "cuda"
-        if memory:
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])], record_shapes=True
-        )
+        self._profiler = profile(record_shapes=True)
         self._profiler.start()
 
-    def stop_profile(self, name: str, memory: bool) -> None:
-        """Stop the profiler and write `<name>-rank-<rank>.json.gz`, and with `memory`, `….memory.pickle`."""
-        import torch
-
+    def stop_profile(self, name: str) -> None:
+        """Stop the profiler and write `<name>-rank-<rank>.json.gz`."""
         assert self._profiler is not None  # noqa: S101 - the loop has started it
         self._profiler.stop()
-        path = f"{name}-rank-{self.place.rank}"
-        self._profiler.export_chrome_trace(f"{path}.json.gz")
+        self._profiler.export_chrome_trace(f"{name}-rank-{self.place.rank}.json.gz")
         self._profiler = None
-        if memory:
-            torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def memory_use(self) -> MemoryUse | None:
         """Memory of this process since `start`."""
