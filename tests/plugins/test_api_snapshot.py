@@ -58,7 +58,7 @@ RECORDS = {
     "PlatformProvider": [*BASE, "priority"],
     "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only", "memory"],
     "InferProvider": [*BASE, "capabilities", "platforms", "memory"],
-    "PipelineProvider": [*BASE, "plan", "tokenizer"],
+    "PipelineProvider": [*BASE, "plan", "tokenizer", "starter"],
     "RewardProvider": [*BASE, "enforces_timeout"],
     "EnvironmentProvider": [*BASE, "isolation", "concurrency"],
     "AgentProvider": [*BASE, "isolation", "concurrency"],

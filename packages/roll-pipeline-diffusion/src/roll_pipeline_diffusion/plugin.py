@@ -63,6 +63,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_pipeline_diffusion.config:RewardFlowConfig",
         plan="roll_pipeline_diffusion.plans:reward_flow",
         tokenizer=False,
+        starter="roll_pipeline_diffusion.starters:diffusion",
         summary="Flow models for images and video: reward backpropagation, Flow-GRPO, DiffusionNFT, DPO, flow matching",
     )
 

@@ -36,6 +36,7 @@ commands:
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
   plugins test NAME                 run the conformance tests of an installed plugin
+  init [KIND] [DIR]                 write a first run: config, data and reward to edit
   new KIND NAME [--dir DIR]         write a plugin package whose tests pass
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
@@ -252,6 +253,27 @@ def _test_plugin(words: list[str]) -> int:
     return test_plugin(options.name, options.disable_plugin, options.k)
 
 
+def _init(words: list[str]) -> int:
+    parser = _parser(
+        "init",
+        "Write a first run: a commented config, a sample of data, and a reward to edit. It trains a small model with"
+        " random weights on a CPU and downloads nothing. Asks for missing arguments on a terminal.",
+    )
+    parser.epilog = "example: roll-core init rlvr first"
+    parser.add_argument("kind", metavar="KIND", nargs="?", help="sft, rlvr, preference, distill, agentic, diffusion, …")
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="folder to write; no file is overwritten")
+    _add_disable_plugin(parser)
+    options = parser.parse_intermixed_args(words)
+    if options.dir is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        parser.error("expected KIND and DIR, such as: rlvr first")
+    from roll_core.cli.init import init
+
+    try:
+        return init(options.kind, options.dir, options.disable_plugin)
+    except EOFError:  # Ctrl-D at a question
+        raise KeyboardInterrupt from None
+
+
 def _new(words: list[str]) -> int:
     from roll_core.cli.plugins import from_roll_testing
 
@@ -336,6 +358,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
     "audit": _audit,
     "plugins": _plugins,
+    "init": _init,
     "new": _new,
     "checkpoint": _checkpoint,
 }

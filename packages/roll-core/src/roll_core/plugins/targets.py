@@ -70,7 +70,7 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
 
 
 def data_file(target: str, *, owner: str) -> Path:
-    """Path of the file that `"package:name.yaml"` names. The package itself is located, not imported.
+    """Path of the file or folder that `"package:name"` names. The package itself is located, not imported.
 
     Raises `PluginLoadError` if the package or the file does not exist.
     """
@@ -80,7 +80,7 @@ def data_file(target: str, *, owner: str) -> Path:
     except (ImportError, ValueError) as error:
         raise PluginLoadError(f"{owner}: there is no package {package}: {error}") from error
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (file := Path(folder) / name).is_file():
+        if (file := Path(folder) / name).exists():
             return file.resolve()
     raise PluginLoadError(f"{owner}: there is no file {name} in the package {package}")
 
@@ -202,6 +202,8 @@ def check_part(record: Provider, *, owner: str) -> None:
             problem = function_problem(target, load_target(target, owner=owner), wanted)
             if problem:
                 raise PluginLoadError(f"{owner}: {problem}")
+    if starter := getattr(record, "starter", ""):
+        data_file(starter, owner=owner)
 
 
 def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:

@@ -167,6 +167,10 @@ class PipelineProvider(Provider):
     `roll-core plan` assumes that each role of the config works on its own."""
     tokenizer: bool = True
     """False for models without tokens: the run has no tokenizer, and the config needs none."""
+    starter: str = ""
+    """`"package:KIND"`, a folder of that package with a first run, which `roll-core init KIND DIR` copies; empty if it
+    has none. In its texts `starter/` and `starter.` are replaced by the new folder. Configs run in order of their
+    names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
