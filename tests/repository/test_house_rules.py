@@ -23,7 +23,6 @@ OTHERS = sorted(
             "roll-rewards",
             "roll-strategy-hf",
             "roll-testing",
-            "roll-tools",
             "roll-trackers",
         ),
         *(

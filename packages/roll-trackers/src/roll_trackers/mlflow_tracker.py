@@ -11,8 +11,7 @@ from roll_trackers.config import MlflowOptions
 from roll_trackers.remote_run import RemoteTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
 _MOST_PARAMETERS = 100
 """Parameters per request that a server of MLflow accepts."""
@@ -70,10 +69,10 @@ class MlflowTracker(RemoteTracker):
         for begin in range(0, len(rows), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=rows[begin : begin + _MOST_METRICS])
 
-    def end(self, *, failed: bool, files: Sequence[Path]) -> None:
+    def end(self, *, failed: bool) -> None:
         """Upload files and end the run as `FINISHED` or `FAILED`."""
         try:
-            for path in files:
+            for path in self.files():
                 self._client.log_artifact(self._id, str(path))
         finally:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

@@ -14,7 +14,6 @@ from roll_core.spec.providers import (
     AdvantageProvider,
     AgentProvider,
     CheckProvider,
-    CommandProvider,
     EnvironmentProvider,
     ExecutorProvider,
     FragmentProvider,
@@ -64,7 +63,6 @@ KINDS = (
     Kind("roll_checks", CheckProvider, "check"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors"),
     Kind("roll_importers", ImporterProvider, "importer"),
-    Kind("roll_commands", CommandProvider, "command"),
 )
 
 _BY_RECORD = {kind.record: kind for kind in KINDS}

@@ -40,11 +40,6 @@ class ImageRewardConfig(RewardConfig):
     frames: Literal["mean", "together"] = "mean"
     """Of a video: `mean` scores each frame by itself and averages; `together` gives the reward the whole video."""
 
-    @property
-    def has_gradients(self) -> bool:
-        """True if the reward is a `DifferentiableReward`, which `refl` can train on."""
-        return False
-
     @model_validator(mode="after")
     def _takes_videos(self) -> ImageRewardConfig:
         if self.frames == "together" and not self.sees_videos:
@@ -52,16 +47,7 @@ class ImageRewardConfig(RewardConfig):
         return self
 
 
-class DifferentiableRewardConfig(ImageRewardConfig):
-    """Base of the schemas of rewards that always have gradients."""
-
-    @property
-    @override
-    def has_gradients(self) -> bool:
-        return True
-
-
-class BrightnessConfig(DifferentiableRewardConfig):
+class BrightnessConfig(ImageRewardConfig):
     """`reward: image_brightness`: the mean luminance, from 0 to 1."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:BrightnessReward"
@@ -69,7 +55,7 @@ class BrightnessConfig(DifferentiableRewardConfig):
     reward: Literal["image_brightness"]
 
 
-class ColorConfig(DifferentiableRewardConfig):
+class ColorConfig(ImageRewardConfig):
     """`reward: image_color`: 1 minus the mean distance of pixels to a colour."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:ColorReward"
@@ -89,7 +75,7 @@ class JpegSizeConfig(ImageRewardConfig):
     """Quality of the JPEG, as in DDPO."""
 
 
-class ClipScoreConfig(DifferentiableRewardConfig):
+class ClipScoreConfig(ImageRewardConfig):
     """`reward: clip_score`: similarity of image and prompt by a CLIP model, or a model like PickScore."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.clip:ClipScoreReward"
@@ -105,7 +91,7 @@ class ClipScoreConfig(DifferentiableRewardConfig):
         return _missing(self.model_name_or_path, "config.json", "model_name_or_path")
 
 
-class AestheticConfig(DifferentiableRewardConfig):
+class AestheticConfig(ImageRewardConfig):
     """`reward: aesthetic`: the output of linear layers on the embedding of an image by CLIP."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.clip:AestheticReward"
@@ -167,11 +153,6 @@ class ImageFunctionConfig(ImageRewardConfig):
         if self.numbers and not self.differentiable:
             raise ValueError("numbers: ignored without differentiable: true; the function gets all columns as rows")
         return self
-
-    @property
-    @override
-    def has_gradients(self) -> bool:
-        return self.differentiable
 
     @property
     def parameters(self) -> tuple[str, ...]:

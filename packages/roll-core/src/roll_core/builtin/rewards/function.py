@@ -33,8 +33,7 @@ MAX_HANGING = 8
 class FunctionReward(RewardFunction):
     """Calls `f(prompt, response, **metadata)`, which returns a number, a `Reward`, or a dict with `value`.
 
-    Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`. Functions
-    written for TRL or verl are called as there, see `user_function`.
+    Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`.
     """
 
     config: FunctionConfig
@@ -45,7 +44,7 @@ class FunctionReward(RewardFunction):
     def start(self) -> None:
         """Import the function's module. Raises `ConfigError` if that fails."""
         config = self.config
-        options = {"function": config.function, "signature": config.signature}
+        options = {"function": config.function}
         if config.isolation == "none":
             self._in_worker = _InWorker(_load_here(config, options))
             return
@@ -68,12 +67,7 @@ class FunctionReward(RewardFunction):
 
         Raises `RewardFailure` with the cause if the function raises, hangs, crashes or returns no finite number.
         """
-        arguments: dict[str, Any] = {
-            "prompt": request.prompt,
-            "response": request.response,
-            "messages": [dict(each) for each in request.messages],
-            "completion_ids": request.sample.response_ids.tolist(),
-        }
+        arguments: dict[str, Any] = {"prompt": request.prompt, "response": request.response}
         if self._pool is None:
             found = self._in_worker({**arguments, "metadata": request.metadata}, self.config.timeout_s)
         else:

@@ -1,7 +1,5 @@
 """Registers the environment `acme`. Imports nothing heavy."""
 
-from collections.abc import Iterator
-
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import EnvironmentProvider
 
@@ -9,7 +7,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_environments() -> Iterator[EnvironmentProvider]:
+def roll_environments():
     """Environment `acme`."""
     yield EnvironmentProvider(
         name="acme",

@@ -1,7 +1,5 @@
 """Registers the inference engine `acme`. Imports nothing heavy."""
 
-from collections.abc import Iterator
-
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferCapabilities, InferProvider
 
@@ -21,6 +19,6 @@ ACME = InferProvider(
 
 
 @hookimpl
-def roll_infer_strategies() -> Iterator[InferProvider]:
+def roll_infer_strategies():
     """Inference engine `acme`."""
     yield ACME

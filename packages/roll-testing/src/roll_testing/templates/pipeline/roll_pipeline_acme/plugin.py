@@ -1,7 +1,5 @@
 """Registers the pipeline `acme`. Imports nothing heavy."""
 
-from collections.abc import Iterator
-
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import PipelineProvider
 
@@ -9,7 +7,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_pipelines() -> Iterator[PipelineProvider]:
+def roll_pipelines():
     """Pipeline `acme`."""
     yield PipelineProvider(
         name="acme",

@@ -1,7 +1,5 @@
 """Registers the reward `acme`. Imports nothing heavy."""
 
-from collections.abc import Iterator
-
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import RewardProvider
 
@@ -9,7 +7,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_rewards() -> Iterator[RewardProvider]:
+def roll_rewards():
     """Reward `acme`."""
     yield RewardProvider(
         name="acme",

@@ -1,7 +1,5 @@
 """Registers the tracker `acme`. Imports nothing heavy."""
 
-from collections.abc import Iterator
-
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import TrackerProvider
 
@@ -9,7 +7,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_trackers() -> Iterator[TrackerProvider]:
+def roll_trackers():
     """Tracker `acme`."""
     yield TrackerProvider(
         name="acme",

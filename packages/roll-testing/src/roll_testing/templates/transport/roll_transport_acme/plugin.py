@@ -1,7 +1,5 @@
 """Registers the weight transport `acme`. Imports nothing heavy."""
 
-from collections.abc import Iterator
-
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import WeightTransportProvider
 
@@ -9,7 +7,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_weight_transports() -> Iterator[WeightTransportProvider]:
+def roll_weight_transports():
     """Weight transport `acme`. Priority 0: only a config that names it uses it."""
     yield WeightTransportProvider(
         name="acme",
