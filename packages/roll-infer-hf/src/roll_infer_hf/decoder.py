@@ -36,6 +36,11 @@ IDLE_PROMPT_BYTES = 64 * 2**20
 LOGPROB_ROWS = 1024
 """Number of prompt tokens whose logits are materialized at once for prompt logprobs."""
 _PACKS = HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+_PACKED_DTYPES = (
+    (torch.float32, torch.bfloat16)
+    if _PACKS and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # AVX-512 or avx_ne_convert
+    else (torch.float32,)
+)
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -74,7 +79,7 @@ class Projection:
         self.weight = weight_OI
         self._bias = bias_O
         large = weight_OI.device.type == "cpu" and weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
-        packed = _PACKS and pack and large and weight_OI.dtype in (torch.float32, torch.bfloat16)
+        packed = _PACKS and pack and large and weight_OI.dtype in _PACKED_DTYPES
         self._onednn = packed or prefers_onednn(weight_OI)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows) if packed else weight_OI
 
