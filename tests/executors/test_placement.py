@@ -215,6 +215,25 @@ def test_more_slots_than_cores_can_be_asked_for_by_num_gpus_per_node() -> None:
     assert [p.num_threads for p in places["a"]] == [1] * 8
 
 
+def test_roles_that_are_not_started_keep_their_share_of_the_cores() -> None:
+    """A replay has no engine, but must add its sums in the recorded run's order, so with as many threads."""
+    roles = {"actor_train": train([0, 1]), "actor_infer": infer([2, 3])}
+    recorded = place_roles(roles, CpuPlatform(), num_gpus_per_node=4, cores=16)
+    replay = place_roles(
+        {"actor_train": roles["actor_train"]}, CpuPlatform(), num_gpus_per_node=4, cores=16, configured=roles
+    )
+    assert replay == {"actor_train": recorded["actor_train"]}
+    assert [p.num_threads for p in replay["actor_train"]] == [4, 4]
+
+
+def test_slots_of_roles_that_are_not_started_need_not_exist() -> None:
+    roles = {"actor_train": train([0]), "actor_infer": infer([8, 9])}
+    replay = place_roles(
+        {"actor_train": roles["actor_train"]}, CpuPlatform(), num_gpus_per_node=1, num_nodes=1, cores=4, configured=roles
+    )
+    assert [(p.node, p.num_threads) for p in replay["actor_train"]] == [(0, 4)]
+
+
 def test_slot_beyond_the_cores_says_how_to_get_it() -> None:
     with raises_error(PlacementError, "slot 5", "num_gpus_per_node", "6"):
         place_roles({"a": train([0, 5])}, CpuPlatform(), num_gpus_per_node=2, num_nodes=1, cores=2)

@@ -63,8 +63,13 @@ def place_roles(
     num_nodes: int | None = None,
     slots_per_worker: Mapping[str, int] | None = None,
     cores: int | None = None,
+    configured: Mapping[str, WorkerConfig] | None = None,
 ) -> dict[str, tuple[Place, ...]]:
     """Place every worker of every role; placements are ordered by rank.
+
+    `configured` are all roles of the config. Those missing in `roles` are not started, for example the engine of a
+    replay, but keep their share of the cores: with more threads, a role would add its sums in another order, and a
+    replay would differ from the recorded run in the last digits.
 
     `num_nodes` is given if the number of nodes is known: a slot beyond them then raises here. Otherwise the executor
     raises when it starts. `slots_per_worker` has the numbers that strategies compute from their configurations. `cores`
@@ -80,8 +85,11 @@ def place_roles(
     for name, workers in slots.items():
         _check_slots(name, workers, platform, per_node, num_nodes)
     used = {slot for workers in slots.values() for each in workers for slot in each}
+    nodes = sorted({slot // per_node for slot in used}) or [0]
+    for name, worker in (configured or {}).items():
+        if name not in roles:
+            used.update(slot for each in _slots_of_workers(name, worker, platform, None) for slot in each)
     in_use = Counter(slot // per_node for slot in used)
-    nodes = sorted(in_use) or [0]
     return {
         name: _places(workers, roles[name], platform, per_node, nodes, in_use, host_cores)
         for name, workers in slots.items()

@@ -87,6 +87,7 @@ def place(loaded: LoadedConfig, registry: Registry, *, num_nodes: int | None = N
         platform,
         num_gpus_per_node=config.num_gpus_per_node,
         slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
+        configured=config.roles(),
     )
     apart = separate_processes_reason(pipeline.roles, config, registry)
     executor = executor_of(config, registry, places, apart)

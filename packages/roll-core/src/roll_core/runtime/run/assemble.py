@@ -79,6 +79,7 @@ async def start_roles(
         platform,
         num_gpus_per_node=config.num_gpus_per_node,
         slots_per_worker=slots_per_worker(roles, config, registry),
+        configured=config.roles(),
     )
     apart = separate_processes_reason(roles, config, registry)
     chosen = executor_of(config, registry, places, apart)
