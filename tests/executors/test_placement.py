@@ -229,7 +229,12 @@ def test_roles_that_are_not_started_keep_their_share_of_the_cores() -> None:
 def test_slots_of_roles_that_are_not_started_need_not_exist() -> None:
     roles = {"actor_train": train([0]), "actor_infer": infer([8, 9])}
     replay = place_roles(
-        {"actor_train": roles["actor_train"]}, CpuPlatform(), num_gpus_per_node=1, num_nodes=1, cores=4, configured=roles
+        {"actor_train": roles["actor_train"]},
+        CpuPlatform(),
+        num_gpus_per_node=1,
+        num_nodes=1,
+        cores=4,
+        configured=roles,
     )
     assert [(p.node, p.num_threads) for p in replay["actor_train"]] == [(0, 4)]
 
