@@ -1,25 +1,29 @@
 """Every policy loss and advantage estimator on the quick start's task: final accuracy, and steps to 0.9.
 
     ./run bench algorithms [--seeds 3] [--only gspo rloo] [--modes synchronous] [--learning-rates 1e-3 3e-4]
+                           [--minutes 10] [--models FOLDER]
 
 Each method has its published defaults and starts from the same SFT model of its seed. Policy losses use `grpo`'s
 advantages, and estimators the `ppo` loss; a batch has two optimizer steps. Nothing but the learning rate differs
 between methods: of several rates, the table has the one with the best accuracy over seeds.
 
     synchronous     trainer and engine take turns
-    off-policy      generation runs two steps ahead of training (`async_generation_ratio: 2`)
+    off-policy      every group is trained on two steps after it was started (`async_generation_ratio: 2`)
 
-Runs whose results are known are skipped, so an interrupted benchmark continues. A run that fails is a row, too.
+Runs whose results are known are skipped, so an interrupted benchmark continues; `--minutes` starts no run after that
+time, and `--models` keeps the SFT models for the next call. A run that fails is a row, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,12 +36,7 @@ QUICKSTART = REPOSITORY / "examples" / "quickstart"
 EVAL_STEPS, GOAL = 5, 0.9
 MODES: dict[str, tuple[str, ...]] = {
     "synchronous": (),
-    "off-policy": (
-        "async_generation_ratio=2",
-        "executor=ray",
-        "num_gpus_per_node=2",
-        "actor_infer.device_mapping=[1]",
-    ),
+    "off-policy": ("async_generation_ratio=2", "num_gpus_per_node=2", "actor_infer.device_mapping=[1]"),
 }
 CRITIC = (
     "critic.model_args.dtype=fp32",
@@ -73,51 +72,67 @@ def methods() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def run(config: str, folder: Path, *overrides: str) -> str:
-    """`roll-core run` in a process of its own. Returns its error, or nothing."""
-    command = [sys.executable, "-m", "roll_core", "run", f"examples/quickstart/{config}", f"output_dir={folder}"]
-    done = subprocess.run([*command, *overrides], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    errors = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
-    return (errors or [f"exit code {done.returncode}"])[-1].strip() if done.returncode else ""
+def run(config: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Metrics of every step."""
+    import roll_core as roll
+
+    with (folder / "log.txt").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        return roll.run(QUICKSTART / config, [f"output_dir={folder}", *overrides], files=False).history
 
 
-def measured(run_dir: Path) -> dict[str, Any]:
+def measured(lines: list[dict[str, float]]) -> dict[str, Any]:
     """Final accuracy, and the first evaluated step at which it reaches the goal."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     scores = {line["step"]: line["val/score/mean"] for line in lines if "val/score/mean" in line}
     steps = [step for step, score in scores.items() if score >= GOAL]
     return {"accuracy": scores[max(scores)], "steps": min(steps, default=None)}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """One row per method, one pair of columns per mode, at each one's best learning rate."""
-    rows: dict[str, dict[str, list[str]]] = {}
-    for name, mode in sorted({tuple(key.split(", ")[:2]) for key in found}):
-        by_rate: dict[str, list[dict[str, Any]]] = {}
-        for key, each in found.items():
-            if key.startswith(f"{name}, {mode}, "):
-                by_rate.setdefault(key.split(", ")[2], []).append(each)
-        rate, runs = max(
-            by_rate.items(), key=lambda item: statistics.fmean(each.get("accuracy", 0.0) for each in item[1])
-        )
-        done = [each for each in runs if "accuracy" in each]
-        accuracy = [each["accuracy"] for each in done]
-        steps = [each["steps"] for each in done if each["steps"] is not None]
-        failed = "" if len(done) == len(runs) else f"; {len(runs) - len(done)} of {len(runs)} failed"
-        spread = f" ± {statistics.stdev(accuracy):.3f}" if len(accuracy) > 1 else ""
-        reached = f"{statistics.fmean(steps):.0f} ({len(steps)} of {len(runs)})" if steps else "not reached"
-        cells = [f"{statistics.fmean(accuracy):.3f}{spread} ({rate}){failed}" if done else "failed", reached]
-        rows.setdefault(name, {})[mode] = cells
+    """One row per method: its keys, its learning rate, and two columns per mode, at the best learning rate there."""
+    known = methods()
+    runs: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {}
+    for key, each in found.items():
+        name, mode, rate = key.split(", ")[:3]
+        runs.setdefault(name, {}).setdefault(mode, {}).setdefault(rate, []).append(each)
+    head = "".join(f" {mode}: accuracy | steps to {GOAL} |" for mode in MODES)
+    rates = sorted({rate for modes in runs.values() for each in modes.values() for rate in each}, key=float)
     lines = [
-        f"Quick start's task: accuracy after the last step (learning rate), and mean steps to {GOAL}, evaluated every"
-        f" {EVAL_STEPS} steps, over the seeds that reach it.\n",
-        f"| method | {' | '.join(f'{mode}: accuracy | steps to {GOAL}' for mode in MODES)} |",
-        f"|---|{'--:|' * 2 * len(MODES)}",
+        f"`./run bench algorithms --learning-rates {' '.join(rates)}`, which runs for each seed and method:",
+        "",
+        "    roll-core run examples/quickstart/sft.yaml seed=SEED",
+        f"    roll-core run examples/quickstart/grpo.yaml seed=SEED eval_steps={EVAL_STEPS} KEYS",
+        "",
+        *(f"- {mode}: {'`' + ' '.join(keys) + '`' if keys else 'no further keys'}" for mode, keys in MODES.items()),
+        "",
+        f"Accuracy on held-out problems after the last step, mean ± deviation over seeds (their number), and the mean"
+        f" step at which it first reaches {GOAL} (seeds that reach it), evaluated every {EVAL_STEPS} steps.",
+        "",
+        f"| method | keys | learning rate |{head}",
+        f"|---|---|--:|{'--:|' * 2 * len(MODES)}",
     ]
-    for name, of_modes in rows.items():
-        cells = [cell for mode in MODES for cell in of_modes.get(mode, ["not run", ""])]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    for name in sorted(known.keys() | runs):
+        modes = runs.get(name, {})
+        chosen = {mode: max(of_mode.items(), key=lambda item: _mean(item[1])) for mode, of_mode in modes.items()}
+        cells = [_cells(chosen[mode][1]) if mode in chosen else "not run | " for mode in MODES]
+        own = dict.fromkeys(rate for rate, _ in chosen.values())
+        keys = [key for key in known.get(name, ()) if key not in CRITIC] + ["critic: ..."] * (name == "gae")
+        lines.append(f"| `{name}` | `{' '.join(keys)}` | {', '.join(own)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _mean(runs: list[dict[str, Any]]) -> float:
+    return statistics.fmean(each.get("accuracy", 0.0) for each in runs)
+
+
+def _cells(runs: list[dict[str, Any]]) -> str:
+    """Accuracy and steps of a method in one mode."""
+    accuracy = [each["accuracy"] for each in runs if "accuracy" in each]
+    steps = [each["steps"] for each in runs if each.get("steps") is not None]
+    failed = f"; {len(runs) - len(accuracy)} failed" if len(accuracy) < len(runs) else ""
+    spread = f" ± {statistics.stdev(accuracy):.3f}" if len(accuracy) > 1 else ""
+    found = f"{statistics.fmean(accuracy):.3f}{spread} " if accuracy else ""
+    reached = f"{statistics.fmean(steps):.0f} ({len(steps)})" if steps else "not reached"
+    return f"{found}({len(accuracy)}{failed}) | {reached}"
 
 
 def main() -> None:
@@ -128,27 +143,31 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--learning-rates", nargs="+", default=["1e-3"])
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--models", type=Path, help="folder that keeps the SFT models")
     parser.add_argument("--results", type=Path, default=RESULTS / "algorithms.json", help="file of earlier runs")
     args = parser.parse_args()
+    os.chdir(REPOSITORY)
     sys.path.append(str(QUICKSTART))
     import make_data
 
     make_data.main(QUICKSTART / "data")
     found: dict[str, dict[str, Any]] = json.loads(args.results.read_text())["runs"] if args.results.is_file() else {}
+    deadline = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as temporary:
-        for seed in range(1, args.seeds + 1):
-            folder = Path(temporary) / str(seed)
-            for name, mode, rate in product(args.only, args.modes, args.learning_rates):
-                key = f"{name}, {mode}, {float(rate):g}, seed {seed}, {args.steps} steps"
-                if key in found:
-                    continue
-                if not folder.exists() and (error := run("sft.yaml", folder, f"seed={seed}")):
-                    sys.exit(f"SFT of seed {seed} failed: {error}")
-                exp_name = f"{name}-{mode}-{rate}".replace("+", "p")
-                error = run(
+        for seed, name, mode, rate in product(range(1, args.seeds + 1), args.only, args.modes, args.learning_rates):
+            key = f"{name}, {mode}, {float(rate):g}, seed {seed}, {args.steps} steps"
+            if key in found or time.monotonic() > deadline:
+                continue
+            folder = (args.models or Path(temporary)) / str(seed)
+            if not (folder / "quickstart-sft" / "latest" / "export").exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                run("sft.yaml", folder, f"seed={seed}")
+            try:
+                lines = run(
                     "grpo.yaml",
                     folder,
-                    f"exp_name={exp_name}",
+                    f"exp_name={name}-{mode}-{rate}".replace("+", "p"),
                     f"seed={seed}",
                     f"max_steps={args.steps}",
                     f"eval_steps={EVAL_STEPS}",
@@ -157,10 +176,14 @@ def main() -> None:
                     *MODES[mode],
                     *known[name],
                 )
-                found[key] = {"error": error} if error else measured(folder / exp_name / "latest")
-                print(key, found[key], flush=True)
-                args.results.parent.mkdir(parents=True, exist_ok=True)
-                args.results.write_text(json.dumps({"runs": found}, indent=1) + "\n", encoding="utf-8")
+                found[key] = measured(lines)
+            except KeyboardInterrupt:  # SIGTERM too: no result of the method
+                raise
+            except Exception as error:
+                found[key] = {"error": f"{type(error).__name__}: {error}"}
+            print(key, found[key], flush=True)
+            args.results.parent.mkdir(parents=True, exist_ok=True)
+            args.results.write_text(json.dumps({"runs": found}, indent=1) + "\n", encoding="utf-8")
     print(table(found))
     if args.results == RESULTS / "algorithms.json":
         write_result("algorithms", {"runs": found}, table(found))

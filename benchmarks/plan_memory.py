@@ -37,6 +37,7 @@ PACKAGES = (
     "roll-strategy-hf",
     "roll-strategy-fsdp2",
     "roll-strategy-deepspeed",
+    "roll-tools",
     "roll-weight-transports",
 )
 DESPITE = ["deepspeed>=0.19,<0.20"]

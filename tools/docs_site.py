@@ -1,4 +1,4 @@
-"""Hook of mkdocs: pages of the plugin interface from its docstrings, and links to files outside of docs/.
+"""Hook of mkdocs: pages of the plugin interface from its docstrings, an index of plugins, links out of docs/.
 
 The Markdown files of docs/ are read on GitHub, too. There, links such as `../examples/quickstart/rewards.py` lead to
 the file; the site names its path instead.
@@ -6,6 +6,7 @@ the file; the site names its path instead.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = ROOT / "packages" / "roll-core" / "src" / "roll_core" / "spec"
+INDEX = "plugin-index.md"
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
 log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -27,16 +29,41 @@ log = logging.getLogger("mkdocs.hooks.docs_site")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages to the navigation."""
+    (plugins,) = (section["Plugins"] for section in config.nav if "Plugins" in section)
+    plugins.append(INDEX)
     config.nav.append({"Reference": [f"reference/{name}.md" for name in _modules()]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each module of `roll_core.spec`."""
+    """Add a page for each module of `roll_core.spec`, and the index of plugins."""
+    files.append(File.generated(config, INDEX, content=plugin_index()))
     for name in _modules():
         content = f"# `roll_core.spec.{name}`\n\n::: roll_core.spec.{name}\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
     return files
+
+
+def plugin_index() -> str:
+    """Page with the packages of this repository, the hooks that they implement, and the names that each provides."""
+    from roll_core.plugins.records import KINDS
+    from roll_core.plugins.registry import load_registry
+
+    own = {path.name for path in (ROOT / "packages").iterdir()}
+    lines = [
+        "# Plugins of this repository",
+        "",
+        "Each package is a distribution of its own. `roll-core plugins -v` lists those installed.",
+    ]
+    for plugin in sorted(load_registry().plugins, key=lambda each: each.package):
+        if plugin.package not in own:
+            continue
+        lines += ["", f"## {plugin.package}", "", f"{importlib.metadata.metadata(plugin.package)['Summary']}.", ""]
+        provided = {kind.hook: [each for each in plugin.providers if type(each) is kind.record] for kind in KINDS}
+        for hook in plugin.hooks:
+            lines.append(f"- [`{hook}()`](reference/hooks.md)")
+            lines += [f"    - `{each.name}`: {each.summary}" for each in provided.get(hook, [])]
+    return "\n".join(lines) + "\n"
 
 
 def _modules() -> list[str]:

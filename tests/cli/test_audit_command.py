@@ -14,9 +14,9 @@ from roll_core.data import audit
 from roll_core.data.audit import audit_rows, audit_template
 from roll_core.data.rows import Rows
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.runtime.records.report.saved_record import SavedRecord
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_testing.kit import HF_PACKAGES
+from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 
 SFT = """\
@@ -68,6 +68,21 @@ def test_masks_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "ab⟦ba<eos>⟧" in shown
     assert "\x1b[" not in shown
     assert "cd" not in shown
+
+
+def test_masks_contain_the_trained_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["run.yaml"], ["rows.jsonl"]):
+        assert cli.main(["audit", *words, "--rows", "1", "train_on_prompt=true"]) == 0
+        assert "a⟦bba<eos>⟧" in capsys.readouterr().out  # nothing predicts the first token
+    assert cli.main(["audit", "rows.jsonl", "train_on_prompt=1"]) == 2
+
+
+def test_unknown_roles_are_warnings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With bytes, contents are only joined, so that a role has no effect on tokens."""
+    question, reply = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+    for role, level in (("assitant", "warning"), ("tool", None), ("developer", None)):
+        write(folder, [{"messages": [question, {"role": role, "content": "c"}, question, reply]}])
+        assert found(capsys, "rows.jsonl").get("roles") == level
 
 
 def test_broken_rows_are_warnings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ import pytest
 from roll_core import __version__
 from roll_core.cli import main as cli
 from roll_core.errors import RollError, RunInterruptedError
+from roll_core.plugins.registry import load_registry
+from roll_core.spec.providers import CommandProvider
 from roll_testing.errors import mentions
 from roll_testing.kit import HF_PACKAGES
 
@@ -38,9 +40,26 @@ def test_version_and_help(capsys):
     assert all(command in shown for command in cli.COMMANDS)
 
 
-def test_the_help_of_the_page_and_of_the_table_list_the_same_commands():
+def test_the_help_lists_the_commands_of_the_core_and_of_our_packages():
     listed = {line.split()[0] for line in cli.USAGE.split("commands:")[1].splitlines() if line.startswith("  ")}
-    assert listed == set(cli.COMMANDS)
+    of_packages = load_registry().names(CommandProvider)
+    assert listed == {*cli.COMMANDS, *of_packages}
+    assert not set(cli.COMMANDS) & set(of_packages)
+
+
+def test_a_command_of_a_plugin_gets_its_words_and_the_plugins_that_are_left(config, monkeypatch, capsys):
+    """`envs` of roll-tools lists what the other plugins offer."""
+    monkeypatch.setenv("ROLL_PLUGINS", f"{HF_PACKAGES},roll-pipeline-agentic")
+    assert cli.main(["envs", "list"]) == 0
+    assert "sokoban" in capsys.readouterr().out
+    assert cli.main(["envs", "--disable-plugin", "roll-pipeline-agentic", "list"]) == 0
+    assert "sokoban" not in capsys.readouterr().out
+
+
+def test_a_command_of_a_package_that_is_missing_names_the_package(config, monkeypatch, capsys):
+    monkeypatch.setenv("ROLL_PLUGINS", "")
+    assert cli.main(["runs"]) == 2
+    assert mentions(capsys.readouterr().err, "ROLL-P004", "roll-tools")
 
 
 def test_no_command_and_an_unknown_one_are_mistakes(capsys):

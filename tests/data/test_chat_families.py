@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
 from roll_core.data.encode import encode_sft
 from roll_core.data.rows import Rows, messages_of
+from roll_core.data.templates import JinjaTemplate
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
@@ -290,3 +291,33 @@ def test_rows_with_tool_calls_train_calls_and_answers(name: str, arguments: obje
         prompt = chats.encode(messages[:at], [TOOL])
         begin = int(np.flatnonzero(np.diff(sequence.loss_mask, prepend=False))[2 * number])
         assert text_of(tokenizer, sequence.tokens[:begin]) == prompt.text
+
+
+SPOKEN = ("{end}", "a{end}b", "{end}b", "b{end}", "<eos>", "a<eos>b", "")
+
+
+@pytest.mark.parametrize("eos", ["", "<eos>"])
+@pytest.mark.parametrize("name", [each for each in FAMILIES if each != "gpt-oss"])
+def test_special_tokens_in_a_reply_do_not_end_its_turn(name: str, eos: str) -> None:
+    """The segments are those of a reply of letters, with other letters; also of an empty reply."""
+    tokenizer, family = tokenizer_of(name), FAMILIES[name]
+    tokenizer.eos_token = eos or family.end
+    try:
+        template = JinjaTemplate(tokenizer)
+        for follows in ([], [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]):
+
+            def segments(content: str) -> list[tuple[str, bool, bool]] | None:
+                messages = [*OPENING, {"role": "assistant", "content": content}, *follows]  # noqa: B023
+                try:
+                    found = template.segments(messages)
+                except DataError:  # Qwen 3 with a token that its template does not know
+                    return None
+                return [(each.text, each.written, each.ends) for each in found]
+
+            if (plain := segments("zyx")) is None:
+                continue
+            for spoken in (each.format(end=family.end) for each in SPOKEN):
+                if spoken or name != "glm":  # which writes a line break before other replies
+                    assert segments(spoken) == [(text.replace("zyx", spoken), *rest) for text, *rest in plain]
+    finally:
+        tokenizer.eos_token = family.end

@@ -34,7 +34,7 @@ from roll_core.data.pack import pack
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.plugins.targets import check_part, load_target
+from roll_core.plugins.targets import check_part, load_target, options_schema
 from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
 from roll_core.spec.environment import Reply
@@ -339,6 +339,27 @@ def test_an_estimator_without_the_cores_helpers_equals_grpo():
     assert torch.allclose(estimate(batch).advantages_T, grpo(batch).advantages_T, atol=1e-6)
 
 
+def test_a_normaliser_of_the_user_changes_the_rewards_of_an_estimator(tmp_path, monkeypatch):
+    import torch
+
+    from roll_core.spec.algorithms import AdvantageInput
+
+    source = example("docs/plugins.md", "def above_median")
+    batch = AdvantageInput(
+        scores_S=torch.tensor([0.0, 1.0, 9.0, 2.0]),
+        mask_T=torch.tensor([True, True, False, True, True]),
+        segments_T=torch.tensor([0, 1, 1, 2, 3]),
+        groups_S=torch.tensor([0, 0, 0, 1]),
+    )
+    found = run(source)["above_median"](batch, reward_bound=5.0)
+    assert found.advantages_T.tolist() == [-1.0, 0.0, 0.0, 5.0, 0.0]
+    (tmp_path / "my_adv.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    provider = load_registry().find(providers.AdvantageProvider, "my_adv:above_median")
+    assert options_schema(provider)().model_dump() == {"reward_bound": 3.0}
+
+
 def test_a_policy_loss_of_the_user_equals_ppo():
     from types import SimpleNamespace
 
@@ -438,6 +459,17 @@ def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypa
 def test_a_reward_function_is_called_with_the_rows_columns():
     style = run(example("docs/rewards.md", "def style"))["style"]
     assert (style("1+1=", "2.", solution="2"), style("1+1=", "2", solution="2")) == (1.0, 0.0)
+
+
+def test_reward_functions_of_other_frameworks_on_the_page_are_recognized(tmp_path, monkeypatch):
+    from roll_core.builtin.rewards.user_function import prepare
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "page_foreign.py").write_text(example("docs/rewards.md", "def exact"), encoding="utf-8")
+    row = {"prompt": "1+1=", "messages": [], "completion_ids": [5]}
+    for function, metadata in (("exact", {"answer": "2"}), ("compute_score", {"ground_truth": "2"})):
+        score = prepare({"function": f"page_foreign:{function}"})
+        assert [score(response=text, metadata=metadata, **row)["value"] for text in (" 2", "3")] == [1.0, 0.0]
 
 
 def test_image_rewards_of_the_page_score_images(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,4 +22,10 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path):
     pages = list((tmp_path / "site").rglob("*.html"))
     assert {"index.html", "quickstart.html", "configuration.html"} <= {page.name for page in pages}
     assert (tmp_path / "site" / "reference" / "train.html").read_text().count("forward_backward") > 1
+    index = (tmp_path / "site" / "plugin-index.html").read_text()
+    plugins = [tomllib.loads(file.read_text())["project"] for file in ROOT.glob("packages/*/pyproject.toml")]
+    names = {each["name"] for each in plugins if "roll.plugins" in each.get("entry-points", {})}
+    assert len(names) > 10
+    assert [name for name in names if f'id="{name}"' not in index] == []
+    assert {"math_rule", "hf_train", "wandb", "grpo", "roll_rewards()"} <= set(re.findall(r"<code>(.*?)</code>", index))
     assert [page.name for page in pages if LOADED.search(page.read_text())] == []

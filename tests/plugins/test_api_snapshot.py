@@ -47,16 +47,18 @@ HOOKS = {
     "roll_checks": [],
     "roll_known_errors": [],
     "roll_importers": [],
+    "roll_commands": [],
     "roll_run_started": ["run"],
     "roll_step_finished": ["run", "step", "metrics"],
     "roll_run_finished": ["run", "error"],
+    "roll_run_recorded": ["directory"],
 }
 BASE = ["name", "target", "summary", "config", "needs"]
 RECORDS = {
     "PlatformProvider": [*BASE, "priority"],
     "TrainProvider": [*BASE, "capabilities", "platforms", "forward_only", "memory"],
     "InferProvider": [*BASE, "capabilities", "platforms", "memory"],
-    "PipelineProvider": [*BASE, "plan", "tokenizer"],
+    "PipelineProvider": [*BASE, "plan", "tokenizer", "starter"],
     "RewardProvider": [*BASE, "enforces_timeout"],
     "EnvironmentProvider": [*BASE, "isolation", "concurrency"],
     "AgentProvider": [*BASE, "isolation", "concurrency"],
@@ -73,6 +75,7 @@ RECORDS = {
     "CheckProvider": [*BASE, "platform"],
     "KnownErrorsProvider": BASE,
     "ImporterProvider": BASE,
+    "CommandProvider": BASE,
 }  # fmt: skip
 CHECKS = {
     "CheckResult": ["level", "found", "wanted", "remedy", "subject"],
@@ -153,7 +156,12 @@ METHODS = {
     },
     transport.SenderEndpoint: {"send!": "(self, manifest, exported, deadline)", "close!": "(self)"},
     transport.ReceiverEndpoint: {"receive!": "(self, manifest, deadline)", "close!": "(self)"},
-    pipeline.Tracker: {"log!": "(self, step, metrics)", "log_config": "(self, config)", "close!": "(self)"},
+    pipeline.Tracker: {
+        "log!": "(self, step, metrics)",
+        "log_config": "(self, config)",
+        "run_finished": "(self, *, failed, files)",
+        "close!": "(self)",
+    },
     pipeline.Pipeline: {
         "prepare!": "(self, run)",
         "roles!": "(self)",

@@ -3,6 +3,7 @@
 import importlib.metadata
 import pickle
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -19,10 +20,14 @@ from roll_core.plugins.registry import Events, Registry, load_registry
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import check_part, load_class, load_target
 from roll_core.spec.providers import (
+    AdvantageProvider,
+    CheckProvider,
+    EnvironmentProvider,
     InferCapabilities,
     InferProvider,
     PipelineProvider,
     RewardProvider,
+    TrackerProvider,
     TrainProvider,
 )
 from roll_core.spec.rollout import RewardFunction
@@ -234,12 +239,91 @@ def test_a_strategy_that_declares_other_capabilities_than_its_record_is_refused(
 
         class X(InferStrategy):
             capabilities = InferCapabilities(sleeps=True)
-            start = generate = abort = update_weights = stop = lambda self: None
+            async def start(self, model, mesh): ...
+            async def generate(self, request): ...
+            async def abort(self, ids): ...
+            async def update_weights(self, *arguments, **keywords): ...
+            async def stop(self): ...
         """,
     )
     with raises_error(PluginLoadError, "boaster:X", "capabilities"):
         check_part(engine("x", "boaster:X"), owner="x")
     check_part(engine("x", "boaster:X", capabilities=InferCapabilities(sleeps=True)), owner="x")
+
+
+WRONG = """
+import functools
+from roll_core.spec.algorithms import AdvantageOutput
+from roll_core.spec.environment import Environment
+from roll_core.spec.pipeline import Tracker
+from roll_core.spec.rollout import RewardFunction
+
+class Base(RewardFunction):
+    def score(self, request, model): ...
+class Inherited(Base): ...
+class Coroutine(RewardFunction):
+    async def score(self, request): ...
+class NotCalled(RewardFunction):
+    score = 3
+class Decorated(RewardFunction):
+    @functools.cache
+    def start(self, device): ...
+    def score(self, request): ...
+class Static(RewardFunction):
+    @staticmethod
+    def score(self, request): ...
+class Keywords(Tracker):
+    def log(self, step, metrics): ...
+    def run_finished(self, failed, outcome): ...
+    def close(self): ...
+def estimator(batch, scale): ...
+async def check(context): ...
+def memory(): ...
+def plan(config, registry): ...
+class Fine(RewardFunction):
+    @classmethod
+    def score(cls, request, *more, **others): ...
+class Either(Environment):
+    async def reset(self, task, seed): ...
+    def step(self, reply): ...
+"""
+SCORE = ("wrong_parts", "score", "RewardRequest")
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "facts"),
+    [
+        (RewardProvider, "Inherited", (*SCORE, "'model'")),
+        (RewardProvider, "Coroutine", (*SCORE, "plain")),
+        (RewardProvider, "NotCalled", (*SCORE, "int")),
+        (RewardProvider, "Decorated", ("Decorated.start", "'device'")),
+        (RewardProvider, "Static", (*SCORE, "'request'")),
+        (TrackerProvider, "Keywords", ("Keywords.run_finished", "failed", "'outcome'")),
+        (AdvantageProvider, "estimator", ("wrong_parts:estimator", "AdvantageInput", "'scale'")),
+        (CheckProvider, "check", ("wrong_parts:check", "plain", "CheckContext")),
+    ],
+)
+def test_check_compares_what_a_part_inherits_and_awaits_with_its_contract(module, kind, target, facts):
+    module("wrong_parts", WRONG)
+    record = kind(name="x", target=f"wrong_parts:{target}", summary="")
+    with raises_error(PluginLoadError, "acme", *facts):
+        check_part(record, owner="part 'x' of acme 1")
+
+
+@pytest.mark.parametrize(("kind", "target"), [(RewardProvider, "Fine"), (EnvironmentProvider, "Either")])
+def test_parts_that_accept_more_or_may_choose_pass(module, kind, target):
+    module("wrong_parts", WRONG)
+    check_part(kind(name="x", target=f"wrong_parts:{target}", summary=""), owner="x")
+
+
+def test_functions_of_plans_and_memory_are_compared_too(module):
+    module("wrong_parts", WRONG)
+    sft = next(each for each in load_registry().providers(PipelineProvider) if each.name == "sft")
+    with raises_error(PluginLoadError, "wrong_parts:plan", "RunConfig", "'registry'"):
+        check_part(replace(sft, plan="wrong_parts:plan"), owner="x")
+    hf = next(each for each in load_registry().providers(TrainProvider) if each.name == "hf_train")
+    with raises_error(PluginLoadError, "wrong_parts:memory", "MemoryInput"):
+        check_part(replace(hf, memory="wrong_parts:memory"), owner="x")
 
 
 # -- requirements ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,15 @@ class FakeTracker(Tracker):
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._do("config")
 
+    def run_finished(self, *, failed: bool, files: Sequence[Path]) -> None:
+        self._do("failed" if failed else "finished")
+
     def close(self) -> None:
         self._do("close")
 
 
 def opened(events: list[str], **breaks: str) -> Trackers:
-    return Trackers.opened({n: lambda n=n, b=b: FakeTracker(events, n, b) for n, b in breaks.items()})  # type: ignore[misc]
+    return Trackers.opened({f"tracker {n}": lambda n=n, b=b: FakeTracker(events, n, b) for n, b in breaks.items()})  # type: ignore[misc]
 
 
 def test_each_step_is_a_line_as_soon_as_it_is_logged(tmp_path: Path) -> None:
@@ -171,6 +174,16 @@ def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() 
     assert sorted(e for e in events if "close" in e) == ["a close", "b close", "c close"]
     trackers.close()
     assert len(events) == 6
+
+
+@pytest.mark.parametrize("breaks", ["finished", "close"])
+def test_every_tracker_gets_the_end_of_the_run_before_it_is_closed(breaks: str) -> None:
+    events: list[str] = []
+    trackers = opened(events, a="", b=breaks, c="")
+    with raises_error(TrackerError, "tracker b"):
+        trackers.finish(failed=False, files=[])
+    assert sorted(events[3:6]) == ["a finished", "b finished", "c finished"]
+    assert sorted(events[6:]) == ["a close", "b close", "c close"]
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_a_tracker(caplog: pytest.LogCaptureFixture) -> None:

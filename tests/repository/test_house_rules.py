@@ -23,6 +23,7 @@ OTHERS = sorted(
             "roll-rewards",
             "roll-strategy-hf",
             "roll-testing",
+            "roll-tools",
             "roll-trackers",
         ),
         *(

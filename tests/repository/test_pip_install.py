@@ -114,13 +114,14 @@ def test_every_wheel_carries_licence_readme_and_types(wheels):
 def test_configs_are_checked_and_planned_without_torch(tmp_path, wheels):
     environment = Environment(tmp_path, wheels)
     environment.install("roll-core")
-    installed = next((tmp_path / "venv").rglob("roll_core/py.typed")).parent
-    assert (installed / "runtime" / "templates" / "report.html.j2").is_file()
     assert environment.roll_core("--version").stdout == "roll-core 0.1.0\n"
     refused = environment.roll_core("check", "sft.yaml")
     assert refused.returncode == 2
     assert "pip install roll-strategy-hf" in refused.stderr
-    environment.install("--no-deps", "roll-infer-hf", "roll-modeling", "roll-strategy-hf", "roll-weight-transports")
+    environment.install(
+        "--no-deps", "roll-infer-hf", "roll-modeling", "roll-strategy-hf", "roll-tools", "roll-weight-transports"
+    )
+    assert next((tmp_path / "venv").rglob("roll_tools/templates/report.html.j2")).is_file()
     assert not environment.has("torch")
     for command in (["plugins", "-v"], ["check", "sft.yaml", "grpo.yaml"], ["plan", "grpo.yaml"], ["doctor"]):
         done = environment.roll_core(*command)
@@ -138,7 +139,7 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
     assert not environment.has("ray")
     offered = json.loads(environment.roll_core("plugins", "--json").stdout)["plugins"]
     assert {each["package"] for each in offered} == {
-        *("roll-core", "roll-infer-hf", "roll-strategy-hf", "roll-weight-transports")
+        *("roll-core", "roll-infer-hf", "roll-strategy-hf", "roll-tools", "roll-weight-transports")
     }
     commands = (
         ["plugins", "-v"],

@@ -37,6 +37,7 @@ TASKS = {
     ("rollout/scoring.py", "_scored"),
     ("run/saving.py", "_save"),
     ("run/stopping.py", "unless_requested"),
+    ("run/uploading.py", "submit"),
     ("weights/broadcaster.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }

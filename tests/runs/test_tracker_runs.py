@@ -11,11 +11,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 
+from roll_core.errors import NonFiniteError, TrackerError
 from roll_core.plugins.registry import load_registry
+from roll_core.runtime.records.record import read_record
+from roll_testing.errors import mentions
 
 PLUGIN = Path(__file__).parent / "tracked.py"
+FILES = "config.yaml report.html samples.jsonl"
 
 
 def events_of(run: Path) -> list[str]:
@@ -43,13 +48,43 @@ def test_a_run_stopped_by_sigterm_closes_its_trackers_and_the_resumed_run_contin
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     events = events_of(first)
-    assert events[-1] == "close RunPreemptedError"
-    done = int(events[-2].removeprefix("step "))
+    assert events[-2:] == [f"failed with {FILES}", "close"]
+    done = int(events[-3].removeprefix("step "))
 
     local_runs.registry = load_registry()
     result = local_runs.ok(config | {"max_steps": done + 1, "resume_from_checkpoint": True})
     second = events_of(result.run_dir.path)
     assert second[: len(events)] == events
-    assert second[len(events) :] == ["open rlvr/002", f"step {done + 1}", "close NoneType"]
+    assert second[len(events) :] == ["open rlvr/002", f"step {done + 1}", f"finished with {FILES}", "close"]
     with (result.run_dir.path / "metrics.csv").open(newline="") as stream:
         assert [int(row["step"]) for row in csv.DictReader(stream) if int(row["step"])] == list(range(1, done + 2))
+
+
+@pytest.mark.parametrize("breaks", ["log", "close"])
+def test_an_error_of_a_tracker_names_its_package_and_fails_a_complete_run(local_runs, install, monkeypatch, breaks):
+    monkeypatch.syspath_prepend(str(install(PLUGIN)))
+    local_runs.registry = load_registry()
+    config = local_runs.sft(max_steps=2, track_with=["csv", "recording"])
+    result = local_runs.run(config | {"tracker_kwargs": {"recording": {"breaks": breaks}}})
+    assert isinstance(result.error, TrackerError)
+    assert mentions(str(result.error), "recording", "roll-tracked", "ConnectionError")
+    record = read_record(result.run_dir.record)
+    assert (record["outcome"], record["error"]["code"]) == ("failed", "ROLL-P009")
+    assert "ConnectionError" in result.run_dir.report.read_text(encoding="utf-8")
+    assert events_of(result.run_dir.path)[-1] == "close"
+    with (result.run_dir.path / "metrics.csv").open(newline="") as stream:
+        assert {row["step"] for row in csv.DictReader(stream)} == {str(int(row["step"])) for row in result.history}
+
+
+def test_a_crashed_run_is_failed_in_its_trackers_and_its_own_error_is_kept(local_runs, install, monkeypatch):
+    monkeypatch.syspath_prepend(str(install(PLUGIN)))
+    local_runs.registry = load_registry()
+    secret = "9f3c1c7e5d6b4a21"
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    config = local_runs.sft(max_steps=2, track_with=["recording"])
+    config["tracker_kwargs"] = {"recording": {"breaks": "close", "api_key": secret, "notes": f"by {secret}"}}
+    config["sft_train"]["training_args"]["learning_rate"] = 1e30
+    result = local_runs.run(config)
+    assert isinstance(result.error, NonFiniteError), result.error
+    assert events_of(result.run_dir.path)[-2].startswith("failed with config.yaml report.html")
+    assert secret not in (result.run_dir.path / "trackers" / "config.json").read_text()

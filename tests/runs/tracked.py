@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 
+from roll_core.spec.config import Config
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.pipeline import Tracker
 from roll_core.spec.providers import TrackerProvider
@@ -13,18 +13,35 @@ from roll_core.spec.providers import TrackerProvider
 ROLL_HOOK_API = 1
 
 
+class Options(Config):
+    breaks: str = ""
+    api_key: str = ""
+    notes: str = ""
+
+
 class RecordingTracker(Tracker):
     def __init__(self, run_dir, run_name, options):
         self.file = run_dir / "trackers" / "recording.json"
         self.events = json.loads(self.file.read_text()) if self.file.is_file() else []
         self.file.parent.mkdir(exist_ok=True)
+        self.breaks = options.get("breaks", "")
         self._add(f"open {run_name}")
 
     def log(self, step, metrics):
         self._add(f"step {step}")
+        if self.breaks == "log":
+            raise ConnectionError("no route to host")
+
+    def log_config(self, config):
+        (self.file.parent / "config.json").write_text(json.dumps(config))
+
+    def run_finished(self, *, failed, files):
+        self._add(f"{'failed' if failed else 'finished'} with {' '.join(each.name for each in files)}")
 
     def close(self):
-        self._add(f"close {type(sys.exception()).__name__}")
+        self._add("close")
+        if self.breaks == "close":
+            raise ConnectionError("no route to host")
 
     def _add(self, event):
         self.events.append(event)
@@ -33,4 +50,9 @@ class RecordingTracker(Tracker):
 
 @hookimpl
 def roll_trackers() -> Iterator[TrackerProvider]:
-    yield TrackerProvider(name="recording", target="roll_tracked:RecordingTracker", summary="Records its calls")
+    yield TrackerProvider(
+        name="recording",
+        target="roll_tracked:RecordingTracker",
+        config="roll_tracked:Options",
+        summary="Records its calls",
+    )

@@ -37,7 +37,8 @@ def row(number: int, *shape: int, dtype: str = "float32") -> ModuleRow:
 
 def test_rows_of_equal_form_share_batches_of_at_most_the_limit():
     rows = [row(0, 2), row(1, 3), row(2, 2), row(3, 2, dtype="int64"), row(4, 2), row(5, 3)]
-    found = module_batches(rows, max_rows=2, total_rows=9)
+    found = module_batches(rows, max_rows=2, total_rows=9, epoch=3)
+    assert {batch.epoch for _, batch in found} == {3}
     assert [indices for indices, _ in found] == [[0, 2], [4], [1, 5], [3]]
     assert found[0][1].ids == ("row 0", "row 2")
     assert found[0][1].tensors["x"].tolist() == [[0, 0], [2, 2]]
@@ -229,17 +230,18 @@ class FakeGroup:
 
     def __init__(self, ranks):
         self.ranks, self.world_size = ranks, len(ranks)
-        self.steps = []
+        self.steps, self.epochs = [], []
 
     async def call(self, method, calls, deadline_s=None):
         if method == "start":
             return self.ranks
         if method == "run_program":
             return [[{"x": each.arrays["x"][0]} for each in rows] for rows, _ in calls.values()]
-        self.steps.append([[each.id for each in rows] for rows, _, _ in calls.values()])
-        assert {total for _, _, total in calls.values()} == {sum(len(rows) for rows, _, _ in calls.values())}
+        self.steps.append([[each.id for each in rows] for rows, *_ in calls.values()])
+        self.epochs.append(next(epoch for *_, epoch in calls.values()))
+        assert {total for _, _, total, _ in calls.values()} == {sum(len(rows) for rows, *_ in calls.values())}
         return [
-            ({"rows": float(len(rows))}, StepStats(grad_norm=1.0, learning_rate=0.1)) for rows, _, _ in calls.values()
+            ({"rows": float(len(rows))}, StepStats(grad_norm=1.0, learning_rate=0.1)) for rows, *_ in calls.values()
         ]
 
 
@@ -265,6 +267,7 @@ def test_an_update_has_the_steps_of_the_config_and_counts_versions():
     rows = [row(i, 2) for i in range(8)]
     result = asyncio.run(role.update_program(rows, FlowMatching(), epochs=2))
     assert group.steps == [[["row 0", "row 2"], ["row 1", "row 3"]], [["row 4", "row 6"], ["row 5", "row 7"]]] * 2
+    assert group.epochs == [0, 0, 1, 1]
     assert (result.num_steps, result.num_tokens, role.weight_version) == (4, 0, 4)
     assert result.metrics == {"rows": 4.0, "grad_norm": 1.0, "lr": 0.1}
 

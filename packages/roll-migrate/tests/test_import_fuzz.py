@@ -10,10 +10,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.cli.importing import written
 from roll_core.errors import RollError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import load_registry
+from roll_migrate.command import written
 from roll_migrate.roll import import_roll
 
 FILES = Path(__file__).parent / "roll"

@@ -25,14 +25,12 @@ def test_the_steps_with_gradients_become_options_of_refl(tmp_path):
     found = imported(tmp_path)
     assert found.config["pipeline"] == "reward_flow"
     assert found.config["objective"] == "refl"
-    assert found.config["num_inference_steps"] == 10
+    assert (found.config["num_inference_steps"], found.config["shift"]) == (10, 5.0)
     assert found.config["objective_options"] == {
         "grad_steps": 3,  # steps 5, 6 and 7
         "stop": "uniform",
         "stop_range": [7, 8],
         "predict": "sample",
-        "min_timestep_boundary": 0.9,
-        "max_timestep_boundary": 1.0,
         "reward_scale": 0.625,
         "reward_offset": 0.54,
         "kl_coef": 1.0,

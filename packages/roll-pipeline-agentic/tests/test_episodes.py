@@ -271,6 +271,13 @@ def test_a_response_mask_selects_turns_and_tokens(tokenizer: Any, mask: Any, exp
     assert episode_metrics([sample])["env/guess/trained_share"] == pytest.approx(trained / 10)
 
 
+def test_success_is_0_if_no_episode_has_it(tokenizer: Any) -> None:
+    context = Script(tokenizer, ["3<eos>"] * 8)
+    (sample,) = asyncio.run(EpisodeGroup(episodes(tokenizer, FIVE)).run(context, PROMPT)).samples
+    assert "env/guess/success" not in episode_metrics([sample])
+    assert episode_metrics([sample], ["guess"])["env/guess/success"] == 0.0
+
+
 def test_an_episode_without_a_trained_token_keeps_its_reward(tokenizer: Any) -> None:
     config = Config(mask=ResponseMaskConfig(pattern="<tool_call>.*?</tool_call>"))
     (sample,) = asyncio.run(

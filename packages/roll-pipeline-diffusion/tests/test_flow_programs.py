@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,15 @@ def test_random_numbers_differ_by_row_purpose_and_step_and_repeat():
     correlations = torch.corrcoef(values) - torch.eye(len(values))
     assert correlations.abs().max() < 0.6
     torch.testing.assert_close(noise(batch, "initial", (50,), CPU), values[:5])
+
+
+def test_every_epoch_has_random_numbers_of_its_own():
+    first, second = (replace(flow_batch(TENSORS), epoch=epoch) for epoch in (0, 1))
+
+    for purpose in ("initial", "training"):
+        assert not torch.isclose(noise(first, purpose, SHAPE, CPU), noise(second, purpose, SHAPE, CPU)).any()
+        torch.testing.assert_close(noise(second, purpose, SHAPE, CPU), noise(second, purpose, SHAPE, CPU))
+    assert not torch.isclose(uniform(first, "time", CPU), uniform(second, "time", CPU)).any()
 
 
 def test_random_numbers_have_their_distributions():

@@ -29,47 +29,22 @@ from roll_pipeline_diffusion.encoders import ImageEncoder, PromptEncoder  # noqa
 from roll_pipeline_diffusion.models.description import describe, describe_vae  # noqa: E402
 from roll_pipeline_diffusion.models.families import FAMILIES  # noqa: E402
 from roll_pipeline_diffusion.models.library import LIBRARY as LIBRARY_NAME  # noqa: E402
-from roll_pipeline_diffusion.models.library import DiffusersLibrary, FlowModel  # noqa: E402
+from roll_pipeline_diffusion.models.library import FlowModel  # noqa: E402
 from roll_testing.errors import raises_error  # noqa: E402
+from shared_tests.flow_models import (  # noqa: E402
+    LIBRARY,
+    TINY,
+    loaded,
+    save_without_text,
+    scheduler,
+    spec_of,
+    tiny_keys,
+    tiny_sd3,
+    tiny_vae,
+    wan_pipeline,
+)
 
-LIBRARY = DiffusersLibrary()
 NAMES = tuple(FAMILIES)
-
-TINY: dict[str, dict[str, Any]] = {
-    "SD3Transformer2DModel": {
-        "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8,
-        "num_attention_heads": 2, "joint_attention_dim": 16, "caption_projection_dim": 16, "pooled_projection_dim": 12,
-        "out_channels": 4, "pos_embed_max_size": 8,
-    },
-    "FluxTransformer2DModel": {
-        "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8,
-        "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 12, "guidance_embeds": True,
-        "axes_dims_rope": [4, 2, 2],
-    },
-    "Flux2Transformer2DModel": {
-        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2,
-        "joint_attention_dim": 16, "timestep_guidance_channels": 8, "axes_dims_rope": [2, 2, 2, 2],
-    },
-    "QwenImageTransformer2DModel": {
-        "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 8,
-        "num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": [2, 2, 4],
-    },
-    "WanTransformer3DModel": {
-        "patch_size": [1, 2, 2], "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4,
-        "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 32,
-    },
-    "SanaTransformer2DModel": {
-        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
-        "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16,
-        "caption_channels": 12, "sample_size": 8, "patch_size": 1, "timestep_scale": 1.0,
-    },
-}  # fmt: skip
-"""Keys of tiny configs by `_class_name`."""
-
-
-def tiny_keys(name: str, **others: Any) -> dict[str, Any]:
-    """`random_init` of a tiny model."""
-    return {"_class_name": name, **TINY[name], **others}
 
 
 def noise(name: str, rows: int = 2, seed: int = 0) -> torch.Tensor:
@@ -91,54 +66,7 @@ def conditioning_of(name: str, rows: int = 2, tokens: int = 5, seed: int = 1) ->
     return made
 
 
-def spec_of(name: str, **others: Any) -> ModelSpec:
-    return ModelSpec(task="flow", random_init=tiny_keys(name, **others), seed=7)
-
-
-def loaded(spec: ModelSpec) -> FlowModel:
-    model = LIBRARY.load(spec)
-    assert isinstance(model, FlowModel)
-    return model
-
-
 # -- equal to diffusers ------------------------------------------------------------------------------------------------
-
-
-def tiny_vae(name: str = "AutoencoderKL", **keys: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        if name == "AutoencoderKL":
-            given = {
-                "block_out_channels": [4, 4], "down_block_types": ["DownEncoderBlock2D"] * 2, "layers_per_block": 1,
-                "up_block_types": ["UpDecoderBlock2D"] * 2, "latent_channels": 4, "norm_num_groups": 2,
-                "scaling_factor": 1.5, "shift_factor": 0.1, "use_quant_conv": False, "use_post_quant_conv": False,
-            }  # fmt: skip
-        elif name == "AutoencoderKLWan" or name == "AutoencoderKLQwenImage":
-            given = {
-                "base_dim": 3, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1,
-                "temperal_downsample": [False, True, True], "latents_mean": [0.1, -0.2, 0.3, 0.0],
-                "latents_std": [1.5, 2.0, 0.5, 1.0],
-            }  # fmt: skip
-        elif name == "AutoencoderKLFlux2":
-            given = {
-                "block_out_channels": [4, 4], "down_block_types": ["DownEncoderBlock2D"] * 2, "layers_per_block": 1,
-                "up_block_types": ["UpDecoderBlock2D"] * 2, "latent_channels": 4, "norm_num_groups": 2,
-            }  # fmt: skip
-        else:
-            given = {
-                "latent_channels": 4, "attention_head_dim": 2, "scaling_factor": 0.5,
-                "encoder_block_types": ["ResBlock", "EfficientViTBlock"],
-                "decoder_block_types": ["ResBlock", "EfficientViTBlock"], "encoder_block_out_channels": [4, 8],
-                "decoder_block_out_channels": [4, 8], "encoder_qkv_multiscales": [[], [5]],
-                "decoder_qkv_multiscales": [[], [5]], "encoder_layers_per_block": [1, 1],
-                "decoder_layers_per_block": [1, 1], "downsample_block_type": "conv", "decoder_act_fns": "silu",
-                "upsample_block_type": "interpolate", "decoder_norm_types": "rms_norm",
-            }  # fmt: skip
-        return getattr(diffusers, name)(**given, **keys).eval()
-
-
-def scheduler(**keys: Any) -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(**keys)
 
 
 def ode(model: FlowModel, noise: Tensor, sigmas: Tensor, conditioning: dict[str, Tensor], guide: Any = None) -> Tensor:
@@ -231,19 +159,6 @@ def test_qwen_image_samples_as_the_pipeline_of_diffusers() -> None:
     ).images  # fmt: skip
     found = ode(model, x, pipe.scheduler.sigmas, given)
     torch.testing.assert_close(pack(found), expected, rtol=1e-4, atol=1e-4)
-
-
-def wan_pipeline(experts: int) -> Any:
-    parts = [loaded(replace(spec_of("WanTransformer3DModel"), seed=seed)).transformer for seed in (7, 8)]
-    boundary = {"transformer_2": parts[1], "boundary_ratio": 0.8} if experts == 2 else {}
-    pipe = diffusers.WanPipeline(None, None, tiny_vae("AutoencoderKLWan"), scheduler(), parts[0], **boundary)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def save_without_text(pipe: Any, path: Path) -> Path:
-    pipe.save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("experts", [1, 2])
@@ -424,6 +339,16 @@ def flow_matching(module: ProgramModule, batch: ModuleBatch) -> LossOutput:
     given = {key.removeprefix("cond."): each for key, each in batch.tensors.items() if key.startswith("cond.")}
     velocity = module(batch.tensors["x"], batch.tensors["sigma"], **given).float()
     return LossOutput(loss=(velocity - 1).square().flatten(1).mean(1).sum() / batch.total_rows, metrics={})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_knows_the_size_of_every_family(name: str) -> None:
+    spec = spec_of(name)
+    model, size = loaded(spec), LIBRARY.size(spec)
+    assert size.parameters == sum(each.numel() for each in model.parameters())
+    assert len(size.layers) == len(LIBRARY.blocks(model))
+    targets = [each for layer in size.layers for each in layer.linears if each.path.endswith("to_q")]
+    assert {(each.inputs, each.outputs) for each in targets} == {(size.hidden_size, size.hidden_size)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -632,34 +557,6 @@ def test_videos_are_decoded_in_slices_with_gradients(tmp_path: Path) -> None:
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
-
-
-def tiny_sd3(path: Path) -> Any:
-    """A whole SD3 pipeline: two CLIP encoders with a tokenizer of a few words, and no T5."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
-
-    words = {word: place for place, word in enumerate(["<pad>", "<eos>", "<unk>", "a", "red", "blue", "circle"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=6
-    )
-    encoders = []
-    for seed in range(2):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            config = CLIPTextConfig(
-                vocab_size=7, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-                max_position_embeddings=6, projection_dim=6, eos_token_id=1, pad_token_id=0, bos_token_id=1,
-            )  # fmt: skip
-            encoders.append(CLIPTextModelWithProjection(config).eval())
-    model = loaded(spec_of("SD3Transformer2DModel", joint_attention_dim=16, pooled_projection_dim=12))
-    pipe = diffusers.StableDiffusion3Pipeline(
-        model.transformer, scheduler(), tiny_vae(), encoders[0], fast, encoders[1], fast, None, None
-    )
-    pipe.save_pretrained(path)
-    return pipe
 
 
 def test_prompts_to_pixels_as_the_whole_pipeline_of_diffusers(tmp_path: Path) -> None:

@@ -21,17 +21,22 @@ height: 8
 width: 8
 rollout_batch_size: 2
 num_images_per_prompt: 4
+prompt_encoder: words
 max_steps: 3
 actor_train:
-  model_args: {random_init: {_class_name: SD3Transformer2DModel}}
+  model_args: {random_init: {_class_name: SD3Transformer2DModel, in_channels: 3}}
   training_args: {per_device_train_batch_size: 8}
   data_args: {file_name: rows.jsonl}
   strategy_args: {strategy_name: hf_train}
 """
 REWARDS = "rewards: {bright: {reward: image_brightness}}\n"
 GRPO = SAMPLES + REWARDS
-LORA = GRPO.replace("SD3Transformer2DModel}", "SD3Transformer2DModel}, lora_target: all-linear")
+LORA = GRPO.replace("channels: 3}", "channels: 3}, lora_target: all-linear")
 MATCHING = SAMPLES + "objective: flow_matching\n"
+EMBEDDED = {"cond.prompt_embeds": [[0.0] * 4096], "cond.pooled_prompt_embeds": [0.0] * 2048}
+QWEN = GRPO.replace("SD3Transformer2DModel", "QwenImageTransformer2DModel, joint_attention_dim: 4")
+QWEN = QWEN.replace("in_channels: 3", "in_channels: 12")
+FLUX = GRPO.replace("SD3", "Flux2")
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +96,12 @@ def test_a_config_is_accepted(text, overrides):
         (GRPO, ["teacher={strategy_args: {strategy_name: hf_infer}}"], ""),
         (GRPO, ["objective=grpo"], "objective"),
         (GRPO, ["num_inference_steps=1"], "num_inference_steps"),
+        (GRPO, ["objective=refl", "rewards.bright.reward=jpeg_size"], "rewards.bright"),  # no gradients
+        (GRPO, ["rewards.bright={reward: math_rule}"], "rewards.bright"),  # scores text
+        (GRPO, ["height=7"], "height"),  # patches of 2
+        (GRPO, ["num_frames=5"], "num_frames"),
+        (GRPO, ["actor_train.model_args.random_init.in_channels=16"], "actor_train.model_args"),  # no VAE
+        (GRPO, ["actor_train.model_args.random_init._class_name=UNet2DModel"], "actor_train.model_args"),
         (GRPO, ["actor_train.data_args.file_name=null"], ""),
         (GRPO, ["actor_train.data_args.file_name=none.jsonl"], "actor_train.data_args.file_name"),
     ],
@@ -111,8 +122,35 @@ def test_a_wrong_config_is_refused(text, overrides, key):
         (GRPO, [], {"text": "red square"}),
         (GRPO, ["guidance_scale=4.5"], {"cond.prompt_embeds": [[0.0]]}),
         (LORA.replace(REWARDS, ""), ["objective=diffusion_dpo"], {"prompt": "red square", "chosen": "0.png"}),
+        (MATCHING, ["objective_options={conditioning_dropout: 0.1}"], EMBEDDED | {"image": "0.png"}),
+        (GRPO, ["objective=refl", "objective_options={pretrain_loss_coef: 0.1}"], {"prompt": "red square"}),
+        (GRPO, ["prompt_encoder=pipeline"], {"prompt": "red square"}),
+        (GRPO, [], {**EMBEDDED, "cond.pooled_prompt_embeds": [0.0] * 3}),
+        (GRPO, [], {**EMBEDDED, "cond.pooled_prompt_embeds": [float("nan")] * 2048}),
+        (GRPO, [], {"cond.prompt_embeds": EMBEDDED["cond.prompt_embeds"]}),
+        (GRPO, ["guidance_scale=2"], {**EMBEDDED, "uncond.prompt_embeds": [[0.0]]}),
+        (QWEN, [], {"cond.prompt_embeds": [[0.0] * 4] * 3, "cond.prompt_embeds_mask": [True, True]}),
+        (QWEN, [], {"cond.prompt_embeds": [[0.0] * 4] * 2, "cond.prompt_embeds_mask": [False, False]}),
+        (FLUX, [], {"prompt": "red square"}),
     ],
-    ids=["no file", "no name", "no column", "no prompt", "no unconditional embedding", "no pair"],
+    ids=[
+        "no file",
+        "no name",
+        "no column",
+        "no prompt",
+        "no unconditional embedding",
+        "no pair",
+        "no unconditional embedding for dropout",
+        "no image for the pretraining term",
+        "no text encoder",
+        "an embedding of wrong width",
+        "an embedding that is not finite",
+        "an embedding too few",
+        "an unconditional embedding of wrong shape",
+        "a mask of wrong length",
+        "a mask without tokens",
+        "no embedded guidance",
+    ],
 )
 def test_a_wrong_row_is_located(text, overrides, row):
     write(row)
@@ -120,7 +158,7 @@ def test_a_wrong_row_is_located(text, overrides, row):
         loaded(text, *overrides)
     (problem,) = raised.value.problems
     assert problem.key == "actor_train.data_args.file_name"
-    assert problem.where == "run.yaml:10:26"
+    assert problem.where == "run.yaml:11:26"
     assert "rows.jsonl" in problem.message
 
 
@@ -141,3 +179,18 @@ def test_the_plan_follows_the_objective():
     assert phases(SAMPLES, *distill) == ["sample", "velocities of the teacher", "train", "train: step"]
     (role,) = plans.reward_flow(loaded(GRPO, "actor_train.training_args.per_device_train_batch_size=4").config).roles
     assert (role.task, role.num_steps) == ("flow", 6)
+    assert role.row_tokens == 4 * 4 + 256  # patches of 2 × 2, and text
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "calls"),
+    [
+        (GRPO, [], 9),
+        (GRPO, ["window=random", "guidance_scale=2"], 4),
+        (GRPO, ["objective=refl", "objective_options={grad_steps: 3}"], 3),
+        (MATCHING, [], 1),
+        (LORA.replace(REWARDS, ""), ["objective=diffusion_dpo"], 2),
+    ],
+)
+def test_the_plan_counts_calls_whose_activations_are_kept(text, overrides, calls):
+    assert plans.reward_flow(loaded(text, *overrides).config).roles[0].calls_with_gradients == calls

@@ -118,6 +118,16 @@ def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, 
 
 
 @pytest.mark.parametrize(
+    ("keys", "warns"),
+    [({}, True), ({"kd_placement": "loss"}, True), ({"kd_support": "full"}, False), (TOPK, False)],
+)
+def test_greedy_rollouts_do_not_estimate_a_divergence(loaded, keys, warns):
+    greedy = loaded(**keys | {"actor_infer": ENGINE | {"generating_args": {"temperature": 0.0}}})
+    found = [each.key for each in greedy.warnings]
+    assert found == ["actor_infer.generating_args.temperature"] * warns
+
+
+@pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({}, ("reverse_kl", "advantage", True)),

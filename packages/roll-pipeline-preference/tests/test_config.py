@@ -12,6 +12,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
 from roll_pipeline_preference import plans
+from roll_pipeline_preference.config import OTHER_NAMES
 from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins("roll-pipeline-preference"))
@@ -99,6 +100,16 @@ def test_what_would_have_no_effect_or_no_meaning_is_refused(text, overrides):
         loaded(text, *overrides)
 
 
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+def test_another_name_of_a_loss_is_refused_with_the_one_here(name):
+    for given in (name, f"[{name.upper()}, sft]"):
+        with pytest.raises(ConfigError) as raised:
+            loaded(DPO, f"loss_type={given}")
+        (problem,) = raised.value.problems
+        assert problem.key == "loss_type"
+        assert OTHER_NAMES[name] in problem.message
+
+
 def test_a_small_beta_of_simpo_is_warned_about():
     (warning,) = loaded(FREE + "loss_type: simpo\n").warnings
     assert warning.key == "beta"
@@ -115,8 +126,22 @@ def test_a_small_beta_of_simpo_is_warned_about():
         ({"chosen": None, "rejected": None, "response": "4", "label": True}, []),
         ({"margin": "wide"}, ["margin=margin"]),
         ({"margin": "nan"}, ["margin=margin"]),
+        ({"margin": -0.5}, ["margin=margin"]),
+        ({"margin": 1e39}, ["margin=margin"]),
+        ({"margin": 10**400}, ["margin=margin"]),
     ],
-    ids=["equal", "empty", "missing", "no prompt", "unpaired", "margin", "infinite margin"],
+    ids=[
+        "equal",
+        "empty",
+        "missing",
+        "no prompt",
+        "unpaired",
+        "margin",
+        "margin that is no number",
+        "negative margin",
+        "margin above float32",
+        "margin above float64",
+    ],
 )
 def test_a_wrong_row_is_located_before_anything_is_built(row, overrides):
     given = {name: value for name, value in {**PAIR, **row}.items() if value is not None}

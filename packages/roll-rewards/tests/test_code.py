@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from roll_core.errors import ConfigError, DataError, RewardFailure
 from roll_rewards import guest, sandbox
@@ -20,7 +21,7 @@ from roll_rewards.code_tests import (
     same_text,
     same_value,
 )
-from roll_rewards.config import CodeConfig
+from roll_rewards.config import CodeConfig, CompositeConfig
 
 NEEDS_ISOLATION = pytest.mark.skipif(bool(sandbox.probe()), reason=f"no isolation on this host: {sandbox.probe()}")
 
@@ -247,6 +248,46 @@ def test_rows_without_tests_and_broken_tests_are_failures(reward, requesting):
             code.score(requesting(fenced("def f(x): return 1"), test_cases=[tests]))
     arrays = {"inputs": np.array(["1"]).tolist(), "outputs": ["1"]}
     assert code.score(requesting(fenced("print(input())"), test_cases=arrays)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        5,
+        [],
+        [{"input": "1"}],
+        [{"input": "1", "output": ""}],
+        {"inputs": ["1"], "outputs": []},
+        {"fn_name": "f", "inputs": ["[1"], "outputs": ["1"]},
+        ["assert f( == 1"],
+    ],
+)
+def test_check_finds_malformed_tests_before_a_run(tests):
+    good = {"test_cases": [{"input": "1", "output": "1"}]}
+    config = CodeConfig(reward="code")
+    assert config.check_row(good) == {}
+    assert set(config.check_row({"test_cases": tests})) == {"test_cases"}
+    both = CompositeConfig(reward="composite", components={"right": config})
+    assert set(both.check_row({"test_cases": tests})) == {"components.right.test_cases"}
+
+
+def test_a_limit_of_memory_below_that_of_an_interpreter_is_refused():
+    with pytest.raises(ValidationError) as caught:
+        CodeConfig(reward="code", memory_limit_mb=1)
+    assert [each["loc"] for each in caught.value.errors()] == [("memory_limit_mb",)]
+
+
+@NEEDS_ISOLATION
+def test_the_least_memory_runs_a_program(scored):
+    program = "import collections, heapq, math, random, re\nx = bytearray(8 << 20)\nprint(input())"
+    assert scored(program, [{"input": "1", "output": "1"}], memory_limit_mb=64).value == 1.0
+
+
+@NEEDS_ISOLATION
+def test_a_limit_of_time_that_no_program_keeps_is_located(reward):
+    with pytest.raises(ConfigError) as caught:
+        reward(CodeReward, CodeConfig, "code", case_timeout_s=0.001)
+    assert [each.key for each in caught.value.problems] == ["case_timeout_s"]
 
 
 @NEEDS_ISOLATION

@@ -58,6 +58,21 @@ OUTSIDE = {
     "run a shell": "import subprocess; print(subprocess.check_output('cat ' + CANARY, shell=True))",
     "replace the process": "import os; os.execv('/bin/cat', ['cat', CANARY])",
     "system": "import os; assert os.system('touch ' + CANARY + '.new') == 0; print('5')",
+    "write own memory": "open('/proc/self/mem', 'r+b').read(1); print('5')",
+    "preload a library": (
+        "import os, sys; os.environ['LD_PRELOAD'] = './x.so';"
+        "os.execv(sys.executable, [sys.executable, '-c', 'print(5)'])"
+    ),
+    "leave a daemon": "import os\nif os.fork() == 0:\n  os.setsid()\n  while True: pass\nprint('5')",
+    "x32 system calls": "import ctypes; assert ctypes.CDLL(None).syscall(0x40000000 | 39) > 0; print('5')",
+    "run a file in memory": "import ctypes; assert ctypes.CDLL(None).syscall(319, b'x', 0) >= 0; print('5')",
+    "asynchronous system calls": (
+        "import ctypes; r = ctypes.CDLL(None).syscall(425, 8, ctypes.create_string_buffer(200));"
+        "assert r >= 0; print('5')"
+    ),
+    "change limits of the worker": (
+        "import resource; resource.prlimit(PARENT, resource.RLIMIT_NOFILE, (5, 5)); print('5')"
+    ),
     "32-bit system calls": (
         "import ctypes, mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex('b814000000cd80c3'));"
         "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m))); f(); print('5')"
@@ -82,6 +97,11 @@ BLOCKING = {
     "deep recursion": "import sys; sys.setrecursionlimit(10**9)\ndef f(): return [f()]\nf()",
     "segmentation fault": "import ctypes; ctypes.string_at(0)",
     "closed streams": "import os; os.closerange(0, 99)\nwhile True: pass",
+    "signal handlers": (
+        "import os, signal\nfor n in set(range(1, 65)) - {9, 19, 32, 33}:\n"
+        "  signal.signal(n, lambda *_: os.write(1, b'5'))\n"
+        "signal.setitimer(signal.ITIMER_REAL, .01, .01)\nwhile True: pass"
+    ),
     "raised limits": ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (999, 999))\nwhile True: pass"),
 }
 # Programs that pretend to have passed, in the three kinds of tests.
@@ -124,6 +144,51 @@ FORGED = {
         "found = [o for o in found if 'expected' in o or 'output' in o]\n"
         "def solve(a, b): return found[0].get('expected') or found[0]['output']\nprint(solve(1, 2))"
     ),
+    "traces the harness": (
+        "import sys\ndef trace(frame, event, value):\n"
+        "  for name in ('reply', 'message', 'result'):\n"
+        "    if name in frame.f_locals: frame.f_locals[name] = {'passed': True, 'value': 5}\n  return trace\n"
+        "sys.settrace(trace)\nframe = sys._getframe()\nwhile frame:\n  frame.f_trace = trace; frame = frame.f_back\n"
+        "def solve(*args): return 0"
+    ),
+    "replaces the code of the harness": (
+        "import gc, types\nfor o in gc.get_objects():\n"
+        "  if isinstance(o, types.FunctionType) and o.__name__ in ('encode', 'send', '_perform'):\n"
+        "    o.__code__ = (lambda *a: 5).__code__\ndef solve(*args): return 0"
+    ),
+    "writes frames to standard output": (
+        "import json, os, struct\ndef frame(message):\n"
+        "  data = json.dumps(message).encode(); os.write(1, struct.pack('!I', len(data)) + data)\n"
+        "for message in ({'id': 'x', 'names': {'solve': True}}, {'id': 'x', 'value': 5}, {'passed': True}):\n"
+        "  frame(message)\ndef solve(*args): return 0"
+    ),
+    "forges a value that cannot be decoded": (
+        "import json, os, struct, sys\ndef solve(*args):\n  frame = sys._getframe()\n"
+        "  while 'sink' not in frame.f_locals: frame = frame.f_back\n"
+        "  value = {'d': [[[1], 5]]}\n"
+        "  data = json.dumps({'id': frame.f_locals['request']['id'], 'value': value}).encode()\n"
+        "  os.write(frame.f_locals['sink'], struct.pack('!I', len(data)) + data)\n  return 0"
+    ),
+    "forges names": (
+        "import json, os, struct, sys\nframe = sys._getframe()\n"
+        "while frame and 'sink' not in frame.f_locals: frame = frame.f_back\n"
+        "if frame:\n  names = dict.fromkeys(['AssertionError', 'print', '__import__', 'solve'], True)\n"
+        "  data = json.dumps({'id': frame.f_locals['job']['id'], 'names': names}).encode()\n"
+        "  os.write(frame.f_locals['sink'], struct.pack('!I', len(data)) + data)\ndef solve(*args): return 0"
+    ),
+    "compares without end": (
+        "class Any(int):\n  def __eq__(self, other):\n    while True: pass\n  __hash__ = int.__hash__\n"
+        "  __repr__ = __str__ = __index__ = __float__ = __eq__\ndef solve(*args): return Any(7)"
+    ),
+    "writes when it is deleted": (
+        "import os\nclass Last:\n  def __del__(self): os.write(1, b'5'); os._exit(0)\nlast = Last()\n"
+        "def solve(*args): return Last() and 0"
+    ),
+    "writes at the exit": "import atexit, os\natexit.register(os.write, 1, b'5')\ndef solve(*args): return 0",
+    "returns a surrogate": "print('\\udcff\\ud800')\ndef solve(*args): return '\\ud800'",
+    "raises with surrogates": "def solve(*args): raise ValueError('\\ud800' * 500)\nsolve()",
+    "prints a huge exponent": "print('1e999999999999')\ndef solve(*args): return 1 << 7200000",
+    "raises an error with a long name": "def solve(*args): raise type('E' * 1000000, (Exception,), {})\nsolve()",
     "ends a loop early": "def solve(*args): raise StopIteration",
     "leaves in the call": "import os\ndef solve(*args): os._exit(0)",
     "raises what the test expects not": "def solve(*args): raise SystemExit(0)",

@@ -122,6 +122,17 @@ def test_check_reports_a_host_without_isolation_at_its_key(runs, monkeypatch):
     assert [(each.key, each.hint) for each in caught.value.problems] == [("rewards.code.sandbox_command", "")]
 
 
+def test_check_reports_rows_with_malformed_tests_at_the_column(runs):
+    rows = [{"prompt": "1", "test_cases": [{"input": "1", "output": "1"}]}, {"prompt": "2", "test_cases": [7]}] * 2
+    data = runs.folder / "malformed.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path, _ = load_config(runs, rewards={"code": {"reward": "code", "accept_missing_isolation": True}})
+    with pytest.raises(ConfigError) as caught:
+        load(path, [f"actor_train.data_args.file_name={data}"], runs.registry, FileCheck())
+    assert [(each.key, each.code) for each in caught.value.problems] == [("rewards.code.test_cases", "ROLL-C041")]
+    assert "malformed.jsonl row 2" in caught.value.problems[0].message
+
+
 def test_every_reward_is_listed_and_is_a_component_but_the_combination():
     registry = load_registry()
     names = {

@@ -5,12 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
 
+from roll_core.errors import TrackerError
 from roll_trackers.csv_tracker import CsvTracker
+from roll_trackers.remote_run import RemoteTracker
 
+FILES = ("config.yaml", "report.html", "samples.jsonl")
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"seed": 1, "role": {"lr": 0.1, "api_key": "<redacted>"}, "none": None}
 
 
@@ -19,7 +24,14 @@ def run_dir(tmp_path: Path, number: str = "001") -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 1\n")
     (folder / "samples.jsonl").write_text("{}\n")
+    (folder / "report.html").write_text("<p>report</p>\n")
     return folder
+
+
+def end(tracker, folder: Path, *, failed: bool) -> None:
+    """The end of a run, as the driver tells it."""
+    tracker.run_finished(failed=failed, files=[folder / name for name in FILES])
+    tracker.close()
 
 
 def id_of(folder: Path, name: str) -> str:
@@ -49,6 +61,52 @@ def test_csv_has_one_row_per_step_and_a_column_for_each_metric(tmp_path):
     ]  # fmt: skip
 
 
+def test_csv_merges_a_step_that_is_logged_again_and_keeps_no_rows(tmp_path):
+    folder = run_dir(tmp_path)
+    tracker = CsvTracker(folder, "grpo/001", {})
+    for step in range(200):
+        tracker.log(step, {"a": float(step)})
+    few = len(pickle.dumps(vars(tracker)))
+    for step in range(200, 400):
+        tracker.log(step, {"a": float(step)})
+    assert len(pickle.dumps(vars(tracker))) <= few + 8
+    tracker.log(399, {"val/score": 0.5})
+    tracker.close()
+    with (folder / "metrics.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["step"] for row in rows] == [str(step) for step in range(400)]
+    assert rows[-1] == {"step": "399", "a": "399.0", "val/score": "0.5"}
+    assert rows[0] == {"step": "0", "a": "0.0", "val/score": ""}
+    assert not list(folder.glob(".metrics.csv*"))
+
+
+class EndRecorder(RemoteTracker):
+    """A remote run in a list."""
+
+    name = "recorder"
+
+    def open(self, run_name, options, run_id):
+        self.ends = []
+        return run_id or run_name
+
+    def log(self, step, metrics): ...
+
+    def end(self, *, failed, files):
+        self.ends.append((failed, [path.name for path in files]))
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_remote_run_ends_as_the_run_did_with_its_files(tmp_path, failed):
+    folder = run_dir(tmp_path)
+    tracker = EndRecorder(folder, "grpo/001", {})
+    end(tracker, folder, failed=failed)
+    assert tracker.ends == [(failed, list(FILES))]
+    again = EndRecorder(continued(folder, tmp_path), "grpo/002", {})
+    assert id_of(tmp_path / "output" / "grpo" / "002", "recorder") == "grpo/001"
+    again.close()  # another tracker could not be opened
+    assert again.ends == [(True, [])]
+
+
 @pytest.mark.engine("mlflow")
 def test_mlflow_has_config_metrics_files_and_outcome_and_continues_a_run(tmp_path):
     from mlflow import MlflowClient
@@ -60,44 +118,48 @@ def test_mlflow_has_config_metrics_files_and_outcome_and_continues_a_run(tmp_pat
     tracker = MlflowTracker(folder, "grpo/001", options)
     tracker.log_config(CONFIG)
     tracker.log(1, {"score/mean": 0.5, "nan": math.nan})
-    try:
-        raise RuntimeError
-    except RuntimeError:
-        tracker.close()
+    tracker.log(2, {"score/mean": 0.6})
+    end(tracker, folder, failed=True)
     client = MlflowClient(options["tracking_uri"])
     run = client.get_run(id_of(folder, "mlflow"))
     assert run.info.status == "FAILED"
     assert run.info.run_name == "grpo/001"
     assert run.data.params == {"seed": "1", "role.lr": "0.1", "role.api_key": "<redacted>", "none": "null"}
     assert run.data.tags["team"] == "a"
-    second = MlflowTracker(continued(folder, tmp_path), "grpo/002", options)
+    new = continued(folder, tmp_path)
+    second = MlflowTracker(new, "grpo/002", options)
     second.log_config(CONFIG | {"seed": 2})
     second.log(2, {"score/mean": 0.75})
-    second.close()
+    end(second, new, failed=False)
     history = client.get_metric_history(run.info.run_id, "score/mean")
-    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.75)]
-    assert client.get_run(run.info.run_id).info.status == "FINISHED"
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.yaml", "samples.jsonl"}
+    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.6), (2, 0.75)]
+    run = client.get_run(run.info.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["score/mean"] == 0.75
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == set(FILES)
 
 
 @pytest.mark.engine("wandb")
 def test_wandb_writes_an_offline_run_and_continues_it(tmp_path):
     from roll_trackers.wandb_tracker import WandbTracker
 
-    options = {"mode": "offline", "tags": ["a"], "notes": "first"}
+    options = {"mode": "offline", "tags": ["a"], "notes": "first", "api_key": SECRET}
     folder = run_dir(tmp_path)
     tracker = WandbTracker(folder, "grpo/001", options)
     tracker.log_config(CONFIG)
     tracker.log(1, {"score/mean": 0.5, "nan": math.nan})
-    tracker.close()
+    end(tracker, folder, failed=True)
     new = continued(folder, tmp_path)
     second = WandbTracker(new, "grpo/002", options)
     second.log(1, {"score/mean": 0.75})
-    second.close()
+    end(second, new, failed=False)
     assert id_of(new, "wandb") == id_of(folder, "wandb")
     for each in (folder, new):
         (file,) = each.glob(f"wandb/offline-run-*/run-{id_of(folder, 'wandb')}.wandb")
         assert b"score/mean" in file.read_bytes()
+        for stored in (path for path in each.rglob("*") if path.is_file()):
+            assert SECRET.encode() not in stored.read_bytes(), stored
+        assert {path.name for path in each.glob("wandb/offline-run-*/files/*")} >= set(FILES)
 
 
 @pytest.mark.engine("trackio")
@@ -112,9 +174,38 @@ def test_trackio_stores_metrics_and_continues_a_run(tmp_path, monkeypatch):
     tracker = TrackioTracker(folder, "grpo/001", {"project": "p"})
     tracker.log_config(CONFIG)
     tracker.log(1, {"score/mean": 0.5})
+    tracker.log(2, {"score/mean": 0.6})
     tracker.close()
     second = TrackioTracker(continued(folder, tmp_path), "grpo/002", {"project": "p"})
     second.log(2, {"score/mean": 0.75})
     second.close()
     logs = SQLiteStorage.get_logs("p", "grpo-001")
-    assert [(row["step"], row["score/mean"]) for row in logs] == [(1, 0.5), (2, 0.75)]
+    assert [(row["step"], row["score/mean"]) for row in logs] == [(1, 0.5), (2, 0.6), (2, 0.75)]
+
+
+@pytest.mark.engine("prometheus_client")
+def test_prometheus_serves_the_last_values_until_it_is_closed(tmp_path):
+    import urllib.error
+    import urllib.request
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from roll_trackers.prometheus_tracker import PrometheusTracker
+
+    folder = run_dir(tmp_path)
+    tracker = PrometheusTracker(folder, "grpo/001", {"port": 0})
+    url = (folder / "trackers" / "prometheus.txt").read_text().strip()
+    assert url.startswith("http://127.0.0.1:")
+    tracker.log(1, {"score/mean": 0.5, 'a "quoted" name': 1.0})
+    tracker.log(2, {"score/mean": 0.75, "bad": math.nan})
+    with urllib.request.urlopen(url) as response:
+        families = {each.name: each.samples for each in text_string_to_metric_families(response.read().decode())}
+    assert [(each.labels, each.value) for each in families["roll_step"]] == [({"run": "grpo/001"}, 2.0)]
+    values = {each.labels["name"]: each.value for each in families["roll_metric"]}
+    assert math.isnan(values.pop("bad"))
+    assert values == {"score/mean": 0.75, 'a "quoted" name': 1.0}
+    with pytest.raises(TrackerError):
+        PrometheusTracker(folder, "grpo/002", {"port": tracker.port})
+    tracker.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url)

@@ -10,7 +10,7 @@ from collections import Counter
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -42,6 +42,8 @@ class LocalSearch(Environment):
     The reward is 1 if the answer is right without regard to case, punctuation and articles, otherwise 0. Questions
     about the corpus of this package need two searches. With a corpus of your own, tasks have `question` and `answer`.
     """
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, corpus: str | None = None, num_results: int = 3) -> None:
         self.corpus, self.num_results = corpus, num_results

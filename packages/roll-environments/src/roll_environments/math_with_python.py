@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -31,6 +31,8 @@ class MathWithPython(Environment):
     A task with `question` and `answer` is asked instead of a problem from the seed. Expressions are evaluated by
     `arithmetic`, which runs no code.
     """
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, num_operations: int = 3, digits: int = 3) -> None:
         self.num_operations, self.digits = num_operations, digits

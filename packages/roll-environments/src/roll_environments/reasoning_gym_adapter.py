@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 class ReasoningGym(Environment):
     """One question and one reply. The answer is the text in the last `<answer>` tag; without one, the reward is 0."""
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, dataset: str, options: Mapping[str, Any] | None = None, prompt: str | None = None) -> None:
         self.dataset, self.options, self.prompt = dataset, dict(options or {}), prompt

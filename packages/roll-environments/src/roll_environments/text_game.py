@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -26,6 +26,8 @@ Place = tuple[int, int]
 
 class TextGame(Environment):
     """Rooms on a grid, connected by doors. The last command in a reply counts. Opening the chest has reward 1."""
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, rooms: int = 6, key_reward: float = 0.0) -> None:
         self.num_rooms, self.key_reward = rooms, key_reward

@@ -1,16 +1,26 @@
-"""Hooks of the plugin, which provides importers of other frameworks' configs."""
+"""Hooks of the plugin, which provides importers of other frameworks' configs and their command."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import ImporterProvider
+from roll_core.spec.providers import CommandProvider, ImporterProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROLL_HOOK_API = 1
+
+
+@hookimpl
+def roll_commands() -> Iterator[CommandProvider]:
+    """`roll-core import`, for the importers of any package."""
+    yield CommandProvider(
+        name="import",
+        target="roll_migrate.command:command",
+        summary="Convert another framework's config, and report the result for each key",
+    )
 
 
 @hookimpl

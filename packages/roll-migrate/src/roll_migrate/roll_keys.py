@@ -433,8 +433,8 @@ FLOW_MODEL: Table = {
     "num_inference_steps": rename("top:num_inference_steps"),
     "mid_timestep": change("→ `objective_options.grad_steps`: final_timestep - mid_timestep + 1", values.mid_timestep),
     "final_timestep": change("→ `objective_options.stop_range`, unless it is the last step", values.final_timestep),
-    "min_timestep_boundary": rename("top:objective_options.min_timestep_boundary"),
-    "max_timestep_boundary": rename("top:objective_options.max_timestep_boundary"),
+    "min_timestep_boundary": unneeded("ROLL's loss did not read it: `mid_timestep` decides"),
+    "max_timestep_boundary": unneeded("ROLL's loss did not read it: `mid_timestep` decides"),
     "trainable_models": refused("all experts of a model's directory are trained: name the directory of one"),
     "extra_inputs": refused("only text conditions the model"),
     "use_gradient_checkpointing_offload": unneeded("disable_gradient_checkpointing decides"),
@@ -529,6 +529,7 @@ DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
     "reward_flow": {
         ("objective",): "refl",
         ("num_inference_steps",): 8,
+        ("shift",): 5.0,
         ("objective_options", "grad_steps"): 4,
         ("objective_options", "predict"): "sample",
         ("objective_options", "reward_scale"): 0.625,
@@ -540,6 +541,7 @@ DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
 
 DIFFERS: dict[tuple[str, ...], str] = {
     ("actor_infer", "generating_args", "temperature"): values.AT_TEMPERATURE,
+    ("shift",): "the constant of ROLL's scheduler",
     ("objective_options", "reward_scale"): "0.1 / 0.16, constants for its one reward",
     ("objective_options", "kl_coef"): "ROLL used one noise for all samples, here each has its own",
     ("kd_tail",): "logprobs are divided by the probability of the K tokens; `bucket` also compares the rest",

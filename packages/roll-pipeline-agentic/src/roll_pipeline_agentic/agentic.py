@@ -34,7 +34,7 @@ from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording_server import RecordingServer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from roll_core.data.rows import Rows
     from roll_core.pipelines.experience import Experience
@@ -75,6 +75,8 @@ class AgenticPipeline(RLVRPipeline):
         config = self.config
         tags = list(config.custom_envs)
         self.hosts = {tag: _host(run, config, tag) for tag in tags if config.custom_envs[tag].environment}
+        classes = {tag: run.environment(config.custom_envs[tag]).cls for tag in self.hosts}
+        self.with_success = [tag for tag, cls in classes.items() if cls.reports_success]
         endpoint = config.agent_endpoint
         self.server = RecordingServer(endpoint.host, endpoint.port, endpoint.url)
         self.encoders = {
@@ -153,7 +155,8 @@ class AgenticPipeline(RLVRPipeline):
     @override
     def _batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         samples = [sample for group in groups for sample in group.samples]
-        return super()._batch_metrics(groups) | episode_metrics(samples) | self._host_metrics()
+        metrics = episode_metrics(samples, self.with_success)
+        return super()._batch_metrics(groups) | metrics | self._host_metrics()
 
     def _host_metrics(self) -> dict[str, float]:
         """Durations of the environments' calls, and numbers of failed and repeated episodes, since the last batch."""
@@ -183,7 +186,8 @@ class AgenticPipeline(RLVRPipeline):
         samples = [sample for group in groups for sample in group.samples]
         run.log_samples(samples, split="val")
         self._host_metrics()  # those of a step do not contain the evaluation
-        return score_metrics(samples) | {f"val/{name}": value for name, value in episode_metrics(samples).items()}
+        metrics = episode_metrics(samples, self.with_success)
+        return score_metrics(samples) | {f"val/{name}": value for name, value in metrics.items()}
 
     @override
     async def close(self) -> None:
@@ -211,8 +215,11 @@ NUM_TURNS = 8
 """Turns of an episode with metrics of their own."""
 
 
-def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of episodes per environment, `env/<tag>/…`, and of their rows. Failed episodes count only as failed."""
+def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = ()) -> dict[str, float]:
+    """Metrics of episodes per environment, `env/<tag>/…`, and of their rows. Failed episodes count only as failed.
+
+    Tags in `with_success` have the metric `success` also if no episode reports it.
+    """
     found: dict[str, float] = {}
     by_tag: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -253,6 +260,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
                     values[name].append(value)
             for name, each in values.items():
                 means[name].append(statistics.fmean(each))
+        if tag in with_success:
+            means["success"] += []
         # An episode that ends without `success`, for example after its last turn, is none.
         nums = {name: len(episodes) if name == "success" else len(each) for name, each in means.items()}
         found |= {f"env/{tag}/{name}": sum(each) / nums[name] for name, each in means.items()}

@@ -21,6 +21,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         target="roll_pipeline_agentic.agentic:AgenticPipeline",
         config="roll_pipeline_agentic.config:AgenticConfig",
         plan="roll_core.pipelines.plans:rlvr",
+        starter="roll_pipeline_agentic.starters:agentic",
         summary="Reinforcement learning in multi-turn environments",
     )
 

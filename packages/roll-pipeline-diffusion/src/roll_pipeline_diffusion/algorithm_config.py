@@ -409,8 +409,8 @@ def options_of(key: str, name: str) -> type[Config]:
     return schema
 
 
-def _invalid(message: str, value: Any, *path: str) -> ValidationError:
-    """Error at a key within the field that is validated."""
+def invalid(message: str, value: Any, *path: str) -> ValidationError:
+    """Error at a key within the field, or the schema, that is validated."""
     problem = PydanticCustomError("value_error", "{message}", {"message": message})  # braces in the message are text
     return ValidationError.from_exception_data("options", [InitErrorDetails(type=problem, loc=path, input=value)])
 
@@ -475,7 +475,7 @@ class FlowAlgorithmConfig(Config):
         if num_steps is None:
             return value
         if isinstance(options, WindowOptions) and (problem := options.problem(num_steps)):
-            raise _invalid(problem[1], value, problem[0])
+            raise invalid(problem[1], value, problem[0])
         if isinstance(options, ReflOptions):
             dynamic = info.data.get("dynamic_shift", False)
             schedule = SigmaSchedule(num_steps=num_steps, shift=info.data.get("shift", 1.0))
@@ -483,7 +483,7 @@ class FlowAlgorithmConfig(Config):
         summed = info.data.get("logprob_reduction") == "sum"
         if isinstance(options, FlowGRPOOptions) and options.variant == "guard" and summed:
             message = "found guard with logprob_reduction sum, but GRPO-Guard is defined with mean: set mean"
-            raise _invalid(message, value, "variant")
+            raise invalid(message, value, "variant")
         return value
 
     @field_validator("sampler")
@@ -511,6 +511,16 @@ class FlowAlgorithmConfig(Config):
     def objective_settings(self) -> Config:
         """The objective's options with defaults."""
         return options_of("objective", self.objective)(**self.objective_options)
+
+    @property
+    def window_settings(self) -> Config:
+        """The window's options with defaults."""
+        return options_of("window", self.window)(**self.window_options)
+
+    @property
+    def advantage_settings(self) -> Config:
+        """The advantage's options with defaults."""
+        return options_of("advantage", self.advantage)(**self.advantage_options)
 
     @property
     def objective_inputs(self) -> frozenset[str]:
@@ -570,10 +580,10 @@ def _check_refl(options: ReflOptions, num_steps: int, sigmas: Sequence[float] | 
     low, high = options.resolved_stop_range(num_steps) or (num_steps - 1, num_steps)
     if high > num_steps:
         message = f"found the end {high}, expected at most {num_steps}, the number of steps (num_inference_steps)"
-        raise _invalid(message, value, "stop_range")
+        raise invalid(message, value, "stop_range")
     if options.grad_steps > low + 1:
         message = f"found {options.grad_steps}, but the trajectory may stop after {low + 1} steps: lower it"
-        raise _invalid(message, value, "grad_steps")
+        raise invalid(message, value, "grad_steps")
     for stop in range(low, high):
         trained = sigmas[stop - options.grad_steps + 1 : stop + 1] if sigmas is not None else ()
         if trained and not any(options.min_timestep_boundary <= at <= options.max_timestep_boundary for at in trained):
@@ -582,7 +592,7 @@ def _check_refl(options: ReflOptions, num_steps: int, sigmas: Sequence[float] | 
                 f" {options.max_timestep_boundary}: a trajectory that stops after {stop + 1} steps has them at"
                 f" {', '.join(f'{at:.3f}' for at in trained)}"
             )
-            raise _invalid(message, value, "min_timestep_boundary")
+            raise invalid(message, value, "min_timestep_boundary")
 
 
 document_fields(__name__)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from roll_core.errors import ModelError
 from roll_core.pipelines.config import sequences_per_step
 from roll_core.spec.config import (
     Config,
@@ -19,7 +20,9 @@ from roll_core.spec.config import (
     ScoreWorkerConfig,
     TrainWorkerConfig,
 )
-from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, GroupAdvantageOptions, NFTOptions, ReflOptions
+from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, GroupAdvantageOptions, NFTOptions, invalid
+from roll_pipeline_diffusion.models.description import describe_args
+from roll_pipeline_diffusion.rewards.config import ImageRewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,6 +120,40 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _rewards_score_images(self) -> RewardFlowConfig:
+        for name, reward in self.rewards.items():
+            at = ("rewards", name, "reward")
+            if not isinstance(reward, ImageRewardConfig):
+                message = f"{reward.reward} scores text, expected a reward of images: see `roll-core plugins`"
+                raise invalid(message, reward.reward, *at)
+            if "score" in self.objective_inputs and not reward.has_gradients:
+                message = (
+                    f"{reward.reward} has no gradients, but objective {self.objective} needs them: remove it, or use"
+                    " an objective such as flow_grpo"
+                )
+                raise invalid(message, reward.reward, *at)
+        return self
+
+    @model_validator(mode="after")
+    def _model_makes_the_images(self) -> RewardFlowConfig:
+        args = self.actor_train.model_args
+        try:
+            model = describe_args(args, self.pretrain)
+        except ModelError as error:
+            raise invalid(str(error), args, "actor_train", "model_args") from error
+        if model is None:
+            return self
+        if problem := model.size_problem(self.height, self.width, self.num_frames):
+            raise invalid(problem[1], getattr(self, problem[0]), problem[0])
+        if model.vae is None and model.channels != 3 and (self.samples_images or self.validation is not None):
+            message = (
+                f"the model has no VAE, so its latents must be pixels with 3 channels, found {model.channels}: name a"
+                " pipeline's directory"
+            )
+            raise invalid(message, args, "actor_train", "model_args")
+        return self
+
+    @model_validator(mode="after")
     def _batches_are_whole(self) -> RewardFlowConfig:
         if not self.samples_images:
             return self
@@ -174,13 +211,14 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     @classmethod
     @override
     def check_rows(cls, key: str, rows: Rows, data: DataArguments, values: Mapping[Any, Any]) -> None:
-        from roll_pipeline_diffusion.rows import check_rows
+        from roll_pipeline_diffusion.rows import check_rows, option_of
 
         objective = values.get("objective") if key == "actor_train" else None
-        images = {"diffusion_dpo": [data.chosen, data.rejected], "flow_matching": [values.get("image_column", "image")]}
-        scales = [values.get("guidance_scale"), (values.get("validation") or {}).get("guidance_scale")]
-        guided = any(isinstance(each, (int, float)) and each != 1 for each in scales)
-        check_rows(rows, data, images.get(str(objective), []), guided=guided)
+        own = [values.get("image_column", "image")]
+        images = {"diffusion_dpo": [data.chosen, data.rejected], "flow_matching": own}
+        if option_of(values, "pretrain_loss_coef"):
+            images["refl"] = own
+        check_rows(rows, data, images.get(str(objective), []), values)
 
     @override
     def capabilities(self) -> Mapping[str, tuple[str, ...]]:
@@ -190,20 +228,9 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
         options, found = self.objective_settings, {}
-        if self.num_steps_per_batch > 1 and isinstance(options, ReflOptions):
-            found["ppo_epochs"] = (
-                "refl samples its images anew in each optimizer step, so that further passes repeat the same noise"
-            )
         if isinstance(options, NFTOptions) and self.guidance_scale != 1:
-            found["guidance_scale"] = "DiffusionNFT is meant to train without guidance (arXiv:2509.16117 §4): set 1"
+            found["guidance_scale"] = "DiffusionNFT is meant to train without guidance (arXiv:2509.16117): set 1"
         return found
-
-    @property
-    def advantage_settings(self) -> Config:
-        """The advantage's options with defaults."""
-        from roll_pipeline_diffusion.algorithm_config import options_of
-
-        return options_of("advantage", self.advantage)(**self.advantage_options)
 
     @property
     def validation_guidance(self) -> float:

@@ -279,6 +279,8 @@ def given_conditioning(row: Mapping[str, Any], model: FlowDescription, *, kind: 
     for name, each in arrays.items():
         if name in expected and expected[name].mask:
             arrays[name] = each.astype(bool)
+            if not arrays[name].any():
+                raise DataError(f"{where}: {kind}.{name} marks no text token")
             continue
         if not np.issubdtype(each.dtype, np.number) or np.iscomplexobj(each):
             raise DataError(f"{where}: {kind}.{name} has dtype {each.dtype}, expected real numbers")

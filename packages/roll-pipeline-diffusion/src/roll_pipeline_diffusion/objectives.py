@@ -411,10 +411,11 @@ def flow_matching(
 def _with_dropout(batch: ModuleBatch, share: float, module: ProgramModule) -> ModuleBatch:
     """Batch in which this share of the rows has the unconditional conditioning."""
     with_prompt, without = conditioning(batch), conditioning(batch, "uncond.")
-    if set(with_prompt) != set(without):
+    shapes = [{name: list(each.shape[1:]) for name, each in sorted(given.items())} for given in (with_prompt, without)]
+    if shapes[0] != shapes[1]:
         raise DataError(
-            f"conditioning_dropout needs uncond.<name> for each cond.<name>: found cond {sorted(with_prompt)}, uncond"
-            f" {sorted(without)}"
+            "conditioning_dropout needs uncond.<name> like each cond.<name>: found shapes per row of cond"
+            f" {shapes[0]}, of uncond {shapes[1]}"
         )
     dropped_B = uniform(batch, "dropout", module.device) < share
     mixed = {

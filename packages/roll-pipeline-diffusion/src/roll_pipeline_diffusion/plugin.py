@@ -11,6 +11,47 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROLL_HOOK_API = 1
+REWARDS = (
+    ("image_brightness", "pixels:BrightnessReward", "BrightnessConfig", "Mean luminance of an image; differentiable"),
+    (
+        "image_color",
+        "pixels:ColorReward",
+        "ColorConfig",
+        "1 minus the mean distance of an image's pixels to a colour; differentiable",
+    ),
+    (
+        "jpeg_size",
+        "pixels:JpegSizeReward",
+        "JpegSizeConfig",
+        "Size of an image as JPEG (DDPO's compressibility and incompressibility)",
+    ),
+    (
+        "clip_score",
+        "clip:ClipScoreReward",
+        "ClipScoreConfig",
+        "Similarity of image and prompt by CLIP or PickScore; differentiable",
+    ),
+    (
+        "aesthetic",
+        "clip:AestheticReward",
+        "AestheticConfig",
+        "Linear head on an image's CLIP embedding; differentiable",
+    ),
+    (
+        "image_text",
+        "function:TextReward",
+        "ImageTextConfig",
+        "Text in an image, read by a function of yours, compared with the text wanted",
+    ),
+    (
+        "image_function",
+        "function:FunctionReward",
+        "ImageFunctionConfig",
+        "Your Python function of images or videos, with or without gradients",
+    ),
+    ("image_http", "http:HttpReward", "ImageHttpConfig", "Scores of an HTTP endpoint that gets images as PNG"),
+)
+"""Name, class, schema and summary of each reward."""
 
 
 @hookimpl
@@ -22,6 +63,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_pipeline_diffusion.config:RewardFlowConfig",
         plan="roll_pipeline_diffusion.plans:reward_flow",
         tokenizer=False,
+        starter="roll_pipeline_diffusion.starters:diffusion",
         summary="Flow models for images and video: reward backpropagation, Flow-GRPO, DiffusionNFT, DPO, flow matching",
     )
 
@@ -29,52 +71,8 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
 @hookimpl
 def roll_rewards() -> Iterator[RewardProvider]:
     """Rewards of images and videos."""
-    rewards = "roll_pipeline_diffusion.rewards"
-    yield RewardProvider(
-        name="image_brightness",
-        target=f"{rewards}.pixels:BrightnessReward",
-        config=f"{rewards}.config:BrightnessConfig",
-        summary="Mean luminance of an image; differentiable",
-    )
-    yield RewardProvider(
-        name="image_color",
-        target=f"{rewards}.pixels:ColorReward",
-        config=f"{rewards}.config:ColorConfig",
-        summary="1 minus the mean distance of an image's pixels to a colour; differentiable",
-    )
-    yield RewardProvider(
-        name="jpeg_size",
-        target=f"{rewards}.pixels:JpegSizeReward",
-        config=f"{rewards}.config:JpegSizeConfig",
-        summary="Size of an image as JPEG (DDPO's compressibility and incompressibility)",
-    )
-    yield RewardProvider(
-        name="clip_score",
-        target=f"{rewards}.clip:ClipScoreReward",
-        config=f"{rewards}.config:ClipScoreConfig",
-        summary="Similarity of image and prompt by CLIP or PickScore; differentiable",
-    )
-    yield RewardProvider(
-        name="aesthetic",
-        target=f"{rewards}.clip:AestheticReward",
-        config=f"{rewards}.config:AestheticConfig",
-        summary="Linear head on an image's CLIP embedding; differentiable",
-    )
-    yield RewardProvider(
-        name="image_text",
-        target=f"{rewards}.function:TextReward",
-        config=f"{rewards}.config:ImageTextConfig",
-        summary="Text in an image, read by a function of yours, compared with the text wanted",
-    )
-    yield RewardProvider(
-        name="image_function",
-        target=f"{rewards}.function:FunctionReward",
-        config=f"{rewards}.config:ImageFunctionConfig",
-        summary="Your Python function of images or videos, with or without gradients",
-    )
-    yield RewardProvider(
-        name="image_http",
-        target=f"{rewards}.http:HttpReward",
-        config=f"{rewards}.config:ImageHttpConfig",
-        summary="Scores of an HTTP endpoint that gets images as PNG",
-    )
+    package = "roll_pipeline_diffusion.rewards"
+    for name, target, config, summary in REWARDS:
+        yield RewardProvider(
+            name=name, target=f"{package}.{target}", config=f"{package}.config:{config}", summary=summary
+        )

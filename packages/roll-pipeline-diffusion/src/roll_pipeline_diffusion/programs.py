@@ -7,7 +7,7 @@ Tensors of a batch, B rows, W steps of the window:
 
 | name | shape | content |
 |---|---|---|
-| `seed` | `[B]` int64 | source of all random numbers of the row; new in every update |
+| `seed` | `[B]` int64 | source of the row's random numbers, with the epoch; new in every update |
 | `cond.<name>`, `uncond.<name>` | `[B, ...]` | the model's conditioning, with and without the prompt |
 | `latents` | `[B, ...]` | final latents, or latents of the data |
 | `step_index` | `[B, W]` int64 | steps in the schedule |
@@ -18,7 +18,8 @@ Tensors of a batch, B rows, W steps of the window:
 | `chosen_latents`, `rejected_latents` | `[B, ...]` | a pair |
 
 Random numbers come from the rows' seeds through generators on the CPU: one per row, purpose and step. They therefore
-depend neither on how rows are batched, nor on ranks or devices. Two rows with one seed have the same noise.
+depend neither on how rows are batched, nor on ranks or devices. Two rows with one seed have the same noise. A further
+epoch of an update has noise of its own.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ def random_sigmas(
 
 def _generators(batch: ModuleBatch, purpose: Purpose, index: int) -> list[np.random.Generator]:
     seeds = tensor(batch, "seed").tolist()
-    return [np.random.default_rng([seed & (2**64 - 1), _STREAMS[purpose], index]) for seed in seeds]
+    parts = [_STREAMS[purpose], index, *([batch.epoch] if batch.epoch else [])]
+    return [np.random.default_rng([seed & (2**64 - 1), *parts]) for seed in seeds]
 
 
 def require_finite_steps(finite_TB: Sequence[Tensor], batch: ModuleBatch) -> None:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.data.rows import text_of
-from roll_core.errors import DataError
-from roll_core.spec.model import ModelSpec
+from roll_core.errors import DataError, ModelError
 from roll_pipeline_diffusion.cache import ArrayCache
 from roll_pipeline_diffusion.decoding import LatentDecoder, to_uint8
 from roll_pipeline_diffusion.encoders import ImageEncoder, PromptEncoder, WordEncoder, given_conditioning
-from roll_pipeline_diffusion.models.description import FlowDescription, describe
-from roll_pipeline_diffusion.rows import CONDITIONING, folder_of, image_file
+from roll_pipeline_diffusion.models.description import describe_args
+from roll_pipeline_diffusion.rows import CONDITIONING, folder_of, image_file, need_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,16 +51,13 @@ class FlowData:
     def __init__(self, config: RewardFlowConfig) -> None:
         """Describe the model. Raises `ModelError`, and `DataError` for sizes that it cannot generate."""
         args = config.actor_train.model_args
-        path = args.model_name_or_path or ("" if args.random_init else config.pretrain or "")
-        self.config = config
-        self.model: FlowDescription = describe(
-            ModelSpec(
-                task="flow",
-                path=path,
-                random_init=args.random_init,
-                config_overrides=args.model_config_kwargs,
+        model = describe_args(args, config.pretrain)
+        if model is None:
+            raise ModelError(
+                f"{args.path(config.pretrain) or 'no model'}: expected a local directory of diffusers, or random_init:"
+                " download models of the hub first, with `hf download`"
             )
-        )
+        self.config, self.model = config, model
         self.latent_shape = self.model.latent_shape(config.height, config.width, config.num_frames)
         self.decoder = LatentDecoder(
             directory=str(self.model.directory) if self.model.vae is not None else "",
@@ -102,15 +98,10 @@ class FlowData:
 
     def _encoder(self, row: Row, data: DataArguments) -> PromptEncoder | WordEncoder:
         config = self.config
+        need_encoder(row, data, self.model, encoder=config.prompt_encoder, guidance=config.embedded_guidance)
         if config.prompt_encoder == "words":
             tokens = {} if config.prompt_tokens is None else {"tokens": config.prompt_tokens}
             return WordEncoder(model=self.model, guidance=config.embedded_guidance, **tokens)
-        if not self.model.pipeline:
-            raise DataError(
-                f"{row.where}: no column {CONDITIONING!r} or '{CONDITIONING}.<name>', and the model has no text"
-                f" encoders for column {data.prompt!r}: name a pipeline's directory as the model, precompute the"
-                " conditioning, or set prompt_encoder to words"
-            )
         return PromptEncoder(
             model=self.model,
             cache=self.cache,

@@ -57,7 +57,7 @@ def progressive(
 ) -> Sequence[int]:
     """`size` adjacent steps that move from noise to data: by `stride` steps every `iters_per_group` updates.
 
-    Source: MixGRPO, arXiv:2507.21802 §3.2. After the last place in `step_range`, the window starts at the first one
+    Source: MixGRPO, arXiv:2507.21802. After the last place in `step_range`, the window starts at the first one
     again. The last place always touches the range's end, also if the stride does not divide the way to it.
     """
     low, high = step_range or (0, num_steps - 1)

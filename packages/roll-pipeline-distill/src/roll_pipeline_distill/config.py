@@ -406,6 +406,11 @@ class DistillConfig(RLVRConfig):
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
         found = super().warnings(parts) if self.trains_policy else {}
+        if self.kd_support == "sampled" and self.on_policy and self.actor_infer.generating_args.temperature == 0:
+            found["actor_infer.generating_args.temperature"] = (
+                "found 0: the most likely tokens are no samples of the student, so their log-ratios do not estimate the"
+                " divergence: set 1, or kd_support: full, teacher_topk or student_topk"
+            )
         if self.kd_support not in ("sampled", "full") and self.kd_tail == "renormalise":
             found["kd_tail"] = "the student's probability outside of the K tokens is then free: set bucket to bound it"
         if self.kd_support in TOPK and self.kd_tail == "drop":

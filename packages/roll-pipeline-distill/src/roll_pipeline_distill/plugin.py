@@ -21,5 +21,6 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         target="roll_pipeline_distill.pipeline:DistillPipeline",
         config="roll_pipeline_distill.config:DistillConfig",
         plan="roll_pipeline_distill.plans:distill",
+        starter="roll_pipeline_distill.starters:distill",
         summary="Distillation of a teacher, on-policy or on a data set: GKD, MiniLLM, DistiLLM, on-policy distillation",
     )

@@ -61,6 +61,20 @@ OPTIONS_OF: Mapping[str, frozenset[str]] = {
     "undesirable_weight": frozenset(get_args(LabelledLoss)),
 }
 """Losses that read an option."""
+OTHER_NAMES: Mapping[str, str] = {
+    "dpo": "sigmoid",
+    "cdpo": "sigmoid, with label_smoothing",
+    "rdpo": "robust, with label_smoothing",
+    "slic": "hinge",
+    "mpo": "a list, for example [sigmoid, bco_pair, sft] with loss_weights",
+    "rpo": "a list, [sigmoid, sft] with loss_weights",
+    "exo": "exo_pair",
+    "nca": "nca_pair",
+    "bco": "bco_pair",
+    "sppo": "sppo_hard",
+    "apo": "apo_zero or apo_down",
+}
+"""Names of losses in papers and other frameworks, with ours."""
 WITH_SFT: frozenset[str] = frozenset({"cpo", "orpo"})
 """Losses whose papers add the negative log-likelihood of chosen responses."""
 
@@ -130,6 +144,14 @@ class PreferenceConfig(RewardRunConfig):
     @classmethod
     def _one_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, (str, int, float)) else value
+
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _names_are_ours(cls, value: Any) -> Any:
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and (ours := OTHER_NAMES.get(name.lower())):
+                raise ValueError(f"found {name}, which is {ours} here")
+        return value
 
     @model_validator(mode="after")
     def _losses_fit_together(self) -> PreferenceConfig:
@@ -259,11 +281,11 @@ class RewardModelConfig(RunConfig):
     @classmethod
     @override
     def check_rows(cls, key: str, rows: Rows, data: DataArguments, values: Mapping[Any, Any]) -> None:
-        from roll_pipeline_preference.rows import number_of
+        from roll_pipeline_preference.rows import margin_of
 
         _check_preferences(rows, data, labelled=False)
         for row in rows if values.get("margin") is not None else ():
-            number_of(row, values["margin"], rows)
+            margin_of(row, values["margin"], rows)
 
 
 def names_with_reference(names: list[LossType]) -> list[LossType]:

@@ -15,7 +15,7 @@ from roll_core.data.encode import Counts, Encoder, Overlong, report_counts
 from roll_core.data.rows import are_chats, tools_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
-from roll_pipeline_preference.rows import are_pairs, labelled_of, need_preferences, number_of, pair_of
+from roll_pipeline_preference.rows import are_pairs, labelled_of, margin_of, need_preferences, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ def encode_pairs(
     sequences: list[TrainSequence] = []
     for row in rows:
         prompt, *responses = pair_of(row, data, rows)
-        value = number_of(row, margin, rows) if margin is not None else 0.0
+        value = margin_of(row, margin, rows) if margin is not None else 0.0
         found = [encode(row, prompt, response) for response in responses]
         if encode.keeps(row, found):
             (tokens, mask), (other, other_mask) = (each for each in found if each is not None)

@@ -22,6 +22,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
             target="roll_pipeline_preference.preference:PreferencePipeline",
             config="roll_pipeline_preference.config:PreferenceConfig",
             plan="roll_pipeline_preference.plans:preference",
+            starter="roll_pipeline_preference.starters:preference",
             summary="Direct alignment on pairs or labelled responses: DPO, IPO, SimPO, ORPO, KTO",
         )
     yield PipelineProvider(

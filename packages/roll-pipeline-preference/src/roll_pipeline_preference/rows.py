@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from roll_core.data.rows import messages_of, need_column, stored_messages, text_of
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Message, Row, Rows
     from roll_core.spec.config import DataArguments
 
+MAX_MARGIN = 3e38
+"""Margins are float32."""
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
@@ -99,14 +100,17 @@ def _need_text(messages: list[Message], row: Row, column: str) -> None:
         raise DataError(f"{row.where}: column {column!r} has an empty response: remove the row")
 
 
-def number_of(row: Row, column: str, rows: Rows) -> float:
-    """Finite number in a column. Raises `DataError`."""
+def margin_of(row: Row, column: str, rows: Rows) -> float:
+    """Margin of a pair in a column, a float32 of at least 0. Raises `DataError`."""
     need_column(column, rows)
     value = row.values.get(column)
     try:
-        number = float(value)  # type: ignore[arg-type]  # CSV has text
-    except (TypeError, ValueError) as error:
+        margin = float(value)  # type: ignore[arg-type]  # CSV has text
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{row.where}: column {column!r} has {value!r}, expected a number") from error
-    if not math.isfinite(number):
-        raise DataError(f"{row.where}: column {column!r} has {value!r}, expected a finite number")
-    return number
+    if not 0 <= margin <= MAX_MARGIN:
+        raise DataError(
+            f"{row.where}: column {column!r} has {value!r}, expected the margin by which the chosen response is better:"
+            " a finite number of at least 0"
+        )
+    return margin

@@ -66,7 +66,8 @@ class CodeReward(RewardFunction):
             problem = str(failure)
         if problem:
             self._sandbox.close()
-            key = "sandbox_command" if config.sandbox_command else "memory_limit_mb"
+            is_slow = problem.startswith("exceeded")
+            key = "sandbox_command" if config.sandbox_command else "case_timeout_s" if is_slow else "memory_limit_mb"
             message = f"a program that prints one word did not run: {problem}"
             raise ConfigError([ConfigProblem("reward code", key, message, "see docs/rewards.md", code="ROLL-C041")])
         _TESTED.add(tested)
@@ -106,10 +107,8 @@ class CodeReward(RewardFunction):
             raise DataError(
                 f"sample {request.sample.id}: no column {config.test_cases!r} with tests (the row's columns: {known})"
             )
-        value = row[config.test_cases]
-        value = value.tolist() if hasattr(value, "tolist") else value
         try:
-            return read_tests(value, str(row.get(config.fn_name) or ""))
+            return read_tests(row[config.test_cases], str(row.get(config.fn_name) or ""))
         except ValueError as error:
             raise DataError(f"sample {request.sample.id}: column {config.test_cases!r}: {error}") from error
 

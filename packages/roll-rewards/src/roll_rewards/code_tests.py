@@ -13,8 +13,10 @@ Data sets write tests in these forms, also as the JSON text of one:
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
@@ -75,6 +77,7 @@ def last_program(response: str, *, require_code_block: bool = True) -> str | Non
 
 def read_tests(value: Any, fn_name: str = "") -> list[Test]:
     """Tests of a row. Raises `ValueError` with what is wrong."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -90,6 +93,19 @@ def read_tests(value: Any, fn_name: str = "") -> list[Test]:
     if not any(_compares(each) for each in tests):
         raise ValueError("every expected output is empty, so a program that does nothing would pass")
     return tests
+
+
+def syntax_problem(test: Test) -> str:
+    """Why test code is no Python; empty if it is, and for other tests."""
+    if not isinstance(test, CodeTest):
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            ast.parse(test.source)
+    except (SyntaxError, ValueError) as error:  # ValueError: a null character
+        return f"test code {test.source!r:.60}: {error}"
+    return ""
 
 
 def _columns(value: Mapping[str, Any], fn_name: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 from typing_extensions import override
@@ -37,8 +37,8 @@ class CodeConfig(RewardConfig):
     Otherwise the sample is excluded."""
     processes: PositiveInt = 4
     """Maximum number of programs that run at the same time, per worker."""
-    memory_limit_mb: PositiveInt = 1024
-    """Address space of a program in MB."""
+    memory_limit_mb: Annotated[int, Field(ge=64)] = 1024
+    """Address space of a program in MB, of which the interpreter takes about 25. At least 64."""
     output_limit_kb: PositiveInt = 1024
     """Maximum output of a program in KB."""
     scratch_limit_mb: PositiveInt = 16
@@ -54,6 +54,20 @@ class CodeConfig(RewardConfig):
     @override
     def columns(self) -> Mapping[str, str]:
         return {"test_cases": self.test_cases}
+
+    @override
+    def check_row(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        from roll_rewards.code_tests import read_tests, syntax_problem
+
+        if self.test_cases not in row:  # `columns` finds it
+            return {}
+        try:
+            tests = read_tests(row[self.test_cases], str(row.get(self.fn_name) or ""))
+        except ValueError as error:
+            return {"test_cases": str(error)}
+        # The interpreter of a command may know another syntax.
+        problem = "" if self.sandbox_command else next(filter(None, map(syntax_problem, tests)), "")
+        return {"test_cases": problem} if problem else {}
 
     @override
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
@@ -329,6 +343,14 @@ class CompositeConfig(RewardConfig):
             f"components.{name}.{key}": column
             for name, component in self.components.items()
             for key, column in component.columns().items()
+        }
+
+    @override
+    def check_row(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        return {
+            f"components.{name}.{key}": problem
+            for name, component in self.components.items()
+            for key, problem in component.check_row(row).items()
         }
 
     @override

@@ -46,6 +46,15 @@ class MlflowOptions(RunOptions):
     """Server or store. Default: `MLFLOW_TRACKING_URI`, else `mlflow.db` (SQLite) in `output_dir`."""
 
 
+class PrometheusOptions(Config):
+    """Options of the tracker `prometheus`."""
+
+    port: int = Field(default=9464, ge=0, lt=65536)
+    """Port of the endpoint. 0 chooses a free one, which `trackers/prometheus.txt` names."""
+    host: str = "127.0.0.1"
+    """Address to listen on. The endpoint has no authentication: other hosts can read it with `0.0.0.0`."""
+
+
 class TrackioOptions(RunOptions):
     """Options of the tracker `trackio`."""
 

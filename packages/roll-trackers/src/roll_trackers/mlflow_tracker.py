@@ -11,7 +11,8 @@ from roll_trackers.config import MlflowOptions
 from roll_trackers.remote_run import RemoteTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
 _MOST_PARAMETERS = 100
 """Parameters per request that a server of MLflow accepts."""
@@ -69,10 +70,10 @@ class MlflowTracker(RemoteTracker):
         for begin in range(0, len(rows), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=rows[begin : begin + _MOST_METRICS])
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool, files: Sequence[Path]) -> None:
         """Upload files and end the run as `FINISHED` or `FAILED`."""
         try:
-            for path in self.files():
+            for path in files:
                 self._client.log_artifact(self._id, str(path))
         finally:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

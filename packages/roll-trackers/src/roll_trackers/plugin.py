@@ -20,6 +20,13 @@ def roll_trackers() -> Iterator[TrackerProvider]:
         ("wandb", "WandbTracker", "WandbOptions", "wandb>=0.19", "Weights & Biases, online or offline"),
         ("mlflow", "MlflowTracker", "MlflowOptions", "mlflow>=2.14", "MLflow: a server, or SQLite in output_dir"),
         ("trackio", "TrackioTracker", "TrackioOptions", "trackio>=0.5", "Trackio: local, or a Space of the hub"),
+        (
+            "prometheus",
+            "PrometheusTracker",
+            "PrometheusOptions",
+            "prometheus-client>=0.20",
+            "HTTP endpoint with the last metrics",
+        ),
     ):
         yield TrackerProvider(
             name=name,

@@ -7,14 +7,13 @@ resumed run  trackers/ is copied from the run that it continues ─► open(id)
 from __future__ import annotations
 
 import json
-import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll_core.spec.pipeline import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -26,6 +25,8 @@ class RemoteTracker(Tracker):
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
         """Open the run, or continue the one whose id the run directory has."""
         self.run_dir = run_dir
+        self._failed = True
+        self._files: Sequence[Path] = ()
         file = run_dir / "trackers" / f"{self.name}.json"
         saved = json.loads(file.read_text(encoding="utf-8"))["id"] if file.is_file() else None
         found = self.open(run_name, dict(options), saved)
@@ -37,13 +38,13 @@ class RemoteTracker(Tracker):
         """Open the run with the id `run_id`, or a new one for None, and return its id."""
 
     @abstractmethod
-    def end(self, *, failed: bool) -> None:
-        """Upload what is left and end the run."""
+    def end(self, *, failed: bool, files: Sequence[Path]) -> None:
+        """Upload the files of the run directory, if the library stores files, and end the run."""
+
+    def run_finished(self, *, failed: bool, files: Sequence[Path]) -> None:
+        """Keep both for `close`."""
+        self._failed, self._files = failed, files
 
     def close(self) -> None:
-        """End the run. It failed if an exception is ending the run of ROLL."""
-        self.end(failed=sys.exception() is not None)
-
-    def files(self) -> list[Path]:
-        """Files of the run directory that are uploaded at the end."""
-        return [path for name in ("config.yaml", "samples.jsonl") if (path := self.run_dir / name).is_file()]
+        """End the run. It failed unless `run_finished` was called with `failed=False`."""
+        self.end(failed=self._failed, files=self._files)

@@ -8,7 +8,8 @@ from roll_trackers.config import TrackioOptions
 from roll_trackers.remote_run import RemoteTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 
 class TrackioTracker(RemoteTracker):
@@ -33,6 +34,6 @@ class TrackioTracker(RemoteTracker):
         """Record one step."""
         self._run.log(dict(metrics), step=step)
 
-    def end(self, *, failed: bool) -> None:
-        """Write what is queued."""
+    def end(self, *, failed: bool, files: Sequence[Path]) -> None:
+        """Write what is queued. Uploads no files: a Space has no place for those of a run."""
         self._run.finish()

@@ -8,7 +8,8 @@ from roll_trackers.config import WandbOptions
 from roll_trackers.remote_run import RemoteTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 
 class WandbTracker(RemoteTracker):
@@ -46,8 +47,8 @@ class WandbTracker(RemoteTracker):
         """Record one step."""
         self._run.log({**metrics, "step": step})
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool, files: Sequence[Path]) -> None:
         """Upload files and finish, with exit code 1 if the run failed."""
-        for path in self.files():
+        for path in files:
             self._run.save(str(path), base_path=str(self.run_dir), policy="now")
         self._run.finish(exit_code=int(failed))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from roll_core.config.source import KeyPath
+    from roll_core.data.rows import Row
     from roll_core.spec.config import RunConfig
 
 FIRST_ROWS = 100
@@ -141,12 +142,14 @@ class FileCheck:
             checks = []
             for path, reward in rewards.items():
                 tags = {path[-1], *reward.tag_included}
-                mine = (row for files in scored.values() for each in files for row in each)
-                columns = {column for row in mine if len(rewards) == 1 or row.tag in tags for column in row.values}
+                all_rows = (row for files in scored.values() for each in files for row in each)
+                mine = [row for row in all_rows if len(rewards) == 1 or row.tag in tags]
+                columns = {column for row in mine for column in row.values}
                 for key, column in reward.columns().items() if columns else ():
                     if column not in columns:
                         message = f"the rows have no column {column!r}: they have {', '.join(sorted(columns))}"
                         found.append(Finding((*path, key), message, code="ROLL-C041"))
+                found += _unusable(path, reward, mine)
                 if _runs_here(reward, data):
                     checks.append(pool.submit(self._code, path, reward, columns or None))
             return found + [each for check in checks for each in check.result()]
@@ -220,6 +223,16 @@ def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, 
         if wrong is not None:
             message = f"{wrong.where} has tag {wrong.tag!r}, but rewards score {', '.join(sorted(known))}"
             yield Finding((*path, "tag"), message, "see rewards.<domain>.tag_included", code="ROLL-C041")
+
+
+def _unusable(path: KeyPath, reward: RewardConfig, rows: list[Row]) -> Iterator[Finding]:
+    """Yield, for each key of a reward, the first row whose column the reward cannot use."""
+    reported: set[str] = set()
+    for row in rows:
+        for key, message in reward.check_row(row.values).items():
+            if key not in reported:
+                reported.add(key)
+                yield Finding((*path, key), f"{row.where}: {message}", code="ROLL-C041")
 
 
 def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:

@@ -41,6 +41,10 @@ class FunctionConfig(RewardConfig):
     reward: Literal["function"]
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
     """`module:function`, importable from the working directory: `f(prompt, response, **metadata)`."""
+    signature: Literal["auto", "roll", "trl", "verl"] = "auto"
+    """Framework that the function was written for. `roll`: as above. `trl`: `f(completions, prompts, **columns)`, lists
+    with one sample. `verl`: `f(data_source, solution_str, ground_truth, extra_info)`. `auto`: `trl` if it has a
+    parameter `completions` or `completion_ids`, `verl` if it has `solution_str`, otherwise `roll`."""
     isolation: Literal["process", "none"] = "process"
     """`process`: run the function in child processes, which are killed when it hangs. `none`: run it in the worker
     itself, for functions that need the worker's memory. A call that hangs without releasing the GIL then blocks the
@@ -63,7 +67,7 @@ class FunctionConfig(RewardConfig):
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
         from roll_core.builtin.rewards.user_function import check
 
-        reason = check(self.function, columns, timeout_s)
+        reason = check(self.function, columns, timeout_s, signature=self.signature)
         return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}
 
 

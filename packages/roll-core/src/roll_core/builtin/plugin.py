@@ -40,6 +40,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         target="roll_core.pipelines.sft:SFTPipeline",
         config="roll_core.pipelines.config:SFTConfig",
         plan="roll_core.pipelines.plans:sft",
+        starter="roll_core.pipelines.starters:sft",
         summary="Supervised fine-tuning on prompts and responses, or chats",
     )
     yield PipelineProvider(
@@ -47,6 +48,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         target="roll_core.pipelines.rlvr:RLVRPipeline",
         config="roll_core.pipelines.config:RLVRConfig",
         plan="roll_core.pipelines.plans:rlvr",
+        starter="roll_core.pipelines.starters:rlvr",
         summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
     )
 

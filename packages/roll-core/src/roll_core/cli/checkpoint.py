@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, NoCheckpointError
+from roll_core.runtime.records.best import BestCheckpoint
 from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
 from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.resuming import SavedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 ROLE = ("strategy", "world_size", "weight_version", "portable")
@@ -38,6 +41,8 @@ class CheckpointRow:
     """Trained roles by name, with the keys of `ROLE`: what a run needs to resume from the checkpoint."""
     problems: list[str]
     """Damage that was found; empty if there is none."""
+    best: dict[str, Any] | None
+    """`metric` and `value` if the run's `save_best` makes this its best checkpoint."""
     digests_read: bool
     """True if all files were read and their digests compared; False if only their sizes were."""
 
@@ -54,8 +59,9 @@ def list_checkpoints(place: Path, *, as_json: bool, digests: bool) -> int:
 
     Without `digests` only file sizes are compared. Returns the exit code: 1 if a checkpoint is damaged, otherwise 0.
     """
-    checkpoints = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
-    rows = [_row(checkpoint, digests=digests) for checkpoint in checkpoints]
+    stores = checkpoint_stores(place)
+    best = _best(stores)
+    rows = [_row(checkpoint, digests=digests, best=best) for store in stores for checkpoint in store.list()]
     if as_json:
         _print_json(rows)
     elif rows:
@@ -106,7 +112,21 @@ def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow])
         yield f"newest intact checkpoint in {directory}: {good[-1].name if good else 'none'}"
 
 
-def _row(checkpoint: Checkpoint, *, digests: bool) -> CheckpointRow:
+def _best(stores: Iterable[CheckpointStore]) -> dict[str, dict[str, Any]]:
+    """Metric and value of the best checkpoint of each run, by path, as the run's newest checkpoint states it."""
+    found = {}
+    for store in stores:
+        for checkpoint in store.list()[-1:]:
+            with suppress(CheckpointError):
+                best = BestCheckpoint.read(SavedRun.of(checkpoint).best, checkpoint.path)
+                if best is not None:
+                    found[best.path] = {"metric": best.metric, "value": best.value}
+    return found
+
+
+def _row(
+    checkpoint: Checkpoint, *, digests: bool, best: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> CheckpointRow:
     problems = verify(checkpoint.path, digests=digests)
     created = size_bytes = saved = None
     try:
@@ -123,6 +143,7 @@ def _row(checkpoint: Checkpoint, *, digests: bool) -> CheckpointRow:
         pipeline=saved.pipeline if saved else None,
         roles={name: {key: getattr(role, key) for key in ROLE} for name, role in saved.roles.items()} if saved else {},
         problems=problems,
+        best=best.get(str(checkpoint.path)),
         digests_read=digests,
     )
 
@@ -136,7 +157,7 @@ def _table(rows: Sequence[CheckpointRow]) -> list[str]:
             "?" if row.created is None else f"{datetime.fromtimestamp(row.created):%Y-%m-%d %H:%M:%S}",
             "?" if row.size_bytes is None else _size(row.size_bytes),
             _needs(row),
-            row.state,
+            row.state + (f", best ({row.best['metric']} {row.best['value']:.4g})" if row.best else ""),
         ]
         for row in rows
     ]

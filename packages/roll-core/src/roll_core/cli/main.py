@@ -10,15 +10,19 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core import __version__
-from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError
+from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, UnknownProviderError, closest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.providers import Command
 
 USAGE = """roll-core [--version] [--help] [--traceback] COMMAND ...
 
@@ -32,15 +36,21 @@ commands:
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
   plugins test NAME                 run the conformance tests of an installed plugin
+  init [KIND] [DIR]                 write a first run: config, data and reward to edit
   new KIND NAME [--dir DIR]         write a plugin package whose tests pass
-  envs list | play NAME             list environments, or play an episode of one in the terminal
-  import NAME FILE [-o OUT]         convert another framework's config, and report the result for each key
-  runs [DIR] [--json]               list runs with state, step, score, config hash and age
-  watch RUN                         follow a run in the terminal until it ends
-  report RUN...                     write report.html of a run again, or a page that compares several runs
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
 
+commands of roll-tools, which `pip install 'roll-core[train]'` brings:
+  runs [DIR] [--json]               list runs with state, step, score, config hash and age
+  watch RUN                         follow a run in the terminal until it ends
+  report RUN...                     write report.html of a run again, or a page that compares several runs
+  envs list | play NAME             list environments, or play an episode of one in the terminal
+
+command of roll-migrate:
+  import NAME FILE [-o OUT]         convert another framework's config, and report the result for each key
+
+Other plugins may offer more commands: roll-core plugins lists them.
 --traceback prints the traceback of an error in a plugin's code. For options, run roll-core COMMAND --help."""
 
 
@@ -80,16 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         sys.stdout.write(f"roll-core {__version__}\n")
         return 0
-    command = COMMANDS.get(words[0])
-    if command is None:
-        import difflib
-
-        close = difflib.get_close_matches(words[0], COMMANDS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
-        _print_error(f"unknown command {words[0]!r}; {hint}")
-        return 2
     try:
-        code = command(words[1:])
+        code = COMMANDS.get(words[0], partial(_plugin_command, words[0]))(words[1:])
         sys.stdout.flush()
     except RollError as error:
         _print_error(error.described())
@@ -116,12 +118,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plugin_that_raised(error: Exception, words: Sequence[str]) -> str:
     """Plugin part and package whose code raised `error`; empty if no plugin's code did."""
     from roll_core.plugins.attribution import raised_by
+
+    registry, _ = _registry(words)
+    return raised_by(error, registry.plugins)
+
+
+def _registry(words: Sequence[str]) -> tuple[Registry, list[str]]:
+    """Plugins without those of `--disable-plugin` in `words`, and the other words."""
     from roll_core.plugins.registry import load_registry
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_disable_plugin(parser)
-    options, _ = parser.parse_known_args(words)
-    return raised_by(error, load_registry(options.disable_plugin).plugins)
+    options, rest = parser.parse_known_args(words)
+    return load_registry(options.disable_plugin), rest
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -244,78 +253,32 @@ def _test_plugin(words: list[str]) -> int:
     return test_plugin(options.name, options.disable_plugin, options.k)
 
 
+def _init(words: list[str]) -> int:
+    parser = _parser(
+        "init",
+        "Write a first run: a commented config, a sample of data, and a reward to edit. It trains a small model with"
+        " random weights on a CPU and downloads nothing. Asks for missing arguments on a terminal.",
+    )
+    parser.epilog = "example: roll-core init rlvr first"
+    parser.add_argument("kind", metavar="KIND", nargs="?", help="sft, rlvr, preference, distill, agentic, diffusion, …")
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="folder to write; no file is overwritten")
+    _add_disable_plugin(parser)
+    options = parser.parse_intermixed_args(words)
+    if options.dir is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        parser.error("expected KIND and DIR, such as: rlvr first")
+    from roll_core.cli.init import init
+
+    try:
+        return init(options.kind, options.dir, options.disable_plugin)
+    except EOFError:  # Ctrl-D at a question
+        raise KeyboardInterrupt from None
+
+
 def _new(words: list[str]) -> int:
     from roll_core.cli.plugins import from_roll_testing
 
     code: int = from_roll_testing("roll_testing.new:new")(words)
     return code
-
-
-def _envs(words: list[str]) -> int:
-    parser = _parser("envs", "List the environments of installed packages, or play an episode of one.")
-    actions = parser.add_subparsers(dest="action", metavar="list | play", required=True)
-    listing = actions.add_parser("list", help="list environments with the keys of env_config", allow_abbrev=False)
-    playing = actions.add_parser("play", help="play an episode; each line is a reply", allow_abbrev=False)
-    playing.add_argument("name", metavar="NAME", help="environment, or your own class as module:Class")
-    playing.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="keys of env_config")
-    playing.add_argument("--seed", type=int, default=0, help="seed of the episode (default: 0)")
-    for each in (listing, playing):
-        _add_disable_plugin(each)
-    options = parser.parse_args(words)
-    from roll_core.cli.envs import list_environments, play_environment
-
-    if options.action == "list":
-        return list_environments(options.disable_plugin)
-    return play_environment(options.name, options.settings, options.disable_plugin, seed=options.seed)
-
-
-def _runs(words: list[str]) -> int:
-    parser = _parser("runs", "List the runs of an output directory, an experiment or a single run directory.")
-    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", default=Path("output"), help="default: output")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(words)
-    from roll_core.cli.runs import list_runs
-
-    return list_runs(options.dir, as_json=options.json)
-
-
-def _watch(words: list[str]) -> int:
-    parser = _parser(
-        "watch",
-        "Follow a run until it ends. Ctrl-C ends only this command. The exit code is 1 if the run did not finish.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory, or that of an experiment: its newest run")
-    options = parser.parse_args(words)
-    from roll_core.cli.runs import watch
-
-    return watch(options.run)
-
-
-def _report(words: list[str]) -> int:
-    parser = _parser(
-        "report",
-        "Write report.html of a run directory again, also of a run that is in progress. With several runs, write one"
-        " page that compares them.",
-    )
-    parser.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="run directory, or that of an experiment: its newest run"
-    )
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", type=Path, help="page that compares several runs (default: comparison.html)"
-    )
-    options = parser.parse_args(words)
-    if options.out and len(options.runs) == 1:
-        parser.error("-o only with several runs: the report of one run is in its directory")
-    from roll_core.runtime.records.report import write_comparison, write_report
-    from roll_core.runtime.records.run_dir import RunDir
-
-    runs = [RunDir.open(run) for run in options.runs]
-    if len(runs) == 1:
-        written = write_report(runs[0].path)
-    else:
-        written = write_comparison(runs, options.out or Path("comparison.html"))
-    sys.stdout.write(f"{written}\n")
-    return 0
 
 
 def _checkpoint(words: list[str]) -> int:
@@ -372,24 +335,20 @@ def _checkpoint(words: list[str]) -> int:
     return verify_checkpoints(options.places, as_json=options.json)
 
 
-def _import(words: list[str]) -> int:
-    parser = _parser(
-        "import",
-        "Convert another framework's config, and report the result for each key. The exit code is 1 if roll-core check"
-        " finds mistakes in the new config.",
-    )
-    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL (`pip install roll-migrate`)")
-    parser.add_argument("file", metavar="FILE", type=Path, help="YAML file of the other framework")
-    parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to write (default: stdout)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also list keys that are kept or not needed")
-    parser.add_argument("--json", action="store_true", help="print report and config as JSON")
-    _add_disable_plugin(parser)
-    options = parser.parse_args(words)
-    from roll_core.cli.importing import import_config
+def _plugin_command(name: str, words: list[str]) -> int:
+    """Run a command that a plugin offers. Raises `UnknownProviderError` if no plugin does."""
+    from roll_core.plugins.targets import load_target
+    from roll_core.spec.providers import CommandProvider
 
-    return import_config(
-        options.name, options.file, options.out, options.disable_plugin, as_json=options.json, verbose=options.verbose
-    )
+    registry, rest = _registry(words)
+    try:
+        record = registry.find(CommandProvider, name)
+    except UnknownProviderError as error:
+        close = closest(name, COMMANDS)
+        hint = f"did you mean {close}?" if close else f"roll-core has {', '.join(COMMANDS)}"
+        raise UnknownProviderError(f"unknown command {name!r}; {hint}\n    {error}") from error.__cause__
+    command: Command = load_target(record.target, owner=registry.owner(record))
+    return command(rest, registry)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -399,12 +358,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
     "audit": _audit,
     "plugins": _plugins,
+    "init": _init,
     "new": _new,
-    "envs": _envs,
-    "import": _import,
-    "runs": _runs,
-    "watch": _watch,
-    "report": _report,
     "checkpoint": _checkpoint,
 }
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.environment import Message
 
 Level = Literal["ok", "note", "warning", "error"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL = {
     "type": "function",
     "function": {
@@ -115,6 +116,7 @@ def audit_rows(
     duplicates: list[tuple[Row, Row]] = []
     empty: list[Row] = []
     unstopped: list[Row] = []
+    unknown: list[tuple[Row, str]] = []
     errors: list[DataError] = []
     long: Counter[str] = Counter()
     without_response = 0
@@ -144,6 +146,7 @@ def audit_rows(
         except DataError as error:
             errors.append(error)
             continue
+        unknown += [(row, each["role"]) for each in messages if each["role"] not in ROLES][:1]
         prompts.append(num_prompt)
         long["prompt"] += num_prompt > prompt_length
         if is_empty:
@@ -181,6 +184,14 @@ def audit_rows(
             if over
             else "",
         )
+    if unknown:
+        row, role = unknown[0]
+        yield finding(
+            "roles",
+            "warning",
+            f"{len(unknown)} of {num} rows have a message of an unknown role, for example {row.where}: {role!r}",
+            f"write one of {', '.join(ROLES)}: only messages of the assistant are trained",
+        )
     if duplicates:
         first, again = duplicates[0]
         yield finding(
@@ -212,15 +223,26 @@ def audit_rows(
 
 
 def masked_rows(
-    rows: Rows, data: DataArguments, tokenizer: PreTrainedTokenizerBase, *, num: int, trains: bool
+    rows: Rows,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num: int,
+    trains: bool,
+    on_prompt: bool = False,
 ) -> Iterator[MaskedRow]:
-    """The first rows as the run encodes them. Rows that cannot be encoded are left out."""
+    """The first rows as the run encodes them. Rows that cannot be encoded are left out.
+
+    With `on_prompt`, all tokens but the first are trained, as with `train_on_prompt`.
+    """
     encoder = Encoder(tokenizer, data)
     for row in rows[:num]:
         try:
             tools = tools_of(row, data, rows)
             if trains and has_response(row, data, rows):
                 tokens, mask = encoder.conversation(messages_of(row, data, rows, response=True), row.where, tools)
+                if on_prompt:
+                    mask[1:] = True
             else:
                 tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where, tools)[1]
                 mask = np.zeros(len(tokens), dtype=np.bool_)

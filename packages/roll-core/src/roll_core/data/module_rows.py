@@ -38,7 +38,7 @@ def balance_rows(rows: Sequence[ModuleRow], ranks: int) -> list[list[int]]:
 
 
 def module_batches(
-    rows: Sequence[ModuleRow], *, max_rows: int, total_rows: int = 1
+    rows: Sequence[ModuleRow], *, max_rows: int, total_rows: int = 1, epoch: int = 0
 ) -> list[tuple[list[int], ModuleBatch]]:
     """Batches of at most `max_rows` rows with equal names, shapes and dtypes of arrays; each with its rows' indices."""
     import torch
@@ -56,7 +56,7 @@ def module_batches(
                 for name in rows[part[0]].arrays
             }
             ids = tuple(rows[at].id for at in part)
-            found.append((part, ModuleBatch(ids=ids, tensors=tensors, total_rows=total_rows)))
+            found.append((part, ModuleBatch(ids=ids, tensors=tensors, total_rows=total_rows, epoch=epoch)))
     return found
 
 

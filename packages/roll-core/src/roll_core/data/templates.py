@@ -247,18 +247,23 @@ class JinjaTemplate:
                 continue
             before, after = self.prompt(messages[:index], tools), self.conversation(messages[: index + 1], tools)
             if whole.startswith(before) and after.startswith(before) and whole.startswith(after):
-                end = len(before) + self._end(after[len(before) :], whole[len(after) :])
-            elif whole.startswith(before) and (length := self._end_in_history(each, whole[len(before) :])):
-                end = len(before) + length
+                said = _said(each, after[len(before) :])
+                length: int | None = self._end(after[len(before) :], whole[len(after) :], said)
+            elif whole.startswith(before):
+                said = _said(each, whole[len(before) :])
+                length = self._end_in_history(each, whole[len(before) :], said)
             else:
+                length = None
+            if length is None:
                 raise DataError(
                     "the tokenizer's chat template renders a prompt differently if a response follows (message"
                     f" {index + 1}), so the model would be trained on prompts that it never gets in generation: use a"
                     " named template, or train on single turns"
                 )
+            end = len(before) + length
             response = whole[len(before) : end]
             # In the middle, the template's own token ends a turn: a prompt of the next turn has no other.
-            ends = not response.endswith(self._marks if whole[end:].strip() else self._marks[:1])
+            ends = not response[said:].endswith(self._marks if whole[end:].strip() else self._marks[:1])
             found.append(Segment(whole[at : len(before)], written=False))
             found.append(Segment(response, written=True, ends=ends))
             at = end
@@ -266,25 +271,26 @@ class JinjaTemplate:
             found.append(Segment(whole[at:], written=False))
         return found
 
-    def _end(self, response: str, rest: str) -> int:
+    def _end(self, response: str, rest: str, said: int) -> int:
         """Length of the text that the model writes, to its end-of-turn token. `response` is the template's rendering of
-        the reply, and `rest` that of what follows: some templates end a turn by the first token of the next."""
-        eos = self.tokenizer.eos_token
-        if eos and eos in response:
-            return response.rfind(eos) + len(eos)
-        if not response.rstrip().endswith(self._marks):
+        the reply, whose content ends at `said`, and `rest` that of what follows: some templates end a turn by the first
+        token of the next."""
+        eos, closing = self.tokenizer.eos_token, response[said:]
+        if eos and eos in closing:
+            return said + closing.rfind(eos) + len(eos)
+        if not closing.rstrip().endswith(self._marks):
             for mark in self._marks:
                 if rest.startswith(mark):
                     return len(response) + len(mark)
-        return len(response.rstrip())
+        return max(said, len(response.rstrip()))
 
-    def _end_in_history(self, message: Message, text: str) -> int:
+    def _end_in_history(self, message: Message, text: str, said: int) -> int | None:
         """Like `_end`, for a template that renders a last reply in another way than an earlier one, for example with an
-        empty block of reasoning. 0 if the reply's content or reasoning is missing in `text`, or its end is unknown."""
+        empty block of reasoning. None if the reply's content or reasoning is not in `text`, or its end is unknown."""
         eos = str(self.tokenizer.eos_token)
-        length = text.find(eos) + len(eos) if eos in text else 0
+        length = text.find(eos, said) + len(eos) if eos in text[said:] else 0
         parts = (message.get("content") or "", message.get("reasoning_content") or "")
-        return length if all(part.strip() in text[:length] for part in parts) else 0
+        return length if length and all(part.strip() in text[:length] for part in parts) else None
 
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None
@@ -307,6 +313,14 @@ class JinjaTemplate:
                 return str(render([_given(message, parsed=False) for message in messages]))
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the tokenizer's chat template cannot render the messages: {error}") from error
+
+
+def _said(message: Mapping[str, Any], text: str) -> int:
+    """Where the content of a message ends in a rendering that begins with it. Special tokens in the content, before
+    this position, do not end the turn. 0 if the rendering does not contain it."""
+    content = str(message.get("content") or "").strip()
+    at = text.find(content)
+    return at + len(content) if content and at >= 0 else 0
 
 
 def _given(message: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:

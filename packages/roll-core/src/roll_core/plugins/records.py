@@ -14,6 +14,7 @@ from roll_core.spec.providers import (
     AdvantageProvider,
     AgentProvider,
     CheckProvider,
+    CommandProvider,
     EnvironmentProvider,
     ExecutorProvider,
     FragmentProvider,
@@ -63,6 +64,7 @@ KINDS = (
     Kind("roll_checks", CheckProvider, "check"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors"),
     Kind("roll_importers", ImporterProvider, "importer"),
+    Kind("roll_commands", CommandProvider, "command"),
 )
 
 _BY_RECORD = {kind.record: kind for kind in KINDS}

@@ -5,6 +5,7 @@ Names are resolved on use, so a broken part affects only configs that use it.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,12 +17,14 @@ from roll_core.spec.providers import AdvantageProvider, AgentProvider, Environme
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from roll_core.plugins.records import Kind
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import Provider
 
 P = TypeVar("P", bound="Provider")
+log = logging.getLogger(__name__)
 
 
 def load_registry(disabled: Collection[str] = ()) -> Registry:
@@ -171,6 +174,7 @@ EVENTS = {
     "roll_run_started": ("run",),
     "roll_step_finished": ("run", "step", "metrics"),
     "roll_run_finished": ("run", "error"),
+    "roll_run_recorded": ("directory",),
 }
 """Event hooks and their arguments."""
 
@@ -229,13 +233,29 @@ class Events:
         if first is not None:
             raise first
 
+    def run_recorded(self, directory: Path) -> list[Path]:
+        """Call `roll_run_recorded` of every plugin. Returns the files that they wrote.
 
-def _call(plugin: Plugin | object, hook: str, **arguments: Any) -> None:
+        Logs failures: the outcome of the run is recorded already.
+        """
+        written: list[Path] = []
+        for plugin in self._plugins:
+            try:
+                found = _call(plugin, "roll_run_recorded", directory=directory)
+            except PluginHookError as error:
+                log.error("%s", error.described(), exc_info=error)
+            else:
+                written += found if isinstance(found, list) else [] if found is None else [found]
+        return written
+
+
+def _call(plugin: Plugin | object, hook: str, **arguments: Any) -> Any:
+    """Call an event hook. Returns its result: a list of a plugin's, the bare one of a callback."""
     function = getattr(plugin.manager.hook if isinstance(plugin, Plugin) and plugin.manager else plugin, hook, None)
     if function is None:
-        return
+        return None
     try:
-        function(**arguments)
+        return function(**arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # third-party code: SystemExit must not look like a normal end

@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
-from roll_core.plugins.signatures import CONTRACTS, signature_problem
+from roll_core.plugins.signatures import CONTRACTS, class_problem, function_problem
 from roll_core.spec.diagnostics import KnownError
-from roll_core.spec.providers import FragmentProvider, KnownErrorsProvider
+from roll_core.spec.providers import (
+    CheckProvider,
+    FragmentProvider,
+    InferProvider,
+    KnownErrorsProvider,
+    PipelineProvider,
+    TrainProvider,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pydantic import BaseModel
 
-    from roll_core.spec.config import Config
+    from roll_core.spec.config import Config, RunConfig
+    from roll_core.spec.diagnostics import CheckContext, CheckResult
+    from roll_core.spec.plan import MemoryEstimate, MemoryInput, PipelinePlan
     from roll_core.spec.providers import Provider
 
 T = TypeVar("T")
@@ -61,7 +70,7 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
 
 
 def data_file(target: str, *, owner: str) -> Path:
-    """Path of the file that `"package:name.yaml"` names. The package itself is located, not imported.
+    """Path of the file or folder that `"package:name"` names. The package itself is located, not imported.
 
     Raises `PluginLoadError` if the package or the file does not exist.
     """
@@ -71,7 +80,7 @@ def data_file(target: str, *, owner: str) -> Path:
     except (ImportError, ValueError) as error:
         raise PluginLoadError(f"{owner}: there is no package {package}: {error}") from error
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (file := Path(folder) / name).is_file():
+        if (file := Path(folder) / name).exists():
             return file.resolve()
     raise PluginLoadError(f"{owner}: there is no file {name} in the package {package}")
 
@@ -157,7 +166,8 @@ def check_part(record: Provider, *, owner: str) -> None:
     """Import everything that a record refers to, and check it against the contract of its kind.
 
     Raises `PluginLoadError` if an import fails, the class is no subclass of the contract's class or lacks an abstract
-    method, its signatures do not fit the contract, or its capabilities differ from the record's.
+    method, one of its methods, inherited ones included, cannot be called or awaited as the contract's, or its
+    capabilities differ from the record's. Functions that the record names are compared with their contracts too.
     """
     if isinstance(record, FragmentProvider):
         data_file(record.target, owner=owner)
@@ -165,28 +175,35 @@ def check_part(record: Provider, *, owner: str) -> None:
     if isinstance(record, KnownErrorsProvider):
         known_errors(record, owner=owner)
         return
-    if problem := signature_problem(record):
-        raise PluginLoadError(f"{owner}: {problem}")
     contract = _contract(record)
     part = load_target(record.target, owner=owner)
     if contract is None:
         if not callable(part):
             raise PluginLoadError(f"{owner}: {record.target} is not callable")
+        wanted = _calls(record).get("target")
+        problem = function_problem(record.target, part, wanted) if wanted is not None else ""
     else:
         part = load_class(record.target, contract, owner=owner)
         missing = sorted(part.__abstractmethods__)
         if missing:
             raise PluginLoadError(f"{owner}: {record.target} does not implement {', '.join(missing)}")
+        problem = class_problem(part, contract)
     declared = getattr(record, "capabilities", None)
     actual = getattr(part, "capabilities", declared)
     if actual != declared:
         raise PluginLoadError(f"{owner}: {record.target} has other capabilities than its record: {actual}, {declared}")
+    if problem:
+        raise PluginLoadError(f"{owner}: {problem}")
     if record.config:
         load_class(record.config, _schema(record), owner=owner)
-    for field in ("memory", "plan"):
-        asked = getattr(record, field, "")
-        if asked and not callable(load_target(asked, owner=owner)):
-            raise PluginLoadError(f"{owner}: {asked} is not callable")
+    for field, wanted in _calls(record).items():
+        target = getattr(record, field)
+        if field != "target" and target:
+            problem = function_problem(target, load_target(target, owner=owner), wanted)
+            if problem:
+                raise PluginLoadError(f"{owner}: {problem}")
+    if starter := getattr(record, "starter", ""):
+        data_file(starter, owner=owner)
 
 
 def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:
@@ -202,6 +219,30 @@ def _contract(record: Provider) -> type | None:
     contract = CONTRACTS.get(type(record), "")
     found: Any = load_target(contract, owner="roll-core") if contract else None
     return None if getattr(found, "_is_protocol", False) else found
+
+
+def _calls(record: Provider) -> dict[str, Any]:
+    """Contracts of the functions that a record names, by field: `target`, `memory` or `plan`."""
+    contract = CONTRACTS.get(type(record))
+    if isinstance(record, CheckProvider):
+        return {"target": _check}
+    if isinstance(record, PipelineProvider):
+        return {"plan": _plan}
+    if isinstance(record, (TrainProvider, InferProvider)):
+        return {"memory": _memory}
+    return {"target": load_target(contract, owner="roll-core")} if contract else {}
+
+
+def _check(context: CheckContext) -> Iterable[CheckResult]:
+    raise NotImplementedError
+
+
+def _memory(question: MemoryInput) -> MemoryEstimate:
+    raise NotImplementedError
+
+
+def _plan(config: RunConfig) -> PipelinePlan:
+    raise NotImplementedError
 
 
 def _schema(record: Provider) -> type:

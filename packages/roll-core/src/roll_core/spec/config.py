@@ -26,6 +26,7 @@ from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic r
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from typing import Self
 
     from roll_core.spec.providers import ModelParallelism, Provider
     from roll_core.types import SamplingParams
@@ -221,6 +222,10 @@ class ModelArguments(Config):
         if self.lora_export == "adapter" and self.random_init is not None:
             raise ValueError("lora_export: adapter needs a base model that can be loaded, not random_init; use merged")
         return self
+
+    def path(self, pretrain: str | None) -> str:
+        """Directory or hub id of the model: its own, or the run's `pretrain`; empty for random weights."""
+        return self.model_name_or_path or ("" if self.random_init else pretrain or "")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelArguments:
@@ -540,6 +545,13 @@ class RewardConfig(WorkerConfig):
         """Columns that each row it scores must have, by the key of this config that names the column."""
         return {}
 
+    def check_row(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """Problems in the columns of a row that it scores, by the key of this config that names the column.
+
+        `roll-core check` and `run` call this for the first rows of each file before anything starts.
+        """
+        return {}
+
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
         """Problems in user code that scores rows with these columns, by the key of this config that names the code.
 
@@ -758,6 +770,66 @@ class RouterArguments(Config):
     before, unless it is full or much busier than another. `sticky`: always that replica."""
 
 
+class ProfileConfig(Config):
+    """`profile`: timelines of torch's profiler."""
+
+    roles: list[str] = Field(min_length=1)
+    """Roles that train or score, each with workers in processes of its own."""
+    steps: list[PositiveInt] = Field(min_length=2, max_length=2)
+    """First and last profiled step, counted from 1. Profiled steps are slower, and their events stay in host memory."""
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, value: list[int]) -> list[int]:
+        if value[0] > value[1]:
+            raise ValueError(f"found {value}, expected the first step and the last one")
+        return value
+
+
+class CheckpointStoreConfig(Config):
+    """`checkpoint_store`: where copies of checkpoints are written. Written as text, it is `url`."""
+
+    url: str = Field(pattern=r"^[A-Za-z][\w+.-]*://")
+    """URL of fsspec: `s3://bucket/prefix`, `gs://…`, `file:///…`. Copies are below `<url>/<exp_name>`."""
+    required: bool = False
+    """Fail the run if a checkpoint cannot be copied. Otherwise it warns and continues."""
+    storage_options: dict[str, Any] = {}
+    """Options of the file system, such as `endpoint_url`. Credentials belong in its environment variables."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_a_url(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _file_system_is_installed(cls, value: str) -> str:
+        import fsspec
+
+        try:
+            fsspec.get_filesystem_class(value.partition("://")[0])
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"found {value.partition('://')[0]}://, which fsspec cannot open: {error}") from error
+        return value
+
+
+class BestCheckpointConfig(Config):
+    """`save_best`: which checkpoint is the best. Written as text, it is `metric`."""
+
+    metric: str = Field(pattern=r"^[^-\s]\S*$")
+    """Metric of a step, as in `metrics.jsonl`. Metrics that start with `val/` are of the held-out data."""
+    mode: Literal["max", "min"] | None = None
+    """`min`: lower is better. Default: `min` for losses, perplexities, KL divergences and failures, otherwise `max`.
+    `-val/x` means `{metric: val/x, mode: min}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_a_metric(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return {"metric": value[1:], "mode": "min"} if value.startswith("-") else {"metric": value}
+
+
 class RunConfig(Config):
     """Keys of every run. A pipeline's schema adds its roles and its algorithm."""
 
@@ -793,7 +865,13 @@ class RunConfig(Config):
     save_steps: NonNegativeInt = 50
     """Steps between checkpoints; the last step is always saved. 0 writes one only after SIGTERM."""
     max_ckpt_to_keep: NonNegativeInt = 0
-    """Number of checkpoints to keep; older ones are deleted. 0 keeps all."""
+    """Number of checkpoints to keep; older ones are deleted, except the best one of `save_best`. 0 keeps all."""
+    save_best: BestCheckpointConfig | None = None
+    """Metric of the best checkpoint, such as `val/score/mean`. A step that improves it is saved, whatever `save_steps`
+    is, and `max_ckpt_to_keep` does not delete it."""
+    checkpoint_store: CheckpointStoreConfig | None = None
+    """Copy complete checkpoints in the background to this URL, such as `s3://bucket/prefix`. `max_ckpt_to_keep` and
+    `save_best` apply there too."""
     portable_checkpoints: bool = False
     """Also write the training state in a format that all strategies load. Needed to continue under another strategy or
     to convert a checkpoint to a model. 12 bytes per trained parameter."""
@@ -805,10 +883,13 @@ class RunConfig(Config):
     """At the end, write `export/`, a directory that transformers loads."""
     resume_from_checkpoint: bool | str = False
     """`true`: resume from the newest valid checkpoint of this experiment. `auto`: the same, but start from the
-    beginning if there is none. Or a path to a run or a checkpoint."""
+    beginning if there is none. Or a path to a run or a checkpoint, or the URL of
+    one in a `checkpoint_store`."""
     preemption_timeout: NonNegativeFloat = 120.0
     """Seconds after SIGTERM to finish the current step and write its checkpoint. 0 ends the run at once, as Ctrl-C
     does."""
+    profile: ProfileConfig | None = None
+    """Write a timeline of some steps for each rank of some roles: `{roles: [actor_train], steps: [3, 5]}`."""
     track_with: list[str] = ["tensorboard"]
     """Metrics trackers. `metrics.jsonl` is always written as well."""
     tracker_kwargs: dict[str, dict[str, Any]] = {}
@@ -873,6 +954,29 @@ class RunConfig(Config):
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _profiled_roles_run_torch(self) -> Self:
+        able = [name for name, role in self.roles().items() if role.kind in ("train", "score")]
+        for name in self.profile.roles if self.profile is not None else ():
+            if name not in able:
+                raise ValueError(f"profile.roles: found {name}, expected roles that train or score: {', '.join(able)}")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Self:
+        if self.save_best is not None and self.save_best.metric.startswith("val/"):
+            if not self.eval_steps:
+                raise ValueError(
+                    f"save_best: {self.save_best.metric} is measured on held-out data, but eval_steps is 0: set it to"
+                    " the steps between validations"
+                )
+            if "validation" in type(self).model_fields and getattr(self, "validation", None) is None:
+                raise ValueError(
+                    f"save_best: {self.save_best.metric} is measured on held-out data, but there is none: add"
+                    " validation, or name a metric of training"
+                )
+        return self
 
     @property
     def replays_experts(self) -> bool:

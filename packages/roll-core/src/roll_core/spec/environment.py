@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from roll_core.field_docs import document_fields
 
@@ -87,6 +87,10 @@ class Environment(ABC):
     The same task, seed and replies must give the same episode. A resumed run repeats unfinished episodes with the
     replies that were already sampled. If the messages differ then, the episode starts again with new replies.
     """
+
+    reports_success: ClassVar[bool] = False
+    """True if a successful episode has the metric `success`. Episodes without it then count as 0, also if no episode of
+    a batch has it."""
 
     @abstractmethod
     def reset(self, task: Task, seed: int) -> Opening | Awaitable[Opening]:

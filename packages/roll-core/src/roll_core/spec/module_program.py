@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from roll_core.errors import ModelError
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from roll_core.spec.model import ModelSpec
+    from roll_core.spec.plan import ModelSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class ModuleBatch:
     total_rows: int = 1
     """Rows of the whole optimizer step, over all batches and data-parallel ranks: the denominator of losses. 1 if
     nothing is trained."""
+    epoch: int = 0
+    """Pass over the rows of an update, counted from 0. A loss with random numbers needs new ones in each."""
 
     def to(self, device: torch.device | str) -> ModuleBatch:
         """Copy of the batch with its tensors on `device`."""
@@ -124,6 +128,11 @@ class ModelLibrary(ABC):
     @abstractmethod
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """The module's repeated blocks: units of sharding and of gradient checkpointing."""
+
+    def size(self, spec: ModelSpec) -> ModelSize:
+        """Size of the model for memory estimates, from its configuration: no weights are loaded. Raises `ModelError`,
+        also if the library has no sizes."""
+        raise ModelError(f"sizes of models of {spec.library} are not known to plans")
 
     @abstractmethod
     def write(self, module: nn.Module, spec: ModelSpec, state: Mapping[str, Tensor], path: Path) -> None:

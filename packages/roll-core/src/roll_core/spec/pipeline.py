@@ -61,6 +61,10 @@ class RoleSpec:
     task: Task = "causal_lm"
     library: str = ""
     """`ModelSpec.library` of its model."""
+    row_tokens: int = 0
+    """Tokens of a row of a module program in one call of the module, for memory estimates. 0: unknown."""
+    calls_with_gradients: int = 1
+    """Calls of the module per row whose activations a loss keeps, for memory estimates."""
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
     ema_decay: float | None = None
@@ -298,7 +302,7 @@ class TrainRole(ABC):
         self, rows: Sequence[ModuleRow], loss: ModuleLoss, *, epochs: int = 1, shuffle_seed: int | None = None
     ) -> UpdateResult:
         """Run optimizer steps over `rows`, at most `sequences_per_step` at a time, for `epochs` epochs. Like `update`;
-        every row is a unit of its own."""
+        every row is a unit of its own, and the loss reads `ModuleBatch.epoch`."""
         raise UnsupportedError(f"{self.name} runs no module programs")
 
     @abstractmethod
@@ -509,6 +513,13 @@ class Tracker(ABC):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record the resolved configuration, with secrets removed."""
+
+    def run_finished(self, *, failed: bool, files: Sequence[Path]) -> None:
+        """Record the end of the run. `failed` is true after an error, Ctrl-C or SIGTERM.
+
+        `files` are those of the run directory to upload: config, report and samples, with secrets removed from config
+        and report. Called before `close`; not called if the run's trackers could not all be opened.
+        """
 
     @abstractmethod
     def close(self) -> None:

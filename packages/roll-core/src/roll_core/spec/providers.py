@@ -7,7 +7,7 @@ A record is data: strings, numbers and tuples. It can be listed, compared and pi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from roll_core.field_docs import document_fields
 
@@ -167,6 +167,10 @@ class PipelineProvider(Provider):
     `roll-core plan` assumes that each role of the config works on its own."""
     tokenizer: bool = True
     """False for models without tokens: the run has no tokenizer, and the config needs none."""
+    starter: str = ""
+    """`"package:KIND"`, a folder of that package with a first run, which `roll-core init KIND DIR` copies; empty if it
+    has none. In its texts `starter/` and `starter.` are replaced by the new folder. Configs run in order of their
+    names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +312,23 @@ class KnownErrorsProvider(Provider):
 class ImporterProvider(Provider):
     """Offers an importer of another framework's configs. `target` is a `roll_core.spec.importing.Importer`, and `name`
     is NAME in `roll-core import NAME FILE`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandProvider(Provider):
+    """Offers the command `roll-core NAME`. `target` is a `Command`. Names of the core's own commands have no effect."""
+
+
+class Command(Protocol):
+    """Function that runs a command."""
+
+    def __call__(self, words: list[str], registry: Any) -> int:
+        """Run the command and return its exit code.
+
+        `words` are the words after NAME, without `--disable-plugin`. `registry` is the
+        `roll_core.plugins.registry.Registry` of the plugins that are not disabled. Raises `RollError`, which
+        `roll-core` prints, with its exit code.
+        """
 
 
 document_fields(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
-from roll_core.plugins.requirements import CORE, alternatives
+from roll_core.plugins.requirements import CORE, alternatives, core_requirements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,8 @@ class EnvironmentSpec:
     exclude: tuple[str, ...] = ()
     """Distributions that are not installed even if others require them."""
     distributions: Mapping[str, str] = field(default_factory=dict)
-    """Required distributions and versions: roll-core, the plugin of the role's provider, and that plugin's toolkits."""
+    """Required distributions and versions: roll-core, plugins of its extra `train`, the plugin of the role's
+    provider, and that plugin's toolkits."""
     sources: tuple[str, ...] = ()
     """Arguments of pip that install `distributions` as the driver has them."""
     reported: tuple[str, ...] = ()
@@ -47,7 +48,8 @@ def environment_spec(environment: RoleEnvironment) -> EnvironmentSpec:
     from packaging.requirements import Requirement
 
     config, package = environment.config, environment.package
-    needed = dict.fromkeys((CORE, *_toolkits(package), package or CORE))
+    brought = (each.name for each in core_requirements("train") if CORE in _required_by(each.name))
+    needed = dict.fromkeys((CORE, *brought, *_toolkits(package), package or CORE))
     needs = [Requirement(each).name for need in environment.needs for each in alternatives(need)]
     return EnvironmentSpec(
         python=_absolute(config.python or ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -23,6 +23,8 @@ Field = tuple[int, int]
 
 class FrozenLake(Environment):
     """A map of `size` × `size` fields: P the agent, G the goal, O a hole, _ ice. The goal has reward 1."""
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, size: int = 4, holes: float = 0.2, slippery: float = 0.0, hole_reward: float = 0.0) -> None:
         self.size, self.share, self.slippery, self.hole_reward = size, holes, slippery, hole_reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -18,6 +18,8 @@ NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 class GuessNumber(Environment):
     """A number from `low` to `high`. The last number in a reply is the guess; the right one has reward 1."""
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, low: int = 1, high: int = 100, step_penalty: float = 0.0) -> None:
         self.low, self.high, self.step_penalty = low, high, step_penalty

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -26,6 +26,8 @@ PULLS = 40
 
 class Sokoban(Environment):
     """A room: # wall, P agent, X box, O target, V box on a target, S agent on a target. A solved level has reward 1."""
+
+    reports_success: ClassVar[bool] = True
 
     def __init__(self, *, rows: int = 6, columns: int = 6, boxes: int = 1, box_reward: float = 0.0) -> None:
         self.rows, self.columns, self.num_boxes, self.box_reward = rows, columns, boxes, box_reward

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, ModelError
 from roll_core.field_docs import document_fields
+from roll_core.spec.model import ModelSpec
 from roll_pipeline_diffusion.models.families import Family, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.config import ModelArguments
 
 EXPERTS = ("transformer", "transformer_2")
 """Components of a pipeline that are trained. The second is the expert for low noise of Wan 2.2."""
@@ -59,24 +60,34 @@ class FlowDescription:
     vae: VaeDescription | None = None
     """None: latents are pixels."""
 
-    def latent_shape(self, height: int, width: int, frames: int | None = None) -> tuple[int, ...]:
+    @property
+    def channels(self) -> int:
+        """Channels of latents."""
+        return self.family.latent_channels(self.config)
+
+    def size_problem(self, height: int, width: int, num_frames: int | None = None) -> tuple[str, str] | None:
+        """Name and description of a size that the model cannot generate."""
+        name = self.family.class_name
+        if self.family.video != (num_frames is not None):
+            wanted = "a number of frames" if self.family.video else "no frames"
+            return "num_frames", f"found {num_frames}, but {name} needs {wanted}"
+        multiple = (1 if self.vae is None else self.vae.spatial) * self.family.patch(self.config)
+        for key, size in (("height", height), ("width", width)):
+            if size <= 0 or size % multiple:
+                return key, f"found {size}, but {name} needs a positive multiple of {multiple}"
+        temporal = 1 if self.vae is None else self.vae.temporal
+        if num_frames is not None and (num_frames < 1 or (num_frames - 1) % temporal):
+            return "num_frames", f"found {num_frames}, but the VAE needs a multiple of {temporal}, plus 1"
+        return None
+
+    def latent_shape(self, height: int, width: int, num_frames: int | None = None) -> tuple[int, ...]:
         """Shape of the latents of an image or a video, without batch dimension. Raises `DataError` for sizes that the
         model cannot generate."""
-        if self.family.video != (frames is not None):
-            wanted = "a number of frames" if self.family.video else "no frames"
-            raise DataError(f"frames {frames}: {self.family.class_name} needs {wanted}")
-        factor = 1 if self.vae is None else self.vae.spatial
-        multiple = factor * self.family.patch(self.config)
-        for name, size in (("height", height), ("width", width)):
-            if size <= 0 or size % multiple:
-                raise DataError(f"{name} {size}: {self.family.class_name} needs a positive multiple of {multiple}")
-        channels = self.family.latent_channels(self.config)
-        if frames is None:
-            return channels, height // factor, width // factor
-        temporal = 1 if self.vae is None else self.vae.temporal
-        if frames < 1 or (frames - 1) % temporal:
-            raise DataError(f"frames {frames}: the VAE needs a multiple of {temporal}, plus 1")
-        return channels, (frames - 1) // temporal + 1, height // factor, width // factor
+        if problem := self.size_problem(height, width, num_frames):
+            raise DataError(": ".join(problem))
+        factor, temporal = (1, 1) if self.vae is None else (self.vae.spatial, self.vae.temporal)
+        frames = () if num_frames is None else ((num_frames - 1) // temporal + 1,)
+        return self.channels, *frames, height // factor, width // factor
 
 
 def describe(spec: ModelSpec) -> FlowDescription:
@@ -96,6 +107,17 @@ def describe(spec: ModelSpec) -> FlowDescription:
             " first, with `hf download`"
         )
     return _transformer({**_read(directory / "config.json"), **spec.config_overrides}, str(directory), directory)
+
+
+def describe_args(args: ModelArguments, pretrain: str | None) -> FlowDescription | None:
+    """Describe the model that a config names. None if it names none, or one that is not in a local directory: an
+    earlier run may write it. Raises `ModelError`."""
+    path = args.path(pretrain)
+    if args.random_init is None and not (path and Path(path).expanduser().is_dir()):
+        return None
+    return describe(
+        ModelSpec(task="flow", path=path, random_init=args.random_init, config_overrides=args.model_config_kwargs)
+    )
 
 
 def describe_vae(directory: Path) -> VaeDescription | None:

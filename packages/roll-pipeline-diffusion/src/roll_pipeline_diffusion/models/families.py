@@ -101,6 +101,10 @@ class Family(ABC):
             if not same:
                 wanted = "[" + ", ".join("any" if size is None else str(size) for size in each.shape) + "]"
                 raise DataError(f"{where}: {name} has shape {list(shape)} per row, {self.class_name} needs {wanted}")
+        tokens = {name: given[name].shape[int(rows)] for name in given if expected[name].shape[:1] == (None,)}
+        if len(set(tokens.values())) > 1:
+            found = ", ".join(f"{name} {number}" for name, number in tokens.items())
+            raise DataError(f"{where}: different numbers of text tokens: {found}")
 
 
 class StableDiffusion3(Family):

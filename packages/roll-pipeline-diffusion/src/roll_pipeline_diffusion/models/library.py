@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from roll_core.errors import DataError, ModelError
 from roll_core.spec.module_program import ModelLibrary
+from roll_core.spec.plan import LayerSize, Linear, ModelSize
 from roll_pipeline_diffusion.models.description import EXPERTS, INDEX, FlowDescription, describe
 
 if TYPE_CHECKING:
@@ -100,6 +101,32 @@ class DiffusersLibrary(ModelLibrary):
         return [block for expert in experts for name in description.family.blocks for block in getattr(expert, name)]
 
     @override
+    def size(self, spec: ModelSpec) -> ModelSize:
+        """Built on the meta device. Parameters outside the blocks count as `final_norm`."""
+        description = describe(spec)
+        kind = _class_of(description)
+        with torch.device("meta"):
+            experts = {name: kind.from_config(_keys(keys)) for name, keys in description.experts.items()}
+        flow = FlowModel(description, experts)
+        layers = tuple(_layer_size(each) for each in self.blocks(flow))
+        width = description.config["attention_head_dim"] * description.config["num_attention_heads"]
+        total = sum(each.numel() for each in flow.parameters())
+        return ModelSize(
+            model_type=description.family.class_name,
+            vocab_size=0,
+            hidden_size=width,
+            query_width=width,
+            key_width=width,
+            num_heads=description.config["num_attention_heads"],
+            normed_heads=False,
+            max_positions=0,
+            layers=layers,
+            embedding=0,
+            head=0,
+            final_norm=total - sum(each.parameters for each in layers),
+        )
+
+    @override
     def write(self, module: nn.Module, spec: ModelSpec, state: Mapping[str, Tensor], path: Path) -> None:
         """Write a directory of the same kind as the model's: of a pipeline or of a transformer.
 
@@ -121,6 +148,31 @@ class DiffusersLibrary(ModelLibrary):
             _write_expert(name, getattr(flow, name), weights, folder)
 
 
+def _class_of(description: FlowDescription) -> Any:
+    import diffusers
+
+    kind = getattr(diffusers, description.family.class_name, None)
+    if kind is None:
+        raise ModelError(
+            f"diffusers {diffusers.__version__} has no {description.family.class_name}: install a newer one"
+        )
+    return kind
+
+
+def _keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in keys.items() if key != "_class_name"}
+
+
+def _layer_size(block: nn.Module) -> LayerSize:
+    found = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
+    linears = [Linear(path=name, outputs=each.out_features, inputs=each.in_features) for name, each in found.items()]
+    return LayerSize(
+        parameters=sum(each.numel() for each in block.parameters()),
+        linears=tuple(linears),
+        active_width=max((each.outputs for each in linears if "ff" in each.path or "mlp" in each.path), default=0),
+    )
+
+
 def _flow_model(module: nn.Module) -> FlowModel:
     found = next((each for each in module.modules() if isinstance(each, FlowModel)), None)
     if found is None:
@@ -129,13 +181,7 @@ def _flow_model(module: nn.Module) -> FlowModel:
 
 
 def _expert(spec: ModelSpec, description: FlowDescription, name: str, keys: Mapping[str, Any]) -> nn.Module:
-    import diffusers
-
-    kind = getattr(diffusers, description.family.class_name, None)
-    if kind is None:
-        raise ModelError(
-            f"diffusers {diffusers.__version__} has no {description.family.class_name}: install a newer one"
-        )
+    kind = _class_of(description)
     where = "random_init" if description.directory is None else str(description.directory)
     given = spec.random_init if spec.random_init is not None else {}
     _refuse_unknown(kind, {**given, **spec.config_overrides}, where)
@@ -147,7 +193,7 @@ def _expert(spec: ModelSpec, description: FlowDescription, name: str, keys: Mapp
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)
-                expert = kind.from_config({key: each for key, each in keys.items() if key != "_class_name"})
+                expert = kind.from_config(_keys(keys))
     except Exception as error:  # diffusers raises many classes for bad files and bad keys
         raise ModelError(f"{where}: {description.family.class_name} cannot be built: {error}") from error
     # diffusers' own `to` warns that it keeps some modules in float32. Strategies need one dtype.

@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
 from roll_core.errors import (
     ConfigError,
-    ConfigProblem,
     ContractError,
     DataError,
     ModelError,
@@ -73,8 +72,6 @@ class ImageReward(RewardFunction):
 class DifferentiableReward(ImageReward):
     """An image reward with gradients to the pixels."""
 
-    differentiable: ClassVar[bool] = True
-
     def row_arrays(self, prompt: str, row: Row) -> Mapping[str, NDArray[np.generic]]:
         """Arrays of a row that `score_tensor` needs, such as the embedding of its prompt."""
         return {}
@@ -113,20 +110,7 @@ class ImageRewards:
     """The rewards of a run, by name. Picklable; each process loads them at their first use."""
 
     def __init__(self, configs: Mapping[str, RewardConfig], device: str = "cpu") -> None:
-        """Raises `ConfigError` for rewards of text."""
-        problems = [
-            ConfigProblem(
-                "rewards",
-                f"rewards.{name}.reward",
-                f"{config.reward} scores text, expected a reward of images",
-                "see `roll-core plugins` for rewards of images",
-                code="ROLL-C041",
-            )
-            for name, config in configs.items()
-            if not isinstance(config, ImageRewardConfig)
-        ]
-        if problems:
-            raise ConfigError(problems)
+        """`configs` are `ImageRewardConfig`: the schema of `reward_flow` refuses rewards of text."""
         self.configs: dict[str, ImageRewardConfig] = {
             name: each for name, each in configs.items() if isinstance(each, ImageRewardConfig)
         }
@@ -194,21 +178,7 @@ class DifferentiableRewards:
     """The weighted sum of differentiable rewards, as a function of pixels. Picklable."""
 
     def __init__(self, rewards: ImageRewards) -> None:
-        """Raises `ConfigError` for rewards without gradients."""
         self.rewards = rewards
-        problems = [
-            ConfigProblem(
-                "rewards",
-                f"rewards.{name}.reward",
-                f"{config.reward} has no gradients, but objective refl needs them",
-                "remove it, or use an objective such as flow_grpo",
-                code="ROLL-C041",
-            )
-            for name, config in rewards.configs.items()
-            if not _is_differentiable(config)
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     def row_arrays(self, prompt: str, row: Row) -> dict[str, NDArray[np.generic]]:
         """Arrays of a row, `reward.<name>.<array>`, that its `ModuleRow` must have. Raises `DataError`."""
@@ -259,12 +229,6 @@ class DifferentiableRewards:
         if not isinstance(reward, DifferentiableReward):
             raise ContractError(f"{_where(name, reward.config)} has no score_tensor")
         return reward
-
-
-def _is_differentiable(config: ImageRewardConfig) -> bool:
-    module, _, attribute = config.target.partition(":")
-    found = getattr(importlib.import_module(module), attribute)
-    return issubclass(found, DifferentiableReward) and getattr(config, "differentiable", True)
 
 
 def _where(name: str, config: ImageRewardConfig) -> str:

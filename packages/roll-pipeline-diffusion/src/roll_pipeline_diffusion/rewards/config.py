@@ -40,6 +40,11 @@ class ImageRewardConfig(RewardConfig):
     frames: Literal["mean", "together"] = "mean"
     """Of a video: `mean` scores each frame by itself and averages; `together` gives the reward the whole video."""
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if the reward is a `DifferentiableReward`, which `refl` can train on."""
+        return False
+
     @model_validator(mode="after")
     def _takes_videos(self) -> ImageRewardConfig:
         if self.frames == "together" and not self.sees_videos:
@@ -47,7 +52,16 @@ class ImageRewardConfig(RewardConfig):
         return self
 
 
-class BrightnessConfig(ImageRewardConfig):
+class DifferentiableRewardConfig(ImageRewardConfig):
+    """Base of the schemas of rewards that always have gradients."""
+
+    @property
+    @override
+    def has_gradients(self) -> bool:
+        return True
+
+
+class BrightnessConfig(DifferentiableRewardConfig):
     """`reward: image_brightness`: the mean luminance, from 0 to 1."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:BrightnessReward"
@@ -55,7 +69,7 @@ class BrightnessConfig(ImageRewardConfig):
     reward: Literal["image_brightness"]
 
 
-class ColorConfig(ImageRewardConfig):
+class ColorConfig(DifferentiableRewardConfig):
     """`reward: image_color`: 1 minus the mean distance of pixels to a colour."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:ColorReward"
@@ -75,7 +89,7 @@ class JpegSizeConfig(ImageRewardConfig):
     """Quality of the JPEG, as in DDPO."""
 
 
-class ClipScoreConfig(ImageRewardConfig):
+class ClipScoreConfig(DifferentiableRewardConfig):
     """`reward: clip_score`: similarity of image and prompt by a CLIP model, or a model like PickScore."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.clip:ClipScoreReward"
@@ -91,7 +105,7 @@ class ClipScoreConfig(ImageRewardConfig):
         return _missing(self.model_name_or_path, "config.json", "model_name_or_path")
 
 
-class AestheticConfig(ImageRewardConfig):
+class AestheticConfig(DifferentiableRewardConfig):
     """`reward: aesthetic`: the output of linear layers on the embedding of an image by CLIP."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.clip:AestheticReward"
@@ -153,6 +167,11 @@ class ImageFunctionConfig(ImageRewardConfig):
         if self.numbers and not self.differentiable:
             raise ValueError("numbers: ignored without differentiable: true; the function gets all columns as rows")
         return self
+
+    @property
+    @override
+    def has_gradients(self) -> bool:
+        return self.differentiable
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ MAX_HANGING = 8
 class FunctionReward(RewardFunction):
     """Calls `f(prompt, response, **metadata)`, which returns a number, a `Reward`, or a dict with `value`.
 
-    Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`.
+    Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`. Functions
+    written for TRL or verl are called as there, see `user_function`.
     """
 
     config: FunctionConfig
@@ -44,7 +45,7 @@ class FunctionReward(RewardFunction):
     def start(self) -> None:
         """Import the function's module. Raises `ConfigError` if that fails."""
         config = self.config
-        options = {"function": config.function}
+        options = {"function": config.function, "signature": config.signature}
         if config.isolation == "none":
             self._in_worker = _InWorker(_load_here(config, options))
             return
@@ -67,7 +68,12 @@ class FunctionReward(RewardFunction):
 
         Raises `RewardFailure` with the cause if the function raises, hangs, crashes or returns no finite number.
         """
-        arguments: dict[str, Any] = {"prompt": request.prompt, "response": request.response}
+        arguments: dict[str, Any] = {
+            "prompt": request.prompt,
+            "response": request.response,
+            "messages": [dict(each) for each in request.messages],
+            "completion_ids": request.sample.response_ids.tolist(),
+        }
         if self._pool is None:
             found = self._in_worker({**arguments, "metadata": request.metadata}, self.config.timeout_s)
         else:

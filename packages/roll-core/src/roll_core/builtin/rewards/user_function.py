@@ -1,5 +1,12 @@
 """Calls a user's reward function: selects its arguments and interprets its return value.
 
+    signature   call                                                           returns
+    roll        f(prompt, response, **columns)                                 a number, a `Reward`, a dict
+    trl         f(prompts=[…], completions=[…], completion_ids=[…], **columns)  a list with a number or None
+    verl        f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)  a number, or a dict with `score`
+
+The calls are those of `GRPOTrainer._calculate_rewards` of TRL and of `NaiveRewardManager` of verl, with one sample.
+
 Child processes import this module too, so it imports nothing heavy.
 """
 
@@ -9,48 +16,60 @@ import importlib
 import inspect
 import math
 import numbers
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RewardFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    import asyncio
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 RewardValues = dict[str, Any]
 """`value`, `failure` and `detail` of a `Reward`, as plain values."""
 
 
 def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
-    """Build the function that scores `(prompt, response, metadata)` by calling `options["function"]`.
+    """Build the function that scores a sample by calling `options["function"]`.
 
-    Raises any exception of importing the user's module, and AttributeError if it has no such function. Raises TypeError
-    if the function cannot be called with a prompt and a response, or needs a column that is not in
-    `options["columns"]`.
+    The sample is `(prompt, response, metadata, messages, completion_ids)`. Raises any exception of importing the user's
+    module, and AttributeError if it has no such function. Raises TypeError if the function cannot be called as
+    `options["signature"]` requires, or needs a column that is not in `options["columns"]`.
     """
-    module, _, name = options["function"].partition(":")
+    name = options["function"]
+    module, _, path = name.partition(":")
     function: Any = importlib.import_module(module)
-    for part in name.split("."):
+    for part in path.split("."):
         function = getattr(function, part)
-    accepts = _check_signature(options["function"], function)
-    if options.get("columns") is not None:
-        _check_columns(options["function"], function, accepts, options["columns"])
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}, not a function")
+    called = options.get("signature", "auto")
+    if called == "auto":
+        called = _signature_of(function)
+    adapter = _ADAPTERS.get(called)
+    if adapter is None:
+        accepts = _check_signature(name, function)
+        if options.get("columns") is not None:
+            _check_columns(name, function, accepts, options["columns"])
 
-    def score(prompt: str, response: str, metadata: Mapping[str, Any]) -> RewardValues:
-        chosen = {key: value for key, value in metadata.items() if accepts(key)}
-        return reward_values(function(prompt, response, **chosen))
+        def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
+            chosen = {key: value for key, value in metadata.items() if accepts(key)}
+            return reward_values(function(prompt, response, **chosen), name)
 
-    return score
+        return score
+    return adapter(name, function, options.get("columns"))
 
 
-def check(function: str, columns: Collection[str] | None, timeout_s: float) -> str:
+def check(function: str, columns: Collection[str] | None, timeout_s: float, *, signature: str = "auto") -> str:
     """Why the function cannot score rows with these columns (None: unknown); empty if it can.
 
     Loads the function in a child process. Raises `TimeoutError` if that takes longer than `timeout_s` seconds.
     """
     from roll_core.runtime.workers.reward_pool import RewardPool
 
-    options = {"function": function, "columns": None if columns is None else sorted(columns)}
+    named = None if columns is None else sorted(columns)
+    options = {"function": function, "signature": signature, "columns": named}
     begun = time.monotonic()
     pool = RewardPool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
     try:
@@ -64,43 +83,39 @@ def check(function: str, columns: Collection[str] | None, timeout_s: float) -> s
     return ""
 
 
-def reward_values(answer: Any) -> RewardValues:
-    """Convert a function's return value: a finite number, a `Reward`, or a dict with `value` or `failure`.
+def reward_values(answer: Any, name: str) -> RewardValues:
+    """Convert what function `name` returned: a finite number, a `Reward`, or a dict with `value` or `failure`.
 
     Other entries of a dict become details of the reward. Raises `RewardFailure` for any other return value.
     """
     if hasattr(answer, "failed") and hasattr(answer, "detail"):  # a Reward; its class is not imported here
         answer = {**answer.detail, "value": answer.value, "failure": answer.failure}
     if not isinstance(answer, dict):
-        return {"value": _number(answer), "failure": "", "detail": {}}
+        return {"value": _number(answer, name), "failure": "", "detail": {}}
     detail = {str(key): each for key, each in answer.items() if key not in ("value", "failure")}
     for key, each in detail.items():
-        detail[key] = each if isinstance(each, str) else _number(each, of=f"detail {key!r}")
+        detail[key] = each if isinstance(each, str) else _number(each, name, of=f"detail {key!r}")
     if answer.get("value") is None:
         failure = str(answer.get("failure") or "")
         if not failure:
-            raise RewardFailure("the function returned neither a value nor a failure")
+            raise RewardFailure(f"{name} returned neither a value nor a failure")
         return {"value": None, "failure": failure, "detail": detail}
-    return {"value": _number(answer["value"]), "failure": "", "detail": detail}
+    return {"value": _number(answer["value"], name), "failure": "", "detail": detail}
 
 
-def _number(answer: Any, of: str = "its value") -> float:
+def _number(answer: Any, name: str, of: str = "its value") -> float:
     if hasattr(answer, "item") and getattr(answer, "ndim", None) == 0:
         answer = answer.item()  # numpy's and torch's scalars
     if not isinstance(answer, numbers.Real):
-        raise RewardFailure(
-            f"the function returned {type(answer).__name__} as {of}: return a number, a Reward or a dict"
-        )
+        raise RewardFailure(f"{name} returned {type(answer).__name__} as {of}: return a number, a Reward or a dict")
     value = float(answer)
     if not math.isfinite(value):
-        raise RewardFailure(f"the function returned {value} as {of}, which is not a finite number")
+        raise RewardFailure(f"{name} returned {value} as {of}, which is not a finite number")
     return value
 
 
 def _check_signature(name: str, function: Any) -> Callable[[str], bool]:
     """Return a predicate that is True for columns the function takes by name. Raises TypeError if it is not usable."""
-    if not callable(function):
-        raise TypeError(f"{name} is {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"{name} is a coroutine function: make it a plain one")
     try:
@@ -130,3 +145,142 @@ def _check_columns(name: str, function: Any, accepts: Callable[[str], bool], col
     for each in required:
         if accepts(each) and each not in columns:
             raise TypeError(f"{name} needs a column {each!r}, but the rows have {', '.join(sorted(columns))}")
+
+
+# -- functions written for other frameworks ----------------------------------------------------------------------------
+
+
+def _signature_of(function: Any) -> str:
+    """The framework that a function was written for, by the names of its parameters."""
+    names = _parameters(function)
+    if {"completions", "completion_ids"} & names.keys():
+        return "trl"
+    return "verl" if "solution_str" in names else "roll"
+
+
+def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[..., RewardValues]:
+    """Adapter for `f(completions, prompts=None, **columns) -> list[float | None]`. None means: not applicable.
+
+    If a column of the row has chat messages, the prompt and the completion are messages; otherwise they are texts.
+    """
+    reserved = {"prompt", "completion"}
+    accepts = _accepted(name, function, {"prompts", "completions", "completion_ids"}, columns, reserved)
+    run = _Runner(function)
+
+    def score(
+        prompt: str, response: str, metadata: Mapping[str, Any], messages: Sequence[Any], completion_ids: Sequence[int]
+    ) -> RewardValues:
+        chat = any(_is_chat(value) for value in metadata.values())
+        text = messages[-1]["content"] if messages else prompt
+        given: dict[str, Any] = {key: [value] for key, value in metadata.items() if key not in reserved}
+        given["prompts"] = [list(messages) if chat else text]
+        given["completions"] = [[{"role": "assistant", "content": response}] if chat else response]
+        given["completion_ids"] = [list(completion_ids)]
+        answer = run({key: value for key, value in given.items() if accepts(key)})
+        answer = answer.tolist() if hasattr(answer, "tolist") else answer
+        if not isinstance(answer, (list, tuple)):
+            raise RewardFailure(f"{name} returned {type(answer).__name__}, expected a list of one number")
+        if len(answer) != 1:
+            raise RewardFailure(f"{name} returned {len(answer)} values for 1 completion")
+        if answer[0] is None:
+            raise RewardFailure(f"{name} returned None: it does not apply to this sample")
+        return {"value": _number(answer[0], name), "failure": "", "detail": {}}
+
+    return score
+
+
+def _verl(name: str, function: Any, columns: Collection[str] | None) -> Callable[..., RewardValues]:
+    """Adapter for `f(data_source, solution_str, ground_truth, extra_info=None)`.
+
+    The ground truth is `reward_model["ground_truth"]` of verl's rows, or the column `ground_truth`. Other entries than
+    `score` of a returned dict become details.
+    """
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    parameters = _parameters(function)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be called as f({', '.join(names)}): {error}") from error
+    if columns is not None:
+        for column, others in (("data_source", ()), ("ground_truth", ("reward_model",))):
+            default = parameters[column].default if column in parameters else None
+            if default is inspect.Parameter.empty and not {column, *others} & set(columns):
+                raise TypeError(f"{name} needs a column {column!r}, but the rows have {', '.join(sorted(columns))}")
+    run = _Runner(function)
+
+    def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
+        row = metadata.get("reward_model")
+        truth = row.get("ground_truth") if isinstance(row, dict) else metadata.get("ground_truth")
+        extra = metadata.get("extra_info")
+        given = {"solution_str": response, "ground_truth": truth, "data_source": metadata.get("data_source")}
+        answer = run({**given, "extra_info": dict(extra) if extra else {}})
+        if not isinstance(answer, dict):
+            return {"value": _number(answer, name), "failure": "", "detail": {}}
+        if "score" not in answer:
+            raise RewardFailure(f"{name} returned a dict without 'score': {', '.join(map(str, answer))}")
+        detail = {str(key): _detail(each) for key, each in answer.items() if key != "score"}
+        return {"value": _number(answer["score"], name), "failure": "", "detail": detail}
+
+    return score
+
+
+_ADAPTERS = {"trl": _trl, "verl": _verl}
+
+
+class _Runner:
+    """Calls a plain or a coroutine function with keywords. Coroutines of a process share one event loop."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._shared: asyncio.Runner | None = None
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        found = self._function(**arguments)
+        if not inspect.iscoroutine(found):
+            return found
+        import asyncio
+
+        if threading.current_thread() is not threading.main_thread():  # `isolation: none` calls concurrently
+            return asyncio.run(found)
+        self._shared = self._shared or asyncio.Runner()
+        return self._shared.run(found)
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # see `_check_signature`
+        return {}
+
+
+def _accepted(
+    name: str, function: Any, given: Collection[str], columns: Collection[str] | None, reserved: Collection[str]
+) -> Callable[[str], bool]:
+    """Predicate of the keywords that a function takes. Raises TypeError if it needs another one."""
+    parameters = _parameters(function).values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    for each in parameters:
+        if each.kind is each.POSITIONAL_ONLY:
+            raise TypeError(f"{name} takes {each.name!r} only by position, and TRL passes every argument by name")
+        required = each.name in named and each.default is each.empty and each.name not in given
+        if required and (each.name in reserved or (columns is not None and each.name not in columns)):
+            known = ", ".join(sorted({*given, *(columns or ())} - {*reserved}))
+            raise TypeError(f"{name} needs {each.name!r}, expected only {known}")
+    return lambda key: takes_all or key in named
+
+
+def _is_chat(value: Any) -> bool:
+    """True for chat messages: a list of dicts with `role` and `content`."""
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+    )
+
+
+def _detail(value: Any) -> float | str:
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    return value if isinstance(value, str) else str(value)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.planning.placement import Placement
     from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_core.spec.model import LoraSpec, ModelSpec
+    from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving, ModelSize
     from roll_core.spec.providers import InferProvider, TrainProvider
@@ -95,8 +96,6 @@ def _role_memory(
     )
     if not provider.memory:
         return replace(memory, unknown=f"{owner} has no memory formula (its provider's field `memory` is empty)")
-    if role.library:
-        return replace(memory, unknown=f"sizes of models of {role.library} are not known to plans")
     try:
         question = _question(role, worker, config, registry, placement, provider, slot_bytes)
         formula = load_target(provider.memory, owner=owner)
@@ -126,7 +125,7 @@ def _question(
     slot_bytes: int | None,
 ) -> MemoryInput:
     spec = model_spec(role, config, Path())
-    size = size_of(spec, config)
+    size = _library_size(spec) if spec.library else size_of(spec, config)
     added = adapter_parameters(size, spec.lora) if spec.lora is not None else 0
     keys = worker.strategy_args.strategy_config if worker.strategy_args is not None else {}
     strategy = strategy_config(provider, keys, owner=registry.owner(provider))
@@ -184,6 +183,8 @@ def _micro_batches(
     args = worker.training_args
     max_new_tokens = worker.generating_args.max_new_tokens if role.kind == "generate" else None
     longest = config.prompt_length + (max_new_tokens or config.response_length)
+    if role.library:
+        longest = role.row_tokens
     if size.max_positions:
         longest = min(longest, size.max_positions)
     per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -198,7 +199,7 @@ def _micro_batches(
     return {
         "longest": longest,
         "train_sequences": train_sequences,
-        "train_tokens": train_sequences * longest,
+        "train_tokens": train_sequences * longest * role.calls_with_gradients,
         "num_micro_batches": math.ceil(per_rank / train_sequences),
         "score_tokens": min(score_sequences, at_once) * longest,
     }
@@ -233,6 +234,11 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     return model_size({**keys, **spec.config_overrides}, task=spec.task, folder=folder)
+
+
+def _library_size(spec: ModelSpec) -> ModelSize:
+    library: ModelLibrary = load_target(spec.library, owner=f"model library {spec.library}")()
+    return library.size(spec)
 
 
 def vocab_size_of(spec: ModelSpec, config: RunConfig, *, tokens: int) -> int:

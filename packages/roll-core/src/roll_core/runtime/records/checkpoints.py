@@ -47,6 +47,11 @@ class Checkpoint:
 
     step: int
     path: Path
+    origin: str = ""
+    """URL of which `path` is a copy; empty for a checkpoint of a run directory."""
+
+    def __str__(self) -> str:
+        return self.origin or str(self.path)
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
@@ -78,6 +83,10 @@ class CheckpointStore:
         """`keep`: number of newest checkpoints to retain, 0 for all. Accesses no files."""
         self.directory = directory
         self.keep = keep
+        self.best: int | None = None
+        """Step of the best checkpoint, which is retained too."""
+        self.pinned: set[int] = set()
+        """Steps that are retained until their upload has ended."""
 
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
@@ -93,6 +102,10 @@ class CheckpointStore:
             newest = f"resume from the newest intact one, {others[-1].path}" if others else "the run has no intact one"
             raise CheckpointError(f"checkpoint {path} is damaged: {_enumerate(problems)}; {newest}")
         return Checkpoint(read_manifest(path).step, path)
+
+    def path(self, step: int) -> Path:
+        """Path of the checkpoint of `step`, which need not exist."""
+        return self.directory / f"step-{step}"
 
     def list(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first; not verified."""
@@ -126,9 +139,9 @@ class CheckpointStore:
         """Yield a directory to write into. It becomes `step-<step>` when the block ends, and is removed if it raises.
 
         `state` is stored as JSON beside the block's files. The exit blocks until all files are flushed and digested,
-        then removes the oldest checkpoints beyond `keep`. Raises `CheckpointError` for a full disk and other
-        `OSError`s; earlier checkpoints stay intact. If another thread sets `stop`, the exit raises `CheckpointError`
-        soon.
+        then removes the oldest checkpoints beyond `keep`, except the best one. Raises `CheckpointError` for a
+        full disk and other `OSError`s; earlier checkpoints stay intact. If another thread sets `stop`, the exit raises
+        `CheckpointError` soon.
         """
         self.sweep()
         working = self._working(step, "tmp")
@@ -178,7 +191,7 @@ class CheckpointStore:
         return self.directory / f".step-{step}.{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
     def _publish(self, working: Path, step: int) -> None:
-        target = self.directory / f"step-{step}"
+        target = self.path(step)
         replaced = self._move_aside(target, step) if target.exists() else None
         os.rename(working, target)
         _fsync(self.directory)
@@ -195,6 +208,8 @@ class CheckpointStore:
         if not self.keep:
             return
         for checkpoint in self.list()[: -self.keep]:
+            if checkpoint.step == self.best or checkpoint.step in self.pinned:
+                continue
             shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
 
     def _full(self, step: int) -> str:

@@ -58,10 +58,18 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`. Raises `CheckpointError` if it is missing, invalid or modified."""
     file = path / MANIFEST
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return parse_manifest(file.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """The manifest in `content`. Raises `CheckpointError` if it is invalid or modified."""
+    try:
+        found = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(found, dict) or type(found.get("format")) is not int:
         raise CheckpointError(f"{MANIFEST} has no format number: roll-core did not write it")

@@ -82,6 +82,8 @@ class RunRecord:
             "guards": {"counts": {}, "events": []},
             "time": None,
             "memory": None,
+            "best_checkpoint": None,
+            "checkpoint_store": "",
             "versions": versions(name for each in facts.plugins for name in requirements(each["package"])),
             "environments": {},
             "git": git_state(Path.cwd()),
@@ -194,7 +196,7 @@ def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
     for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
         record = read_record(run.record)
         at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step
-        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint.path)):
+        if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint)):
             return run.path
     return None
 

@@ -124,10 +124,19 @@ class RunDir:
         """HTML report, a single file."""
         return self.path / "report.html"
 
+    def uploads(self) -> list[Path]:
+        """Existing files for trackers that store files: config, report and samples."""
+        return [path for path in (self.config, self.report, self.samples) if path.is_file()]
+
     @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints `step-N/`."""
         return self.path / "checkpoints"
+
+    @property
+    def profile(self) -> Path:
+        """Directory of timelines and memory snapshots."""
+        return self.path / "profile"
 
     @property
     def tokenizer(self) -> Path:

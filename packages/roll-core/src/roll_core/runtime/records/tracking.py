@@ -15,7 +15,7 @@ from roll_core.errors import TrackerError
 from roll_core.runtime.records.jsonlines import LineWriter, copy_lines, number, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/")
+_LOWER = ("loss", "perplexity", "/kl", "kl/", "failures", "approx_kl")
+_HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
+_TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/", "checkpoint_store/")
 
 
 class MetricsFile(LineWriter):
@@ -81,6 +83,13 @@ def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(_TIMING)}
 
 
+def better(name: str) -> str:
+    """`higher` or `lower` if one direction of a metric is better; otherwise empty."""
+    if any(word in name for word in _LOWER):
+        return "lower"
+    return "higher" if any(word in name for word in _HIGHER) else ""
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read a `metrics.jsonl` into one mapping per step, ordered by step, with `step` and `time`.
 
@@ -104,7 +113,10 @@ class Trackers:
 
     @classmethod
     def opened(cls, factories: Mapping[str, Callable[[], Tracker]]) -> Self:
-        """Open trackers by name. If one cannot be opened, closes the earlier ones and raises `TrackerError`."""
+        """Open trackers, each under a name for messages: `tracker 'wandb' of roll-trackers 0.1.0`.
+
+        If one cannot be opened, closes the earlier ones and raises `TrackerError`.
+        """
         trackers = cls()
         try:
             for name, factory in factories.items():
@@ -140,6 +152,14 @@ class Trackers:
             with _errors_of(name, f"failed to record step {step}"):
                 tracker.log(step, metrics)
 
+    def finish(self, *, failed: bool, files: Sequence[Path]) -> None:
+        """Pass the end of the run to all trackers and close them, then raise `TrackerError` for one that failed."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            for name, tracker in self._open.items():
+                stack.enter_context(_errors_of(name, "failed to record the end of the run"))
+                stack.callback(tracker.run_finished, failed=failed, files=files)
+
     def close(self) -> None:
         """Close all trackers, then raise `TrackerError` for one that failed. Idempotent."""
         with contextlib.ExitStack() as stack:
@@ -158,4 +178,4 @@ def _errors_of(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise TrackerError(f"tracker {name} {what}: {cause}") from error
+        raise TrackerError(f"{name} {what}: {cause}") from error

@@ -93,7 +93,8 @@ def recorded_audit(config: RunConfig, rows: ReadRows, tokenizer: PreTrainedToken
 def shown_rows(config: RunConfig, rows: ReadRows, tokenizer: PreTrainedTokenizerBase, num: int) -> Iterator[MaskedRow]:
     """The first rows of a run."""
     for source in list(dict(_sources(config)).values())[:1] if config.pipeline in PIPELINES else []:
-        yield from masked_rows(rows(source), source, tokenizer, num=num, trains=PIPELINES[config.pipeline])
+        trains, on_prompt = PIPELINES[config.pipeline], bool(getattr(config, "train_on_prompt", False))
+        yield from masked_rows(rows(source), source, tokenizer, num=num, trains=trains, on_prompt=on_prompt)
 
 
 def _sources(config: RunConfig) -> Iterator[tuple[str, DataArguments]]:
@@ -113,9 +114,12 @@ def audit_data(
 ) -> tuple[list[AuditFinding], list[MaskedRow]]:
     """Audit a file of rows. Rows with responses are audited as those of sft, others as prompts.
 
-    `values` are fields of `data_args`, and `prompt_length` and `response_length`, with the defaults of a run.
+    `values` are fields of `data_args`, and `prompt_length`, `response_length` and `train_on_prompt`, with the defaults
+    of a run.
     """
-    given = {"prompt_length": 1024, "response_length": 1024} | dict(values)
+    given = {"prompt_length": 1024, "response_length": 1024, "train_on_prompt": False} | dict(values)
+    if not isinstance(on_prompt := given.pop("train_on_prompt"), bool):
+        raise ConfigError([_problem("train_on_prompt", f"is {on_prompt!r}, expected true or false")])
     limits = [given.pop(key) for key in ("prompt_length", "response_length")]
     for key, limit in zip(("prompt_length", "response_length"), limits, strict=True):
         if not isinstance(limit, int) or limit < 1:
@@ -154,7 +158,8 @@ def audit_data(
         )
     except DataError as error:
         findings.append(AuditFinding(check="rows", subject=path.name, level="error", found=str(error)))
-    return findings, list(masked_rows(rows, data, built, num=num_shown, trains=trains))
+    shown = masked_rows(rows, data, built, num=num_shown, trains=trains, on_prompt=on_prompt)
+    return findings, list(shown)
 
 
 def _has_response(row: Row, data: DataArguments, rows: Rows) -> bool:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
@@ -28,18 +29,31 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.dump import dump
 from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
-from roll_core.errors import NonFiniteError, RollError, RunFileError, WorkerDiedError, chain
+from roll_core.errors import (
+    CheckpointError,
+    NoCheckpointError,
+    NonFiniteError,
+    RollError,
+    RunFileError,
+    TrackerError,
+    WorkerDiedError,
+    chain,
+)
 from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.platform import select_platform
 from roll_core.runtime.planning.plan import compared
+from roll_core.runtime.records.best import BestCheckpoint, BestMetric
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards
 from roll_core.runtime.records.ledger import Ledger
 from roll_core.runtime.records.logs import run_logging
+from roll_core.runtime.records.manifest import read_manifest
 from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run
-from roll_core.runtime.records.run_dir import RunDir, find_checkpoint, sweep_checkpoints
+from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
+from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import explained, writing
 from roll_core.runtime.records.samples import ImagesFile, SamplesFile
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
@@ -48,10 +62,12 @@ from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
 from roll_core.runtime.run.audit import recorded_audit
+from roll_core.runtime.run.profiling import StepProfiler
 from roll_core.runtime.run.resuming import check_fits, load_run
 from roll_core.runtime.run.saving import RunSaver
 from roll_core.runtime.run.stopping import StopSignals, ignoring_sigterm
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
+from roll_core.runtime.run.uploading import CheckpointUploader
 from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
@@ -127,7 +143,6 @@ def execute(
     )
     record = RunRecord(run_dir.record, facts, redactor)
     error: BaseException | None = None
-    advice = ""
     with run_logging(run_dir.log, console.warn, redactor) as logs:
         for warning in loaded.warnings:
             log.warning("%s", warning)
@@ -141,12 +156,25 @@ def execute(
             for link in chain(raised):
                 if isinstance(link, RollError) and link.trace:
                     log.debug("traceback in the worker:\n%s", link.trace)
-        with ignoring_sigterm():
+
+        def completed() -> tuple[str, Outcome, list[Path]]:
+            advice = ""
             if isinstance(error, Exception) and not isinstance(error, RunFileError):
                 advice = summary.advice(error, registry, run_dir)
             outcome = record.finish(error, advice=advice, time_rows=[asdict(row) for row in ledger.rows()])
             with ledger.stage("report"):
-                report = summary.report(run_dir)
+                return advice, outcome, events.run_recorded(run_dir.path)
+
+        with ignoring_sigterm(), driver.trackers:
+            advice, outcome, written = completed()
+            try:
+                driver.trackers.finish(failed=error is not None, files=run_dir.uploads())
+            except TrackerError as failure:
+                if error is None:
+                    error = failure
+                    advice, outcome, written = completed()
+                else:
+                    log.warning("%s", failure)
     console.finish(
         outcome=outcome,
         rows=ledger.rows(),
@@ -155,7 +183,7 @@ def execute(
         lines=[
             *summary.results(run_dir, driver.last_metrics),
             ("run", summary.relative(run_dir.path)),
-            *report,
+            *((path.stem, summary.relative(path)) for path in written),
             *summary.how_to_resume(loaded, argv, run_dir, redactor),
         ],
     )
@@ -175,7 +203,6 @@ class _Driver:
     pipeline: Pipeline[Any]
     guards: Guards
     metrics_file: MetricsFile
-    trackers: Trackers
 
     def __init__(
         self,
@@ -192,10 +219,19 @@ class _Driver:
         self.config, self.provider = loaded.config, loaded.pipeline
         self.registry, self.events, self.run_dir, self.record = registry, events, run_dir, record
         self.ledger, self.console, self.redactor, self.logs = ledger, console, redactor, logs
+        self.best_metric: BestMetric | None = None
+        if self.config.save_best is not None:
+            source = str(loaded.sources[0]) if loaded.sources else str(run_dir.config)
+            self.best_metric = BestMetric(self.config.save_best, source)
         self.stop = StopSignals(self.config.preemption_timeout)
+        self.store = CheckpointStore(run_dir.checkpoints, self.config.max_ckpt_to_keep)
+        self.uploader: CheckpointUploader | None = None
+        self.profiler: StepProfiler | None = None
         self.file_checks = [logs.check]
         """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the
         end."""
+        self.trackers = Trackers()
+        """Closed after the report is written, so that they can upload it."""
         self.steps_done = 0
         self.last_metrics: dict[str, float] = {}
         self.evaluation_due = False
@@ -216,7 +252,9 @@ class _Driver:
         # An existing cluster may have its devices on other hosts than the driver.
         elsewhere = on_a_cluster(self.registry, config.executor)
         platform = select_platform(self.registry, config.platform, elsewhere=elsewhere)
-        checkpoint = self._find_checkpoint()
+        if config.profile is not None:
+            self.profiler = StepProfiler(config.profile, self.run_dir.profile)
+        checkpoint = await self._find_checkpoint()
         async with contextlib.AsyncExitStack() as stack:
             run = self._prepare_run(checkpoint, stack)
             with ledger.stage("data"):
@@ -229,7 +267,7 @@ class _Driver:
                 platform=platform.name,
                 resumed_step=resumed_step,
                 steps_done=resumed_step,
-                resumed_from=str(checkpoint.path) if checkpoint is not None else "",
+                resumed_from=str(checkpoint) if checkpoint is not None else "",
             )
             self._check_work_is_left(checkpoint, num_steps)
             stack.push_async_callback(self.pipeline.close)  # after the roles are closed, so that no program runs
@@ -238,19 +276,32 @@ class _Driver:
                     run, self.pipeline, self.provider, platform, self.record, self.redactor, stack
                 )
                 await self.pipeline.setup(run)
+                if self.profiler is not None:
+                    self.profiler.check(run)
+            best: BestCheckpoint | None = None
             if checkpoint is not None:
                 with ledger.stage("resume"):
                     saved = await load_run(run, self.pipeline, checkpoint)
                     self.evaluation_due = saved.evaluation_due and bool(config.eval_steps)
+                    if self.best_metric is not None:
+                        found = BestCheckpoint.read(saved.best, checkpoint.path, checkpoint.origin)
+                        best = self.best_metric.resumed(found)
+                        self._record_best(best)
+                    if checkpoint.origin:
+                        shutil.rmtree(checkpoint.path, ignore_errors=True)
             self._open_metrics(checkpoint, stack)
             if resumed_step >= num_steps:  # no step will run, so no new metrics replace these
                 self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
             failure: BaseException | None = None
             try:
                 self.events.run_started(run)
-                store = CheckpointStore(self.run_dir.checkpoints, config.max_ckpt_to_keep)
-                async with RunSaver(run, self.pipeline, store) as saver:
-                    await self._steps(run, num_steps, executor, saver)
+                async with contextlib.AsyncExitStack() as saving:
+                    if self.uploader is not None:
+                        await self.uploader.probe()
+                        await saving.enter_async_context(self.uploader)
+                    saver = RunSaver(run, self.pipeline, self.store, self._completed, best)
+                    await saving.enter_async_context(saver)
+                    await self._steps(run, num_steps, executor, saver, checkpoint)
                 await self._export(run)
                 await self._measure_memory(run, plan)
                 self._check_files()
@@ -261,23 +312,58 @@ class _Driver:
                 self.console.close()
                 self.events.run_finished(run, failure)
 
-    def _find_checkpoint(self) -> Checkpoint | None:
+    async def _find_checkpoint(self) -> Checkpoint | None:
         """Find and check the checkpoint to resume from; None if there is none. Removes incomplete checkpoints.
 
         Raises `CheckpointMismatchError` if the run cannot continue from the checkpoint.
         """
         config = self.config
-        checkpoint = find_checkpoint(
-            config.resume_from_checkpoint,
-            output_dir=config.output_dir,
-            exp_name=config.exp_name,
-            current=self.run_dir,
-        )
+        spec, store = config.resume_from_checkpoint, config.checkpoint_store
+        if isinstance(spec, str) and "://" in spec:
+            checkpoint = await self._fetch(spec)
+            if checkpoint is None:
+                raise NoCheckpointError(f"resume_from_checkpoint: there is no complete checkpoint below {spec}")
+        else:
+            missing: CheckpointError | None = None
+            try:
+                checkpoint = find_checkpoint(
+                    spec, output_dir=config.output_dir, exp_name=config.exp_name, current=self.run_dir
+                )
+            except CheckpointError as error:
+                if store is None or spec not in (True, AUTO):
+                    raise
+                checkpoint, missing = None, error
+            if store is not None and spec in (True, AUTO):
+                try:
+                    newer = await self._fetch(f"{store.url.rstrip('/')}/{config.exp_name}", checkpoint)
+                except CheckpointError as error:
+                    if checkpoint is None:
+                        raise
+                    log.warning("the run resumes from %s: %s", checkpoint, error)
+                else:
+                    checkpoint = newer or checkpoint
+            if checkpoint is None and missing is not None:
+                raise missing
         if config.resume_from_checkpoint is not False:
             sweep_checkpoints(self.run_dir.experiment, checkpoint)
         if checkpoint is not None:
             check_fits(checkpoint, config, self.registry)
+        if store is not None:
+            name = f"{self.run_dir.path.name}-{secrets.token_hex(4)}"
+            folder = RemoteFolder(f"{store.url.rstrip('/')}/{config.exp_name}/{name}", store.storage_options)
+            self.uploader = CheckpointUploader(folder, self.store, self.run_dir.path, required=store.required)
+            self.record.update(checkpoint_store=folder.url)
         return checkpoint
+
+    async def _fetch(self, url: str, older: Checkpoint | None = None) -> Checkpoint | None:
+        """Copy the newest checkpoint below `url` into the run directory; None if none is newer than `older`."""
+        after = read_manifest(older.path).created if older is not None else 0.0
+        store = self.config.checkpoint_store
+        same = store is not None and store.url.partition("://")[0] == url.partition("://")[0]
+        folder = RemoteFolder(url, store.storage_options if store is not None and same else {})
+        with self.ledger.stage("resume"):
+            into = self.run_dir.path / "resumed"
+            return await in_daemon_thread(partial(fetch_newest, folder, into, after=after), name="roll-download")
 
     def _prepare_run(self, checkpoint: Checkpoint | None, stack: contextlib.AsyncExitStack) -> ActiveRun:
         """Load the tokenizer, if the pipeline needs one, and create the run, without roles.
@@ -349,12 +435,15 @@ class _Driver:
         factories: dict[str, Callable[[], Tracker]] = {}
         for name in config.track_with:
             provider = self.registry.find(TrackerProvider, name)
-            tracker: type[Tracker] = load_target(provider.target, owner=self.registry.owner(provider))
-            factories[name] = partial(tracker, run_dir.path, run_dir.name, config.tracker_kwargs.get(name, {}))
-        self.trackers = stack.enter_context(Trackers.opened(factories))
+            owner = self.registry.owner(provider)
+            tracker: type[Tracker] = load_target(provider.target, owner=owner)
+            factories[owner] = partial(tracker, run_dir.path, run_dir.name, config.tracker_kwargs.get(name, {}))
+        self.trackers = Trackers.opened(factories)
         self.trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
 
-    async def _steps(self, run: ActiveRun, num_steps: int, executor: Executor, saver: RunSaver) -> None:
+    async def _steps(
+        self, run: ActiveRun, num_steps: int, executor: Executor, saver: RunSaver, resumed: Checkpoint | None
+    ) -> None:
         config, ledger = self.config, self.ledger
         self.steps_done = self.guards.step = run.step
         self.stop.defer = True
@@ -363,14 +452,26 @@ class _Driver:
             ledger.start_step()
             metrics = await self._evaluate(run)
             if metrics and not self.evaluation_due:
-                self._record(run.step, metrics | await run.engine_metrics() | ledger.step_times())
+                metrics |= await run.engine_metrics() | ledger.step_times()
+                self._record(run.step, metrics)
+                best = self._improved(run.step, metrics, saver.best, resumed)
+                if best is not None:  # the resumed checkpoint itself
+                    saver.best = best
+                    self._record_best(best)
+                if self.best_metric is not None:
+                    self.best_metric.check()
         while run.step < num_steps:
             if self.stop.requested:
                 # SIGTERM arrived before or during the save of this step.
-                await saver.finish()
+                await self._finish_saving(run, saver)
                 raise self.stop.saved(f"step {run.step} is saved" if run.step else "no step was done yet")
             saver.check()
+            if self.uploader is not None:
+                self.uploader.check()
+                run.log(self.uploader.take_metrics())
             ledger.start_step()
+            if self.profiler is not None:
+                await self.profiler.before_step(run)
             try:
                 await _watched(executor, self.pipeline.step(run))
             except NonFiniteError as error:
@@ -387,6 +488,8 @@ class _Driver:
             self.steps_done = self.guards.step = run.step
             self.record.step(run.step)
             last = run.step == num_steps
+            if self.profiler is not None:
+                await self.profiler.after_step(run, last=last or self.stop.requested)
             if config.eval_steps and (run.step % config.eval_steps == 0 or last):
                 metrics |= await self._evaluate(run)
             metrics |= await run.engine_metrics() | ledger.step_times()
@@ -394,10 +497,14 @@ class _Driver:
             self.console.step(run.step, metrics)
             self.events.step_finished(run, run.step, metrics)
             self._check_files()
-            if self.stop.requested or (config.save_steps and (run.step % config.save_steps == 0 or last)):
-                await saver.save(evaluation_due=self.evaluation_due)
+            best = self._improved(run.step, metrics, saver.best, self.store.path(run.step))
+            due = config.save_steps and (run.step % config.save_steps == 0 or last)
+            if best is not None or due or self.stop.requested:
+                await saver.save(evaluation_due=self.evaluation_due, best=best)
+            if self.best_metric is not None:
+                self.best_metric.check()
+        await self._finish_saving(run, saver)
         if self.evaluation_due:
-            await saver.finish()
             raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left")
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
@@ -412,6 +519,31 @@ class _Driver:
                 run.step, {name: value for name, value in metrics.items() if name.startswith("val/")}
             )
         return metrics
+
+    async def _finish_saving(self, run: ActiveRun, saver: RunSaver) -> None:
+        await saver.finish()
+        if self.uploader is not None:
+            with run.stage("upload"):
+                await self.uploader.finish()
+
+    def _improved(
+        self, step: int, metrics: Mapping[str, float], best: BestCheckpoint | None, path: object
+    ) -> BestCheckpoint | None:
+        """The checkpoint of this step at `path`, if `save_best` makes it the best one; otherwise None."""
+        metric = self.best_metric
+        if metric is None or (value := metric.improved(step, metrics, best)) is None:
+            return None
+        return BestCheckpoint(metric=metric.metric, mode=metric.mode, value=value, step=step, path=str(path))
+
+    def _completed(self, checkpoint: Checkpoint, best: BestCheckpoint | None) -> None:
+        """Called with each complete checkpoint and the best one so far."""
+        self._record_best(best)
+        if self.uploader is not None:
+            self.uploader.submit(checkpoint, best)
+
+    def _record_best(self, best: BestCheckpoint | None) -> None:
+        if best is not None:
+            self.record.update(best_checkpoint=asdict(best))
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         self.last_metrics.update(metrics)

@@ -50,6 +50,8 @@ class SavedRun:
     roles: Mapping[str, SavedRole]
     evaluation_due: bool = False
     """True if SIGTERM interrupted the evaluation of this step. The resuming run evaluates before its first step."""
+    best: Mapping[str, Any] | None = None
+    """The best checkpoint up to this step, which may be this one: a `BestCheckpoint` as a mapping."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -61,13 +63,14 @@ class SavedRun:
                 pipeline_state=state["pipeline_state"],
                 roles={name: SavedRole(**role) for name, role in state["roles"].items()},
                 evaluation_due=state.get("evaluation_due", False),
+                best=state.get("best"),
             )
             records: list[SavedRun | SavedRole] = [saved, *saved.roles.values()]
             for record in records:
                 for each in fields(record):
                     value, known = getattr(record, each.name), {"str": str, "int": int, "bool": bool}
                     expected = known.get(str(each.type), dict)
-                    if type(value) is not expected and not (each.name == "model" and value is None):
+                    if type(value) is not expected and not (each.name in ("model", "best") and value is None):
                         raise TypeError(f"{each.name} is {value!r:.100}")
             for name in saved.roles:
                 if not is_inside(name) or "/" in name:
@@ -131,5 +134,5 @@ async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoi
         await role.load(checkpoint.path / name, state.weight_version, portable=portable)
     pipeline.load_state(saved.pipeline_state)
     run.step = checkpoint.step
-    log.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
+    log.info("resumed from %s at step %d", checkpoint, checkpoint.step)
     return saved

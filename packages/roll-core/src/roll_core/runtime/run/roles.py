@@ -166,7 +166,7 @@ class GroupTrainRole(TrainRole):
         self._check_wanted(loss.want)
         call = self._workers(TrainWorker.update)
 
-        async def step(indices: list[int]) -> list[tuple[LossMetrics, StepStats]]:
+        async def step(indices: list[int], epoch: int) -> list[tuple[LossMetrics, StepStats]]:
             batch = [sequences[i] for i in indices]
             shares, denominators = balance(batch, self.data_parallel), totals(batch, max_length=max_length)
             return await call.each(
@@ -193,11 +193,11 @@ class GroupTrainRole(TrainRole):
         self._check_rows(rows)
         call = self._workers(TrainWorker.update_program)
 
-        async def step(indices: list[int]) -> list[tuple[LossMetrics, StepStats]]:
+        async def step(indices: list[int], epoch: int) -> list[tuple[LossMetrics, StepStats]]:
             batch = [rows[i] for i in indices]
             shares = balance_rows(batch, self.data_parallel)
             return await call.each(
-                [call.args([batch[i] for i in shares[rank.index]], loss, len(batch)) for rank in self._ranks]
+                [call.args([batch[i] for i in shares[rank.index]], loss, len(batch), epoch) for rank in self._ranks]
             )
 
         return await self._steps(
@@ -207,21 +207,21 @@ class GroupTrainRole(TrainRole):
     async def _steps(
         self,
         orders: Sequence[Sequence[Sequence[int]]],
-        step: Callable[[list[int]], Awaitable[list[tuple[LossMetrics, StepStats]]]],
+        step: Callable[[list[int], int], Awaitable[list[tuple[LossMetrics, StepStats]]]],
         *,
         num_tokens: int,
     ) -> UpdateResult:
         """Take optimizer steps over the units of each epoch, at most `sequences_per_step` at a time.
 
-        `step` takes one step with the rows of these indices, and returns the results of all ranks.
+        `step` takes one step with the rows of these indices in this epoch, and returns the results of all ranks.
         """
         per_step: list[LossMetrics] = []
         num_skipped = num_overflows = 0
         async with self._lease(TRAINED):
-            for order in orders:
+            for epoch, order in enumerate(orders):
                 for chunk in even_chunks(order, self.sequences_per_step):
                     # Keep the given order within a step: if an epoch has one step, it must not depend on the seed.
-                    metrics, stats = self._stepped(await step(sorted(itertools.chain.from_iterable(chunk))))
+                    metrics, stats = self._stepped(await step(sorted(itertools.chain.from_iterable(chunk)), epoch))
                     num_skipped += stats.skipped
                     num_overflows += stats.overflow
                     per_step.append(metrics | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
@@ -299,6 +299,14 @@ class GroupTrainRole(TrainRole):
 
     def _rank_folders(self, path: Path) -> list[str]:
         return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
+
+    async def start_profile(self) -> None:
+        """Start the profiler of each rank."""
+        await self._workers(TrainWorker.start_profile).all()
+
+    async def stop_profile(self, name: Path) -> None:
+        """Write the timeline of each rank to files whose names begin with the path `name`."""
+        await self._workers(TrainWorker.stop_profile).all(str(name))
 
     async def memory_use(self) -> list[MemoryUse | None]:
         """Memory of each rank's process and device in bytes; None if unknown."""

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.runtime.cluster.concurrency import gather
+from roll_core.runtime.records.checkpoints import Checkpoint
 from roll_core.runtime.run.resuming import SavedRole, SavedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
+    from roll_core.runtime.records.best import BestCheckpoint
     from roll_core.runtime.records.checkpoints import CheckpointStore
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.runtime.run.roles import GroupTrainRole
@@ -35,18 +37,31 @@ log = logging.getLogger(__name__)
 class RunSaver:
     """Owns the checkpoint in progress. Enter it before the first step; its exit waits for the last checkpoint."""
 
-    def __init__(self, run: ActiveRun, pipeline: Pipeline[Any], store: CheckpointStore) -> None:
-        self._run, self._pipeline, self._store = run, pipeline, store
+    def __init__(
+        self,
+        run: ActiveRun,
+        pipeline: Pipeline[Any],
+        store: CheckpointStore,
+        completed: Callable[[Checkpoint, BestCheckpoint | None], None],
+        best: BestCheckpoint | None = None,
+    ) -> None:
+        """`completed` is called with each complete checkpoint and the best one so far. `best`: that of the resumed
+        run."""
+        self._run, self._pipeline, self._store, self._completed = run, pipeline, store, completed
         self._finishing: asyncio.Task[None] | None = None
+        self.best = best
+        """The best checkpoint by `save_best`; None if there is none. It may be in progress."""
 
-    async def save(self, *, evaluation_due: bool = False) -> None:
+    async def save(self, *, evaluation_due: bool = False, best: BestCheckpoint | None = None) -> None:
         """Write a checkpoint of the run after `run.step` steps. Ranks may leave files for a background task.
 
-        Waits for the previous checkpoint first. Raises `CheckpointError` and any rank's error, including those of the
-        previous checkpoint.
+        `best`: set if this checkpoint is the best so far. Waits for the previous checkpoint first. Raises
+        `CheckpointError` and any rank's error, including those of the previous checkpoint.
         """
         with self._run.stage("checkpoint"):
             await self._wait()
+            if best is not None:
+                self.best, self._store.best = best, best.step
             await self._save(evaluation_due)
 
     async def finish(self) -> None:
@@ -79,15 +94,22 @@ class RunSaver:
                 for name, role in trained.items()
             },
             evaluation_due=evaluation_due,
+            best=asdict(self.best) if self.best is not None else None,
         )
         async with AsyncExitStack() as writing:
-            path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
+            path = await writing.enter_async_context(self._writing(run.step, asdict(saved)))
             unfinished = []
             for name, role in trained.items():
                 if await role.save(path / name, portable=portable):
                     unfinished.append(role)
             if unfinished:
                 self._finishing = asyncio.create_task(_finish(unfinished, writing.pop_all()))
+
+    @asynccontextmanager
+    async def _writing(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
+        async with self._store.writing_aside(step, state) as path:
+            yield path
+        self._completed(Checkpoint(step, self._store.path(step)), self.best)
 
     async def _wait(self) -> None:
         """Wait for the background task. Cancelling this call cancels the task too."""

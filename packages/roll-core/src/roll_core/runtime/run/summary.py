@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from roll_core.plugins.attribution import raised_by
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.known_errors import advise
 from roll_core.runtime.records.record import read_record
-from roll_core.runtime.records.report import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from roll_core.config.secrets import Redactor
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.run_dir import RunDir
-
-log = logging.getLogger(__name__)
 
 
 def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
@@ -45,15 +41,6 @@ def described(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
-def report(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Write the report and return the closing line with its path. Returns no line if the file cannot be written."""
-    try:
-        return [("report", relative(write_report(run_dir.path)))]
-    except OSError as error:
-        log.error("cannot write the report: %s", error)
-        return []
-
-
 def how_to_resume(
     loaded: LoadedConfig, argv: Sequence[str], run_dir: RunDir, redactor: Redactor
 ) -> list[tuple[str, str]]:
@@ -72,7 +59,7 @@ def how_to_resume(
 
 
 def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Closing lines with the last held-out metrics and the path of the exported model."""
+    """Closing lines with the last held-out metrics, the best checkpoint and the path of the exported model."""
     lines = []
     if "val/score/mean" in metrics:
         lines.append(("held-out score", f"{metrics['val/score/mean']:.3f}  (val/score/mean)"))
@@ -82,6 +69,15 @@ def results(run_dir: RunDir, metrics: Mapping[str, float]) -> list[tuple[str, st
         lines.append(("token accuracy", f"{metrics['val/token_accuracy']:.1%}  (val/token_accuracy)"))
     if "val/rewards/accuracies" in metrics:
         lines.append(("reward accuracy", f"{metrics['val/rewards/accuracies']:.1%}  (val/rewards/accuracies)"))
+    record = read_record(run_dir.record)
+    best = record.get("best_checkpoint")
+    if best is not None:
+        path = best["path"] if "://" in best["path"] else relative(best["path"])
+        lines.append(("best checkpoint", f"{path}  ({best['metric']} {best['value']:.4g})"))
+    if record.get("checkpoint_store"):
+        lines.append(("checkpoint copies", record["checkpoint_store"]))
+    if run_dir.profile.is_dir():
+        lines.append(("profile", relative(run_dir.profile)))
     if run_dir.export.is_dir():
         lines.append(("model", relative(run_dir.export)))
     return lines

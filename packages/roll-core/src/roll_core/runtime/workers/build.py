@@ -67,7 +67,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
     own = source = role_config(config, role.name).model_args
     if own.model_name_or_path is None and own.random_init is None and role.model_from:
         source = role_config(config, role.model_from).model_args
-    path = source.model_name_or_path or ("" if source.random_init else config.pretrain or "")
+    path = source.path(config.pretrain)
     if not path and source.random_init is None:
         hint = "give model_name_or_path or random_init here, or pretrain for all roles"
         raise _incomplete(config.exp_name, f"{role.name}.model_args", "names no model", hint)

@@ -94,6 +94,7 @@ class TrainWorker(SendingWorker):
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.sender = WeightSender(self.strategy, role=role, rank=place.rank, device=place.device)
         self._unwritten: Callable[[], None] | None = None
+        self._profiler: Any = None
 
     def start(self) -> DataRank:
         """Build the model. Collective over the role's ranks."""
@@ -135,10 +136,10 @@ class TrainWorker(SendingWorker):
         return [found[at] for at in range(len(rows))]
 
     def update_program(
-        self, rows: Sequence[ModuleRow], loss: ModuleLoss, total_rows: int
+        self, rows: Sequence[ModuleRow], loss: ModuleLoss, total_rows: int, epoch: int = 0
     ) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step, like `update`."""
-        batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows)
+        batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows, epoch=epoch)
         metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], CheckedLoss(loss)))
         return metrics, self.strategy.optimizer_step()
 
@@ -212,6 +213,20 @@ class TrainWorker(SendingWorker):
     def export_head(self, path: str) -> None:
         """Write the output layer to a file."""
         self.strategy.export_head(Path(path))
+
+    def start_profile(self) -> None:
+        """Start torch's profiler for this thread, which runs all passes, and for the device."""
+        from torch.profiler import profile
+
+        self._profiler = profile(record_shapes=True)
+        self._profiler.start()
+
+    def stop_profile(self, name: str) -> None:
+        """Stop the profiler and write `<name>-rank-<rank>.json.gz`."""
+        assert self._profiler is not None  # noqa: S101 - the loop has started it
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(f"{name}-rank-{self.place.rank}.json.gz")
+        self._profiler = None
 
     def memory_use(self) -> MemoryUse | None:
         """Memory of this process since `start`."""

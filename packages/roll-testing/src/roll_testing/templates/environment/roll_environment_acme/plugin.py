@@ -1,5 +1,7 @@
 """Registers the environment `acme`. Imports nothing heavy."""
 
+from collections.abc import Iterator
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import EnvironmentProvider
 
@@ -7,7 +9,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_environments():
+def roll_environments() -> Iterator[EnvironmentProvider]:
     """Environment `acme`."""
     yield EnvironmentProvider(
         name="acme",

@@ -1,5 +1,7 @@
 """Registers the inference engine `acme`. Imports nothing heavy."""
 
+from collections.abc import Iterator
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferCapabilities, InferProvider
 
@@ -19,6 +21,6 @@ ACME = InferProvider(
 
 
 @hookimpl
-def roll_infer_strategies():
+def roll_infer_strategies() -> Iterator[InferProvider]:
     """Inference engine `acme`."""
     yield ACME

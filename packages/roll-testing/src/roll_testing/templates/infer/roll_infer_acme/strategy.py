@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import GenerateRequest, SamplingParams, WeightManifest, WeightReceipt
+    from roll_infer_acme.config import AcmeEngineConfig
 
 
 @dataclass(eq=False)
@@ -72,6 +73,8 @@ class AcmeEngine(InferStrategy):
     """One replica: a model and the threads that compute it."""
 
     capabilities = ACME.capabilities
+    config: AcmeEngineConfig
+    model: Any  # a PreTrainedModel; types of torch.nn.Module do not know its methods
     threads: ThreadPoolExecutor | None = None
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from roll_core.data.pack import sequence_of
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.stages import Validation, log_update
 from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
-from roll_core.types import Group, TrainSequence
+from roll_core.types import Group, Sample, TrainSequence
 from roll_pipeline_acme.config import AcmePipelineConfig
 from roll_pipeline_acme.plans import acme
 
@@ -45,7 +45,8 @@ class AcmePipeline(Pipeline[AcmePipelineConfig]):
         groups = await run.rollout("actor_infer", prompts, self.sampling, n=number)
         run.log_samples([sample for group in groups for sample in group.samples])
         sequences = [each for at, group in enumerate(groups) for each in _advantages(group, at)]
-        run.log({"score/mean": float(np.mean(_scores(groups))), "samples": float(len(sequences))})
+        scores = [value for group in groups for _, value in _values(group)]
+        run.log({"score/mean": float(np.mean(scores)), "samples": float(len(sequences))})
         with run.stage("train"):
             update = await run.train_role("actor_train").update(sequences, PolicyObjective(aggregation="token-mean"))
         log_update(run, update, "actor")
@@ -59,16 +60,18 @@ class AcmePipeline(Pipeline[AcmePipelineConfig]):
         return "actor_train"
 
 
-def _scores(groups: Sequence[Group]) -> list[float]:
-    """Rewards of all samples. A failed reward has no value, and is never 0."""
-    return [sample.reward.value for group in groups for sample in group.samples if not sample.reward.failed]
+def _values(group: Group) -> list[tuple[Sample, float]]:
+    """Samples with their rewards. A failed reward has no value, and is never 0."""
+    rewards = [(each, each.reward.value) for each in group.samples if each.reward is not None]
+    return [(sample, value) for sample, value in rewards if value is not None]
 
 
 def _advantages(group: Group, at: int) -> list[TrainSequence]:
     """Sequences of a group: each token's advantage is the reward minus the group's mean."""
-    mean = np.mean(_scores([group]) or [0.0])
-    sequences = [(sequence_of(each, group=at), each.reward) for each in group.samples if not each.reward.failed]
+    values = _values(group)
+    mean = sum(value for _, value in values) / max(len(values), 1)
+    sequences = [(sequence_of(sample, group=at), value) for sample, value in values]
     return [
-        replace(each, advantages=np.where(each.loss_mask, reward.value - mean, 0).astype(np.float32))
-        for each, reward in sequences
+        replace(each, advantages=np.where(each.loss_mask, value - mean, 0).astype(np.float32))
+        for each, value in sequences
     ]

@@ -8,7 +8,7 @@ from roll_pipeline_acme.config import AcmePipelineConfig
 
 def acme(config: AcmePipelineConfig) -> PipelinePlan:
     """The plan, for `roll-core plan` and for the pipeline's `roles`."""
-    roles, phases = [RoleSpec(name="actor_train", kind="train", num_steps=config.max_steps)], []
+    roles, phases = [RoleSpec(name="actor_train", kind="train", num_steps=config.max_steps)], list[Phase]()
     add_generation(roles, phases, "actor_train", config)
     phases += training("train", "actor_train")
     if config.save_steps:

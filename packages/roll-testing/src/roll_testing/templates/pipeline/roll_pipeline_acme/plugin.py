@@ -1,5 +1,7 @@
 """Registers the pipeline `acme`. Imports nothing heavy."""
 
+from collections.abc import Iterator
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import PipelineProvider
 
@@ -7,7 +9,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_pipelines():
+def roll_pipelines() -> Iterator[PipelineProvider]:
     """Pipeline `acme`."""
     yield PipelineProvider(
         name="acme",

@@ -1,5 +1,7 @@
 """Registers the reward `acme`. Imports nothing heavy."""
 
+from collections.abc import Iterator
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import RewardProvider
 
@@ -7,7 +9,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_rewards():
+def roll_rewards() -> Iterator[RewardProvider]:
     """Reward `acme`."""
     yield RewardProvider(
         name="acme",

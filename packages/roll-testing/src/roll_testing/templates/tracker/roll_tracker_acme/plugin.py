@@ -1,5 +1,7 @@
 """Registers the tracker `acme`. Imports nothing heavy."""
 
+from collections.abc import Iterator
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import TrackerProvider
 
@@ -7,7 +9,7 @@ ROLL_HOOK_API = 1
 
 
 @hookimpl
-def roll_trackers():
+def roll_trackers() -> Iterator[TrackerProvider]:
     """Tracker `acme`."""
     yield TrackerProvider(
         name="acme",

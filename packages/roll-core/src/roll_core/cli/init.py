@@ -1,0 +1,111 @@
+"""`roll-core init [KIND] [DIR]`: writes a pipeline's starter, a first run to edit."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll_core.api import prepare
+from roll_core.errors import ConfigError, PluginError, RunDirectoryError, UnknownProviderError
+from roll_core.plugins.registry import load_registry
+from roll_core.plugins.targets import data_file
+from roll_core.spec.providers import PipelineProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PLACEHOLDER = re.compile(r"\bstarter([/.])")
+"""The folder in a starter's texts: `starter/data/train.jsonl`, `starter.rewards:score`."""
+NOT_COPIED = {"__pycache__", ".mypy_cache", ".ruff_cache"}
+
+
+def init(kind: str | None, folder: Path | None, disabled_plugins: Sequence[str]) -> int:
+    """Write the starter `kind` into `folder`, and print how to run it. Asks for an argument that is None.
+
+    Names packages that the run needs and that are not installed. Raises `UnknownProviderError` for an unknown kind, and
+    `RunDirectoryError` if a file exists or cannot be written; an existing file is never changed.
+    """
+    registry = load_registry(disabled_plugins)
+    kinds: dict[str, PipelineProvider] = {}
+    for each in registry.providers(PipelineProvider):
+        if each.starter:
+            kinds.setdefault(each.starter.rpartition(":")[2], each)
+    kind = kind or _ask_kind(kinds)
+    record = kinds.get(kind) or registry.find(PipelineProvider, kind)
+    if not record.starter:
+        raise UnknownProviderError(f"pipeline {kind!r} has no starter; available: {', '.join(sorted(kinds))}")
+    folder = folder or _ask_folder(kind)
+    start = _start_of(folder)
+    written = _write(data_file(record.starter, owner=registry.owner(record)), folder, start)
+    configs = [file.relative_to(start) for file in written if file.suffix == ".yaml"]
+    sys.stdout.writelines(f"wrote {file}\n" for file in written)
+    with contextlib.chdir(start):
+        try:
+            prepare(configs, (), disabled_plugins, files=False)
+        except (ConfigError, PluginError) as error:
+            sys.stdout.write(f"\nThe run cannot start yet:\n{error}\n")
+    commands = [] if start == Path() else [f"cd {shlex.quote(str(start))}"]
+    commands.append(f"roll-core run {shlex.join(map(str, configs))}")
+    sys.stdout.write("\nNext:\n" + "".join(f"  {each}\n" for each in commands))
+    return 0
+
+
+def _start_of(folder: Path) -> Path:
+    """Directory in which the run starts.
+
+    It is the working directory if `folder` can be a package of it, so that rewards are `first.rewards:score`. Otherwise
+    it is `folder` itself.
+    """
+    parts = folder.parts
+    packaged = bool(parts) and all(each.isidentifier() for each in parts)
+    if packaged and (found := importlib.util.find_spec(parts[0])) is not None:
+        places = [Path(each).resolve() for each in found.submodule_search_locations or ()]
+        packaged = Path(parts[0]).resolve() in places
+    return Path() if packaged else folder
+
+
+def _write(source: Path, folder: Path, start: Path) -> list[Path]:
+    """Copy the files of `source` to `folder`, with names that are valid in `start`. Returns their sorted paths.
+
+    Raises `RunDirectoryError` that names the first existing file, before anything is written.
+    """
+    home = folder.parts if start == Path() else ()
+    texts: dict[Path, str] = {}
+    for file in sorted(source.rglob("*")):
+        path = file.relative_to(source)
+        if file.is_file() and NOT_COPIED.isdisjoint(path.parts):
+            text = file.read_text(encoding="utf-8")
+            texts[folder / path] = PLACEHOLDER.sub(lambda found: "".join(each + found[1] for each in home), text)
+    for file in texts:
+        if os.path.lexists(file):
+            raise RunDirectoryError(f"{file} exists, and is not overwritten: choose another DIR, or delete it")
+    try:
+        for file, text in texts.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("x", encoding="utf-8") as new:
+                new.write(text)
+    except OSError as error:
+        raise RunDirectoryError(f"{folder} cannot be written: {error}") from error
+    return list(texts)
+
+
+def _ask_kind(kinds: Mapping[str, PipelineProvider]) -> str:
+    from rich.console import Console
+    from rich.prompt import Prompt
+
+    console = Console(highlight=False, markup=False)
+    for name, record in kinds.items():
+        console.print(f"  {name:<12} {record.summary}")
+    return Prompt.ask("kind", console=console, choices=list(kinds), default="rlvr")
+
+
+def _ask_folder(kind: str) -> Path:
+    from rich.prompt import Prompt
+
+    return Path(Prompt.ask("directory", default=f"my_{kind}"))

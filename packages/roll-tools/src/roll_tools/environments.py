@@ -1,0 +1,141 @@
+"""Lists the environments of installed packages, and plays an episode of one in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from roll_core.config.explain import code_of, findings
+from roll_core.config.overrides import parse_settings
+from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
+from roll_core.plugins.registry import is_user_function
+from roll_core.plugins.targets import load_class, options_schema, schema_of
+from roll_core.spec.config import Config
+from roll_core.spec.environment import Environment, Reply
+from roll_core.spec.providers import EnvironmentProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.environment import Message
+
+
+def list_environments(registry: Registry) -> int:
+    """List every environment with its package and the keys of `env_config`."""
+    for plugin in registry.plugins:
+        for record in plugin.providers:
+            if isinstance(record, EnvironmentProvider):
+                sys.stdout.write(f"{record.name:<20} {plugin}\n    {record.summary}\n")
+                for key, field in schema_of(record, Config, owner=registry.owner(record)).model_fields.items():
+                    value = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
+                    sys.stdout.write(f"    {field.alias or key}: {value}\n")
+    return 0
+
+
+def play_environment(name: str, settings: Sequence[str], registry: Registry, *, seed: int) -> int:
+    """Play one episode with replies from stdin. `settings` are `KEY=VALUE` of `env_config`, values in YAML."""
+    provider = registry.find(EnvironmentProvider, name)
+    owner = registry.owner(provider)
+    schema = options_schema(provider) if is_user_function(provider) else schema_of(provider, Config, owner=owner)
+    values = parse_settings(settings)
+    try:
+        given = schema(**values)
+    except ValidationError as error:
+        keys = ", ".join(field.alias or key for key, field in schema.model_fields.items())
+        problems = [
+            ConfigProblem(
+                "command line",
+                ".".join(each.path),
+                each.message,
+                f"keys of {name}: {keys}" if each.kind == "extra_forbidden" else each.hint,
+                code=code_of(each),
+            )
+            for each in findings(error.errors(), values)
+        ]
+        raise ConfigError(problems) from error
+    cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
+    return asyncio.run(_play(cls(**given.model_dump(mode="json")), owner, seed))
+
+
+async def _play(environment: Environment, owner: str, seed: int) -> int:
+    total, stage = 0.0, "reset"
+    try:
+        opening = await _result(environment.reset({}, seed))
+        for tool in opening.tools:
+            sys.stdout.write(f"[tool] {json.dumps(tool['function'])}\n")
+        if opening.tools:
+            sys.stdout.write('To call a tool: /call NAME {"argument": …}\n')
+        _show(opening.messages)
+        while True:
+            oracle = getattr(environment, "oracle", None)
+            sys.stdout.write("reply (/hint for the oracle's)> " if oracle else "reply> ")
+            sys.stdout.flush()
+            line = await _line()
+            if not line:
+                sys.stdout.write("\n")
+                return 0
+            if oracle and line.strip() == "/hint":
+                sys.stdout.write("".join(f"[hint] {each}\n" for each in oracle()))
+                continue
+            stage = "step"
+            turn = await _result(environment.step(_reply(line.rstrip("\n"))))
+            total += turn.reward or 0.0
+            _show(turn.messages)
+            sys.stdout.write(f"[turn] reward {turn.reward}, state {turn.state}, metrics {dict(turn.metrics)}\n")
+            if turn.done or turn.truncated:
+                break
+        stage = "score"
+        score = await _result(environment.score())
+        if score is not None:
+            total += score.value or 0.0
+            sys.stdout.write(f"[score] {score.value} {dict(score.detail)}\n")
+        sys.stdout.write(f"[end] {'done' if turn.done else 'truncated'}, total reward {total:g}\n")
+        return 0
+    except Exception as error:  # user code
+        raise EnvironmentFailure(f"{owner}: {stage}: {type(error).__name__}: {error}") from error
+    finally:
+        await _result(environment.close())
+
+
+async def _line() -> str:
+    """The next line of stdin. A daemon thread reads it, so that Ctrl-C ends the command without another line."""
+    loop = asyncio.get_running_loop()
+    read: asyncio.Future[str] = loop.create_future()
+
+    def finish(line: str) -> None:
+        if not read.done():
+            read.set_result(line)
+
+    def wait() -> None:
+        line = sys.stdin.readline()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, line)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
+    return await read
+
+
+def _reply(line: str) -> Reply:
+    """The reply of a line: its text, or the call `/call NAME ARGUMENTS`."""
+    if not line.startswith("/call "):
+        return Reply(text=line)
+    name, _, arguments = line.removeprefix("/call ").strip().partition(" ")
+    function = {"name": name, "arguments": arguments or "{}"}
+    return Reply(text="", tool_calls=[{"id": "call00000", "type": "function", "function": function}])
+
+
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _show(messages: Sequence[Message]) -> None:
+    for each in messages:
+        sys.stdout.write(f"[{each['role']}] {each['content']}\n")

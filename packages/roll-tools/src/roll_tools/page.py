@@ -1,0 +1,148 @@
+"""`report.html`: a self-contained page about a run in any state; it needs no network.
+
+    run.json  metrics.jsonl  samples.jsonl  images.jsonl
+    config.yaml  log.txt  checkpoints/  ─►  write_report  ─►  template  ─►  report.html
+
+Every file may be missing, truncated or corrupted: the page shows what can be read and notes what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.secrets import Redactor
+from roll_core.runtime.records.jsonlines import read_lines
+from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
+from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.tracking import read_metrics
+from roll_tools import domains, tables
+from roll_tools.curves import WEIGHTS, charts_of
+from roll_tools.rendering import TONES, for_script, template
+from roll_tools.saved_record import SavedRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_LOG_LINES = 60
+_LOG_BYTES = 200_000
+_MOST_SAMPLES = 4000
+_MOST_GRIDS = 100
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+_MOST_CHARS = 6000
+_SAMPLE_FIELDS = (
+    "step", "split", "id", "group", "tag", "prompt", "response", "reward", "failure", "finish", "response_tokens",
+    "version",
+)  # fmt: skip
+
+
+def write_report(run: Path) -> Path:
+    """Write `report.html` of the run directory `run` and return its path. Works also while the run is in progress."""
+    run_dir = RunDir(run)
+    found = read_record(run_dir.record)
+    record = SavedRecord.of(found)
+    outcome = "killed" if is_abandoned(found) else record.outcome
+    metrics = read_metrics(run_dir.metrics)
+    key_charts, sections = charts_of(metrics)
+    samples, samples_left_out = _samples(run_dir.samples)
+    redacted = Redactor().text
+    html = template("report.html.j2").render(
+        record=record,
+        name=record.name or run_dir.name,
+        outcome=outcome,
+        tone=TONES.get(outcome, "warn"),
+        facts=list(tables.facts_of(record)),
+        tiles=tables.tiles_of(record, metrics),
+        key_charts=key_charts,
+        domains=domains.by_domain(metrics),
+        turns=domains.by_turn(metrics),
+        sections=[section for section in sections if section.title != WEIGHTS],
+        weight_charts=[chart for section in sections if section.title == WEIGHTS for chart in section.charts],
+        time=tables.time_table(record, metrics),
+        memory=tables.memory_rows(record),
+        samples_json=for_script(samples),
+        samples=samples,
+        samples_left_out=samples_left_out,
+        grids=_grids(run_dir.images),
+        weight_sync=tables.weight_sync_rows(metrics),
+        checkpoints=tables.checkpoint_rows(run_dir, record),
+        profiles=[path.relative_to(run_dir.path) for path in sorted(run_dir.profile.glob("*"))],
+        config=_yaml_lines(redacted(_text_of(run_dir.config))),
+        environment=list(tables.environment_rows(record)),
+        log=redacted("\n".join(_text_of(run_dir.log, _LOG_BYTES).splitlines()[-_LOG_LINES:])),
+        written=tables.date(time.time()),
+        has_record=bool(found),
+        has_metrics=bool(metrics),
+    )
+    write_atomically(run_dir.report, html)
+    return run_dir.report
+
+
+def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Samples to show, and the number omitted. Long runs keep whole steps, spread evenly over the run."""
+    by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in read_lines(path):
+        if isinstance(row.get("step"), int) and "response" in row:
+            by_step[row["step"]].append(_sample(row))
+    total = sum(len(rows) for rows in by_step.values())
+    steps = sorted(by_step)
+    kept = {*steps[:: math.ceil(total / _MOST_SAMPLES) or 1], *steps[-1:]}
+    samples = [row for step in steps if step in kept for row in by_step[step]]
+    return samples, total - len(samples)
+
+
+def _grids(path: Path) -> list[dict[str, Any]]:
+    """Grids of images by step and split, at most `_MOST_GRIDS`, spread evenly over the run. Skips damaged rows."""
+    grids = []
+    for row in read_lines(path):
+        images = row.get("images")
+        if isinstance(row.get("step"), int) and isinstance(images, list) and all(map(_is_image, images)):
+            grids.append({"step": row["step"], "split": row.get("split", ""), "images": images})
+    chosen = grids[:: math.ceil(len(grids) / _MOST_GRIDS) or 1]
+    return chosen if not grids or chosen[-1] is grids[-1] else [*chosen, grids[-1]]
+
+
+def _is_image(value: Any) -> bool:
+    """True for an image of `images.jsonl`: base64 text, so that it is safe in an attribute, and a caption."""
+    png = value.get("png") if isinstance(value, dict) else None
+    return isinstance(png, str) and _BASE64.fullmatch(png) is not None and isinstance(value.get("caption"), str)
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: _shortened(row[name]) for name in _SAMPLE_FIELDS if row.get(name) not in (None, "")}
+    if isinstance(turns := row.get("turns"), list):
+        shown["turns"] = [{name: _shortened(value) for name, value in turn.items()} for turn in turns]
+    for name in ("metadata", "detail"):
+        if isinstance(row.get(name), dict):
+            shown[name] = {key: _shortened(value) for key, value in row[name].items()}
+    return shown
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _MOST_CHARS:
+        return f"{value[:_MOST_CHARS]}… ({len(value) - _MOST_CHARS} more characters)"
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
+    return value if isinstance(value, (str, int, float)) or value is None else str(value)
+
+
+def _yaml_lines(text: str) -> list[tuple[str, str]]:
+    """Split each line into key and rest, for syntax colouring."""
+    lines = []
+    for line in text.splitlines():
+        key, colon, rest = line.partition(":")
+        is_key = colon and (not rest or rest[0] == " ") and not key.lstrip(" -").startswith(("#", '"', "'"))
+        lines.append((key + colon, rest) if is_key else ("", line))
+    return lines
+
+
+def _text_of(path: Path, from_end: int = 0) -> str:
+    """Text of a file, or of its last `from_end` bytes; empty if it cannot be read."""
+    try:
+        return path.read_bytes()[-from_end:].decode("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,118 @@
+"""The fields of `run.json` that the report shows. A field of the wrong type is ignored, so that the rest is shown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_Timestamp = Annotated[float, Field(ge=0, lt=253_402_214_400)]
+"""Unix time in seconds that `datetime` can represent."""
+_Amount = Annotated[float, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+
+class _Error(_Part):
+    type: str = "Error"
+    message: str = ""
+    advice: str = ""
+
+
+class _GuardEvent(_Part):
+    guard: str
+    action: str = ""
+    message: str = ""
+    step: int | None = None
+    time: _Timestamp | None = None
+
+
+class _Guards(_Part):
+    counts: dict[str, int] = {}
+    events: list[_GuardEvent] = []
+
+
+class StageTime(_Part):
+    """Time of one stage: a row of the ledger."""
+
+    stage: str
+    seconds: _Amount
+    entries: int = 0
+    tokens: _Amount = 0
+
+
+class _ProcessMemory(_Part):
+    roles: list[str] = []
+    host: str = "?"
+    pid: int | None = None
+    measured_bytes: _Amount | None = None
+    predicted_bytes: _Amount | None = None
+    device_measured_bytes: _Amount | None = None
+    device_predicted_bytes: _Amount | None = None
+
+
+class _Plugin(_Part):
+    package: str = ""
+    version: str | None = None
+    hook_api: int | None = None
+    state: str = ""
+    provides: dict[str, list[str]] = {}
+    error: str | None = None
+
+
+class _BestCheckpoint(_Part):
+    metric: str = ""
+    value: float | None = None
+    step: int | None = None
+    path: str = ""
+
+
+class _AuditFinding(_Part):
+    check: str = ""
+    subject: str = ""
+    level: str = ""
+    found: str = ""
+    remedy: str = ""
+
+
+class SavedRecord(_Part):
+    """Record of a run; missing and invalid fields have their default."""
+
+    name: str = ""
+    pipeline: str = ""
+    platform: str = ""
+    executor: str = ""
+    seed: int | None = None
+    outcome: str = "unknown"
+    error: _Error | None = None
+    started: _Timestamp | None = None
+    ended: _Timestamp | None = None
+    steps_done: int = 0
+    steps_asked: int | None = None
+    resumed_from: str = ""
+    resumed_step: int = 0
+    weight_transports: dict[str, str] = {}
+    guards: _Guards = _Guards()
+    time: list[StageTime] | None = None
+    memory: list[_ProcessMemory] | None = None
+    best_checkpoint: _BestCheckpoint | None = None
+    checkpoint_store: str = ""
+    audit: list[_AuditFinding] = []
+    versions: dict[str, str] = {}
+    environments: dict[str, dict[str, str]] = {}
+    git: dict[str, Any] | None = None
+    host: dict[str, Any] = {}
+    plugins: list[_Plugin] = []
+    argv: list[str] = []
+    cwd: str = ""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> SavedRecord:
+        """The record without its invalid fields."""
+        try:
+            return cls.model_validate(record)
+        except ValidationError as error:
+            invalid = {each["loc"][0] for each in error.errors()}
+            return cls.model_validate({name: value for name, value in record.items() if name not in invalid})

@@ -1,0 +1,165 @@
+"""`roll-core runs` and `roll-core watch`, on files as runs write them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from roll_core.cli.main import main
+from roll_core.runtime.records.record import RunFacts, RunRecord
+from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.tracking import MetricsFile
+from roll_testing.errors import mentions
+from roll_tools import runs as command
+from roll_tools.runs import MetricsFollower, config_hash
+
+
+def make_run(output: Path, name: str = "grpo", *, steps: int = 3, asked: int = 5) -> tuple[RunDir, RunRecord]:
+    run = RunDir.create(output, name)
+    run.config.write_text(f"pipeline: rlvr\nexp_name: {name}\noutput_dir: {output}\nseed: 1\n")
+    record = RunRecord(run.record, RunFacts(name=run.name, pipeline="rlvr", steps_asked=asked))
+    metrics = MetricsFile(run.metrics)
+    for step in range(steps + 1):
+        metrics.log(step, {"score/mean": step / 10} | ({"val/score/mean": step / 4} if step % 2 == 0 else {}))
+    metrics.close()
+    record.step(steps)
+    record.update(steps_done=steps)
+    return run, record
+
+
+def listed(capsys: pytest.CaptureFixture[str], place: Path) -> dict[str, dict]:
+    assert main(["runs", str(place), "--json"]) == 0
+    return {"/".join(Path(row["run"]).parts[-2:]): row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_runs_are_listed_with_state_step_and_newest_validation_score(tmp_path, capsys):
+    make_run(tmp_path)
+    _, ended = make_run(tmp_path, steps=5)
+    ended.finish()
+    _, failed = make_run(tmp_path, "sft", steps=1)
+    failed.finish(RuntimeError("boom"))
+    _, stopped = make_run(tmp_path, "sft", steps=2)
+    stopped.finish(KeyboardInterrupt())
+    rows = listed(capsys, tmp_path)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "grpo/001": "running", "grpo/002": "finished", "sft/001": "failed", "sft/002": "interrupted",
+    }  # fmt: skip
+    assert [(row["step"], row["steps_asked"]) for row in rows.values()] == [(3, 5), (5, 5), (1, 5), (2, 5)]
+    assert [row["score"] for row in rows.values()] == [0.5, 1.0, 0.0, 0.5]
+    assert {row["metric"] for row in rows.values()} == {"val/score/mean"}
+    assert set(listed(capsys, tmp_path / "sft")) == {"sft/001", "sft/002"}
+    assert set(listed(capsys, tmp_path / "sft" / "001")) == {"sft/001"}
+    assert main(["runs", str(tmp_path)]) == 0
+    assert mentions(capsys.readouterr().out, "grpo/002", "finished", "5/5", "val/score/mean")
+
+
+def test_a_run_whose_process_is_gone_is_killed_and_a_damaged_one_unknown(tmp_path, capsys):
+    run, _ = make_run(tmp_path)
+    record = json.loads(run.record.read_text())
+    record["process"]["pid"] = 2**30
+    run.record.write_text(json.dumps(record))
+    damaged, _ = make_run(tmp_path)
+    damaged.record.write_text('{"outcome": "fin')
+    damaged.metrics.write_bytes(damaged.metrics.read_bytes() + b'{"step": 4, "sc')
+    damaged.config.unlink()
+    RunDir.create(tmp_path, "grpo")
+    rows = listed(capsys, tmp_path)
+    assert [row["state"] for row in rows.values()] == ["killed", "unknown", "unknown"]
+    assert [row["step"] for row in rows.values()] == [3, 3, 0]
+    assert [bool(row["config"]) for row in rows.values()] == [True, False, False]
+
+
+def test_the_hash_of_a_config_ignores_where_the_run_is_written(tmp_path):
+    one, _ = make_run(tmp_path / "a", "one")
+    two, _ = make_run(tmp_path / "b", "two")
+    assert config_hash(one.config) == config_hash(two.config) != ""
+    two.config.write_text(two.config.read_text().replace("seed: 1", "seed: 2"))
+    assert config_hash(one.config) != config_hash(two.config)
+
+
+def test_a_place_that_does_not_exist_is_a_users_error(tmp_path, capsys):
+    assert main(["runs", str(tmp_path / "no")]) == 2
+    assert main(["watch", str(tmp_path / "no")]) == 2
+    assert mentions(capsys.readouterr().err, str(tmp_path / "no"))
+
+
+def test_watching_a_finished_run_shows_its_last_steps_and_outcome(tmp_path, capsys):
+    run, record = make_run(tmp_path, steps=40, asked=40)
+    record.finish()
+    assert main(["watch", str(run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert mentions(shown, "step=40/40", "finished", "reward=4")
+    assert "step=20/40" not in shown
+
+
+def test_watching_a_failed_run_returns_1_with_its_error(tmp_path, capsys):
+    run, record = make_run(tmp_path)
+    record.finish(RuntimeError("boom"))
+    assert main(["watch", str(run.experiment)]) == 1
+    assert mentions(capsys.readouterr().out, "failed", "boom")
+
+
+def test_watching_follows_a_run_until_it_ends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_POLL_S", 0.02)
+    run, record = make_run(tmp_path)
+
+    def work() -> None:
+        metrics = MetricsFile(run.metrics)
+        for step in (4, 5):
+            time.sleep(0.1)
+            metrics.log(step, {"score/mean": step / 10})
+            record.step(step)
+        metrics.close()
+        record.finish()
+
+    running = threading.Thread(target=work)
+    running.start()
+    assert main(["watch", str(run.path)]) == 0
+    running.join()
+    assert mentions(capsys.readouterr().out, "step=3/5", "step=4/5", "step=5/5", "finished")
+
+
+def test_ctrl_c_ends_the_command_and_not_the_run(tmp_path, capsys, monkeypatch):
+    run, _ = make_run(tmp_path)
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", interrupted)
+    before = run.record.read_bytes()
+    assert main(["watch", str(run.path)]) == 0
+    assert run.record.read_bytes() == before
+    assert mentions(capsys.readouterr().out, "step=3/5", "grpo/001")
+
+
+def test_a_run_without_a_record_ends_the_command_with_an_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_RECORD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(command, "_POLL_S", 0.02)
+    run, _ = make_run(tmp_path)
+    run.record.write_text("{")
+    assert main(["watch", str(run.path)]) == 2
+    captured = capsys.readouterr()
+    assert mentions(captured.out, "reward=0.3")
+    assert mentions(captured.err, "run.json")
+
+
+def test_a_follower_returns_complete_lines_once_also_of_a_replaced_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    assert follower.new_rows() == []
+    path.write_text('{"step": 1, "a": 1}\nbroken\n[]\n{"step": 2')
+    assert [row["step"] for row in follower.new_rows()] == [1]
+    with path.open("a") as stream:
+        stream.write(', "a": "NaN"}\n')
+    (row,) = follower.new_rows()
+    assert row["step"] == 2
+    assert row["a"] != row["a"]
+    replaced = tmp_path / "new"
+    replaced.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    replaced.replace(path)
+    assert [row["step"] for row in follower.new_rows()] == [3]
+    assert follower.new_rows() == []

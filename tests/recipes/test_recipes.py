@@ -1,0 +1,64 @@
+"""Each recipe passes `check` and fits its named hardware, with the sizes of its model and without downloads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import roll_core as roll
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "num_attention_heads": 16, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+MODELS = {
+    "Qwen/Qwen3-0.6B": (QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072}, 0.596),
+    "Qwen/Qwen3-1.7B": (QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144}, 1.721),
+    "Qwen/Qwen2.5-7B": (
+        {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+         "max_position_embeddings": 131072}, 7.616),
+    "Qwen/Qwen3-30B-A3B": (
+        QWEN3 | {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                 "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768,
+                 "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False}, 30.532),
+}  # fmt: skip
+"""Keys of `config.json`, and billions of parameters as the model cards round them."""
+MODELS["Qwen/Qwen3-1.7B-Base"] = MODELS["Qwen/Qwen3-1.7B"]
+HARDWARE = {
+    "gsm8k/full.yaml": (1, 23, 60),
+    "gsm8k/lora.yaml": (1, 23, 60),
+    "gsm8k/full_1.7b.yaml": (1, 23, 60),
+    "dapo_math_7b/dapo.yaml": (1, 79, 400),
+    "moe_30b_a3b/gspo.yaml": (4, 79, 1500),
+    "sft/sft.yaml": (1, 79, 60),
+    "dpo/dpo.yaml": (1, 23, 60),
+    "code_rl/grpo.yaml": (1, 79, 60),
+    "search/agentic.yaml": (1, 79, 60),
+}
+"""Nodes, and free GiB of a device and of a host."""
+
+
+def test_every_config_of_a_recipe_is_planned():
+    assert {str(each.relative_to(RECIPES)) for each in RECIPES.glob("*/*.yaml")} == set(HARDWARE)
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_recipe_passes_check_and_fits_its_hardware(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    nodes, slot, host = HARDWARE[name]
+    model, billions = MODELS[roll.check(RECIPES / name, files=False).config.pretrain]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = {"pretrain": str(tmp_path)}
+    assert roll.check(RECIPES / name, overrides, files=False).warnings == ()
+    planned = roll.plan(RECIPES / name, overrides, nodes=nodes, slot_memory_gib=slot, host_memory_gib=host)
+    assert planned.fits
+    assert planned.plan.known
+    assert {round(each.parameters / 1e9, 3) for each in planned.plan.memory} == {billions}
+    assert not roll.plan(RECIPES / name, overrides, nodes=nodes, slot_memory_gib=slot / 8, host_memory_gib=host).fits
+
+
+@pytest.mark.parametrize("folder", sorted({name.partition("/")[0] for name in HARDWARE}))
+def test_a_recipe_states_that_it_has_not_run(folder):
+    assert "not run yet" in (RECIPES / folder / "README.md").read_text()

@@ -1,0 +1,193 @@
+"""Reward functions as the documentation of TRL and of verl writes them, unchanged under `reward: function`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from roll_core.builtin.config import FunctionConfig
+from roll_core.builtin.rewards.function import FunctionReward
+from roll_core.errors import ConfigError, RewardFailure
+from roll_testing.errors import raises_error
+
+BOTH = pytest.mark.parametrize("isolation", ["process", "none"])
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+LENGTH = """
+def reward_func(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+FORMAT = """
+import re
+
+def reward_func(completions, **kwargs):
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+"""
+BOXED = r"""
+import re
+
+def reward_func(completions, ground_truth, **kwargs):
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
+"""
+TASKS = """
+def reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        rewards.append(float(prompt + completion == "2+2?4") if t == "math" else None)
+    return rewards
+"""
+ASYNC = """
+import asyncio
+
+loops = set()
+
+async def reward_func(prompts, completions, **kwargs):
+    loops.add(id(asyncio.get_running_loop()))
+    await asyncio.sleep(0)
+    return [float(len(completion)) for completion in completions]
+"""
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info == {"index": 3}, (data_source, extra_info)
+    return solution_str.endswith(ground_truth)
+"""
+VERL_DICT = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.5, "acc": True, "pred": solution_str, "parts": [1, 2], "skipped": None}
+"""
+ROW = {
+    "data_source": "openai/gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 3},
+    "ability": "math",
+}
+
+
+@pytest.fixture
+def reward_of(user_module):
+    rewards = []
+
+    def make(source, function="reward_func", **config):
+        name = f"{user_module(source)}:{function}"
+        reward = FunctionReward(FunctionConfig(reward="function", function=name, **config))
+        rewards.append(reward)
+        reward.start()
+        return reward
+
+    yield make
+    for reward in rewards:
+        reward.close()
+
+
+def asked(asking, response, columns):
+    """A request for a row with these columns."""
+    request = asking(response, "<user>2+2?")
+    return replace(request, messages=CHAT, sample=replace(request.sample, metadata=columns))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("source", "response", "columns", "value"),
+    [
+        (LENGTH, "anything", {}, 1.0),
+        (BOXED, r"so \boxed{4}", {"ground_truth": "4"}, 1.0),
+        (BOXED, r"so \boxed{5}", {"ground_truth": "4", "prompt": "2+2?"}, 0.0),
+        (FORMAT, "<think>a</think><answer>4</answer>", {"prompt": CHAT}, 1.0),
+        (FORMAT, "4", {"messages": CHAT}, 0.0),
+        (TASKS, "4", {"task": "math"}, 1.0),
+        (ASYNC, "1234", {}, 4.0),
+    ],
+)
+def test_functions_of_trls_documentation_run_unchanged(reward_of, asking, isolation, source, response, columns, value):
+    request = asked(asking, response, columns)
+    assert reward_of(source, isolation=isolation).score(request).value == value
+
+
+def test_a_function_for_trl_gets_what_trl_passes(reward_of, asking):
+    source = """
+    def reward_func(prompts, completions, completion_ids, **kwargs):
+        assert prompts == [CHAT] and completions == [[{"role": "assistant", "content": "4"}]], (prompts, completions)
+        assert completion_ids == [[2]] and kwargs == {"level": [3]}, kwargs
+        return [1]
+    """.replace("CHAT", repr(CHAT))
+    reward = reward_of(source)
+    request = asked(asking, "4", {"level": 3, "prompt": CHAT, "completion": "x"})
+    assert reward.score(request).value == 1
+
+
+def test_coroutines_of_one_process_share_a_loop(reward_of, asking):
+    source = ASYNC.replace("return [float(len(completion)) for completion in completions]", "return [len(loops)]")
+    reward = reward_of(source, processes=1)
+    assert [reward.score(asking("4")).value for _ in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "facts"),
+    [
+        ("[None]", ("None", "apply")),
+        ("[float('nan')]", ("nan",)),
+        ("[1.0, 2.0]", ("2 values", "1 completion")),
+        ("[]", ("0 values",)),
+        ("1.0", ("float", "list")),
+        ("['a']", ("str",)),
+    ],
+)
+def test_what_trls_functions_may_not_return_names_the_function(reward_of, asking, returned, facts):
+    reward = reward_of(f"def reward_func(completions, **kwargs): return {returned}", isolation="none")
+    with raises_error(RewardFailure, ":reward_func", *facts):
+        reward.score(asking("4"))
+
+
+@BOTH
+@pytest.mark.parametrize("row", [ROW, {key: ROW[key] for key in ("data_source", "extra_info")} | {"ground_truth": "4"}])
+def test_a_function_for_verl_runs_unchanged(reward_of, asking, isolation, row):
+    reward = reward_of(VERL, "compute_score", isolation=isolation)
+    assert [reward.score(asking(text, **row)).value for text in ("it is 4", "it is 5")] == [1.0, 0.0]
+
+
+def test_a_dict_of_verl_has_a_score_and_details(reward_of, asking):
+    found = reward_of(VERL_DICT, "compute_score").score(asking("4", **ROW))
+    assert found.value == 0.5
+    assert found.detail == {"acc": 1.0, "pred": "4", "parts": "[1, 2]", "skipped": "None"}
+
+
+@pytest.mark.parametrize(
+    ("returned", "fact"), [("{'acc': 1.0}", "score"), ("None", "NoneType"), ("float('inf')", "inf")]
+)
+def test_what_verls_functions_may_not_return_names_the_function(reward_of, asking, returned, fact):
+    source = f"def compute_score(data_source, solution_str, ground_truth, extra_info): return {returned}"
+    with raises_error(RewardFailure, ":compute_score", fact):
+        reward_of(source, "compute_score", isolation="none").score(asking("4", **ROW))
+
+
+@pytest.mark.parametrize(
+    ("source", "signature", "facts"),
+    [
+        ("def f(completions, trainer_state): return [1]", "auto", ("'trainer_state'",)),
+        ("def f(completions, /): return [1]", "auto", ("'completions'",)),
+        ("def f(completions, solution): return [1]", "auto", ("'solution'", "question")),
+        ("def f(completions, prompt): return [1]", "trl", ("'prompt'",)),
+        ("def f(data_source, solution_str, ground_truth): return 1", "auto", ("extra_info",)),
+        ("def f(data_source, solution_str, ground_truth, extra_info, more): return 1", "auto", ("'more'",)),
+        ("def f(data_source, solution_str, ground_truth, extra_info): return 1", "verl", ("'data_source'",)),
+        ("def f(completions, **kwargs): return [1]", "roll", ("f(prompt, response, **metadata)",)),
+    ],
+)
+def test_a_function_that_the_rows_cannot_serve_is_found_by_check(user_module, source, signature, facts):
+    name = f"{user_module(source)}:f"
+    config = FunctionConfig(reward="function", function=name, signature=signature)
+    (problem,) = config.check_code({"question", "answer"}, 60).values()
+    assert all(fact in problem for fact in (name, *facts)), problem
+
+
+def test_the_key_decides_if_names_of_parameters_do_not(reward_of, asking):
+    source = "def f(**kwargs): return [float(kwargs['completions'] == ['4'])]"
+    assert reward_of(source, "f", signature="trl").score(asking("4")).value == 1
+    with raises_error(ConfigError, "f(prompt, response, **metadata)"):
+        reward_of(source, "f")
