@@ -24,8 +24,9 @@ from roll_testing.errors import mentions, raises_error
 from roll_testing.kit import hf_plugins
 
 MODULE = "acme_parts_of_a_test"
-PARTS = """
-raise SystemExit("a check imports no part")
+UNIMPORTABLE = 'raise SystemExit("a check imports no part")'
+PARTS = f"""
+{UNIMPORTABLE}
 
 def estimator(batch): ...
 def estimator_of_two(batch, gamma): ...
@@ -185,7 +186,8 @@ def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, ove
 
 
 @pytest.mark.usefixtures("problems")
-def test_plugins_check_refuses_a_part_that_cannot_be_called():
+def test_plugins_check_refuses_a_part_that_cannot_be_called(tmp_path):
+    (tmp_path / f"{MODULE}.py").write_text(PARTS.replace(UNIMPORTABLE, ""))  # `plugins --check` imports parts
     record = AdvantageProvider(name="x", target=f"{MODULE}:estimator_of_two", summary="")
     with raises_error(PluginLoadError, "'x'", "roll-acme 2.1", "'gamma'"):
         check_part(record, owner="advantage estimator 'x' of roll-acme 2.1")

@@ -136,7 +136,7 @@ def test_a_yaml_example_is_a_config_or_a_part_of_one(text, tmp_path, monkeypatch
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(content, encoding="utf-8")
     shutil.copy(REPOSITORY / "examples" / "quickstart" / "model.yaml", ".")
-    text = text.replace("/envs/vllm", sys.prefix)
+    text = text.replace("/envs/vllm", sys.prefix).replace("s3://", "memory://")  # of packages that are not installed
     for part in text.splitlines() if text.count("device_mapping:") == text.count("\n") else [text]:
         if re.search("^pipeline:", part, flags=re.MULTILINE):
             Path("run.yaml").write_text(part, encoding="utf-8")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,9 +45,9 @@ EVENTS = {
 
 
 def example_of(hook: str) -> str:
-    """Indented lines of the docstring, as a module."""
-    lines = [line[8:] for line in getattr(hooks, hook).__doc__.splitlines() if re.match(r" {8}|$", line)]
-    return textwrap.dedent("\n".join(lines))
+    """The fenced block of the docstring, as a module."""
+    (block,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(getattr(hooks, hook)), re.DOTALL)
+    return block
 
 
 @pytest.fixture

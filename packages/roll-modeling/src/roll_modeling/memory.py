@@ -12,7 +12,8 @@ from roll_core.spec.plan import DTYPE_BYTES, MemoryItem
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from roll_core.spec.plan import LayerSize, MemoryInput
+    from roll_core.spec.model import LayerSize
+    from roll_core.spec.plan import MemoryInput
 
 Moment = Literal["head", "first layer", "last layer", "embedding", "end"]
 """Points in time of a backward pass, in order.

@@ -15,7 +15,8 @@ from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import LayerSize, Memory, MemoryInput, ModelSize
+    from roll_core.spec.model import LayerSize, ModelSize
+    from roll_core.spec.plan import Memory, MemoryInput
     from roll_modeling.memory import Moment
     from roll_strategy_fsdp2.config import FSDP2Config
 

@@ -12,7 +12,8 @@ from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.plan import MemoryInput, ModelSize
+    from roll_core.spec.model import ModelSize
+    from roll_core.spec.plan import MemoryInput
     from roll_strategy_megatron.config import MegatronConfig
 
 HOST_BYTES = 16

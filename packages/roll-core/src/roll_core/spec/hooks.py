@@ -66,6 +66,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def roll_platforms() -> Iterable[PlatformProvider]:
     """Offer hardware platforms.
 
+    ```python
     class AcmePlatform(Platform):
         name, device_type, resource_name = "acme", "cpu", "ACME"
         visible_devices, collective_backend = "ACME_VISIBLE_DEVICES", "gloo"
@@ -86,6 +87,7 @@ def roll_platforms() -> Iterable[PlatformProvider]:
     @hookimpl
     def roll_platforms():
         yield PlatformProvider(name="acme", target="acme:AcmePlatform", summary="Acme cards", priority=10)
+    ```
     """
     yield from ()
 
@@ -94,6 +96,7 @@ def roll_platforms() -> Iterable[PlatformProvider]:
 def roll_train_strategies() -> Iterable[TrainProvider]:
     """Offer train strategies and their forward-only variants.
 
+    ```python
     @hookimpl
     def roll_train_strategies():
         yield TrainProvider(
@@ -109,6 +112,7 @@ def roll_train_strategies() -> Iterable[TrainProvider]:
                 weight_transports=("shared", "shm", "collective", "disk"),
             ),
         )
+    ```
     """
     yield from ()
 
@@ -117,6 +121,7 @@ def roll_train_strategies() -> Iterable[TrainProvider]:
 def roll_infer_strategies() -> Iterable[InferProvider]:
     """Offer inference engines.
 
+    ```python
     @hookimpl
     def roll_infer_strategies():
         yield InferProvider(
@@ -128,6 +133,7 @@ def roll_infer_strategies() -> Iterable[InferProvider]:
                 free_seeds=True, weight_transports=("shared", "shm", "collective", "disk")
             ),
         )
+    ```
     """
     yield from ()
 
@@ -136,6 +142,7 @@ def roll_infer_strategies() -> Iterable[InferProvider]:
 def roll_pipelines() -> Iterable[PipelineProvider]:
     """Offer pipelines, selected by the config's `pipeline:` key.
 
+    ```python
     @hookimpl
     def roll_pipelines():
         yield PipelineProvider(
@@ -145,6 +152,7 @@ def roll_pipelines() -> Iterable[PipelineProvider]:
             plan="roll_pipeline_acme.plans:acme",
             summary="REINFORCE with the mean reward of a prompt's responses as baseline",
         )
+    ```
     """
     yield from ()
 
@@ -153,6 +161,7 @@ def roll_pipelines() -> Iterable[PipelineProvider]:
 def roll_rewards() -> Iterable[RewardProvider]:
     """Offer rewards, selected by `rewards.<domain>.reward`.
 
+    ```python
     class Palindrome(RewardFunction):
         def score(self, request):
             return Reward(value=float(request.response == request.response[::-1]))
@@ -160,6 +169,7 @@ def roll_rewards() -> Iterable[RewardProvider]:
     @hookimpl
     def roll_rewards():
         yield RewardProvider(name="palindrome", target="acme:Palindrome", summary="1 for palindromes")
+    ```
     """
     yield from ()
 
@@ -168,6 +178,7 @@ def roll_rewards() -> Iterable[RewardProvider]:
 def roll_environments() -> Iterable[EnvironmentProvider]:
     """Offer environments, selected by `custom_envs.<tag>.environment`.
 
+    ```python
     class Echo(Environment):
         def reset(self, task, seed):
             return Opening(messages=({"role": "user", "content": "Say hello."},))
@@ -178,6 +189,7 @@ def roll_environments() -> Iterable[EnvironmentProvider]:
     @hookimpl
     def roll_environments():
         yield EnvironmentProvider(name="echo", target="acme:Echo", summary="One turn", isolation="thread")
+    ```
     """
     yield from ()
 
@@ -186,6 +198,7 @@ def roll_environments() -> Iterable[EnvironmentProvider]:
 def roll_agents() -> Iterable[AgentProvider]:
     """Offer agents, selected by `custom_envs.<tag>.agent`.
 
+    ```python
     class AskOnce(Agent):
         async def run(self, task, session):
             from openai import AsyncOpenAI
@@ -198,6 +211,7 @@ def roll_agents() -> Iterable[AgentProvider]:
     @hookimpl
     def roll_agents():
         yield AgentProvider(name="ask_once", target="acme:AskOnce", summary="One call", needs=("openai>=1",))
+    ```
     """
     yield from ()
 
@@ -206,6 +220,7 @@ def roll_agents() -> Iterable[AgentProvider]:
 def roll_trackers() -> Iterable[TrackerProvider]:
     """Offer metrics trackers, selected by `track_with`.
 
+    ```python
     class PrintTracker(Tracker):
         def log(self, step, metrics):
             print(step, dict(metrics))
@@ -216,6 +231,7 @@ def roll_trackers() -> Iterable[TrackerProvider]:
     @hookimpl
     def roll_trackers():
         yield TrackerProvider(name="print", target="acme:PrintTracker", summary="Prints metrics")
+    ```
     """
     yield from ()
 
@@ -224,6 +240,7 @@ def roll_trackers() -> Iterable[TrackerProvider]:
 def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
     """Offer advantage estimators, selected by `adv_estimator`.
 
+    ```python
     def centred(batch):
         scores_S = batch.scores_S - batch.scores_S.mean()
         return AdvantageOutput(advantages_T=scores_S[batch.segments_T] * batch.mask_T)
@@ -231,6 +248,7 @@ def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
     @hookimpl
     def roll_advantage_estimators():
         yield AdvantageProvider(name="centred", target="acme:centred", summary="Reward less its mean")
+    ```
     """
     yield from ()
 
@@ -239,6 +257,7 @@ def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
 def roll_policy_losses() -> Iterable[PolicyLossProvider]:
     """Offer policy losses, selected by `pg_variant`.
 
+    ```python
     def likelihood(logprobs_T, micro, params):
         return -logprobs_T * micro.advantages_T, {}
 
@@ -247,6 +266,7 @@ def roll_policy_losses() -> Iterable[PolicyLossProvider]:
         yield PolicyLossProvider(
             name="likelihood", target="acme:likelihood", summary="Weighted likelihood", off_policy=False
         )
+    ```
     """
     yield from ()
 
@@ -255,6 +275,7 @@ def roll_policy_losses() -> Iterable[PolicyLossProvider]:
 def roll_weight_transports() -> Iterable[WeightTransportProvider]:
     """Offer transports from trainers to engines, selected by priority or by `weight_transport`.
 
+    ```python
     @hookimpl
     def roll_weight_transports():
         yield WeightTransportProvider(
@@ -263,6 +284,7 @@ def roll_weight_transports() -> Iterable[WeightTransportProvider]:
             summary="A TCP connection to each engine",
             any_strategy=True,
         )
+    ```
     """
     yield from ()
 
@@ -271,6 +293,7 @@ def roll_weight_transports() -> Iterable[WeightTransportProvider]:
 def roll_executors() -> Iterable[ExecutorProvider]:
     """Offer executors, which start the workers of a run, selected by `executor`.
 
+    ```python
     class LoggedExecutor(LocalExecutor):
         async def start(self, specs):
             print("workers:", [spec.name for spec in specs])
@@ -279,6 +302,7 @@ def roll_executors() -> Iterable[ExecutorProvider]:
     @hookimpl
     def roll_executors():
         yield ExecutorProvider(name="logged", target="acme:LoggedExecutor", summary="Local", in_process=True)
+    ```
     """
     yield from ()
 
@@ -287,6 +311,7 @@ def roll_executors() -> Iterable[ExecutorProvider]:
 def roll_config_fragments() -> Iterable[FragmentProvider]:
     """Offer YAML files for the `defaults:` of configs.
 
+    ```python
     @hookimpl
     def roll_config_fragments():
         yield FragmentProvider(
@@ -294,6 +319,7 @@ def roll_config_fragments() -> Iterable[FragmentProvider]:
             target="acme_fragments.config:acme_small.yaml",  # contains `acme_small: {heads: 4}`
             summary="Settings for small models",
         )
+    ```
     """
     yield from ()
 
@@ -302,6 +328,7 @@ def roll_config_fragments() -> Iterable[FragmentProvider]:
 def roll_checks() -> Iterable[CheckProvider]:
     """Offer checks of the machine, the software and the config, for `roll-core doctor`.
 
+    ```python
     def scratch(context):
         level = "ok" if Path("/tmp").is_dir() else "error"
         yield CheckResult(level=level, found="/tmp", remedy="create /tmp")
@@ -309,6 +336,7 @@ def roll_checks() -> Iterable[CheckProvider]:
     @hookimpl
     def roll_checks():
         yield CheckProvider(name="scratch", target="acme:scratch", summary="Whether /tmp exists")
+    ```
     """
     yield from ()
 
@@ -317,6 +345,7 @@ def roll_checks() -> Iterable[CheckProvider]:
 def roll_known_errors() -> Iterable[KnownErrorsProvider]:
     """Offer known errors of this package's engine, each with a remedy.
 
+    ```python
     ERRORS = (
         KnownError(
             id="acme-licence",
@@ -329,6 +358,7 @@ def roll_known_errors() -> Iterable[KnownErrorsProvider]:
     @hookimpl
     def roll_known_errors():
         yield KnownErrorsProvider(name="acme", target="acme:ERRORS", summary="Acme's licence")
+    ```
     """
     yield from ()
 
@@ -337,6 +367,7 @@ def roll_known_errors() -> Iterable[KnownErrorsProvider]:
 def roll_importers() -> Iterable[ImporterProvider]:
     """Offer importers of other frameworks' configs, for `roll-core import NAME FILE`.
 
+    ```python
     def import_acme(path, registry):
         seed = int(path.read_text())
         key = ImportedKey(f"{path}:1:1", "seed", "kept", ("seed",))
@@ -345,6 +376,7 @@ def roll_importers() -> Iterable[ImporterProvider]:
     @hookimpl
     def roll_importers():
         yield ImporterProvider(name="acme", target="acme:import_acme", summary="A file with a seed")
+    ```
     """
     yield from ()
 
@@ -353,6 +385,7 @@ def roll_importers() -> Iterable[ImporterProvider]:
 def roll_commands() -> Iterable[CommandProvider]:
     """Offer commands of `roll-core`.
 
+    ```python
     def hello(words, registry):
         print("hello", *words)
         return 0
@@ -360,6 +393,7 @@ def roll_commands() -> Iterable[CommandProvider]:
     @hookimpl
     def roll_commands():
         yield CommandProvider(name="hello", target="acme:hello", summary="Greet")
+    ```
     """
     yield from ()
 
@@ -372,9 +406,11 @@ def roll_commands() -> Iterable[CommandProvider]:
 def roll_run_started(run: Run) -> None:
     """All roles have been built; the first step has not started.
 
+    ```python
     @hookimpl
     def roll_run_started(run):
         print("started", run.config.exp_name)
+    ```
     """
 
 
@@ -382,10 +418,12 @@ def roll_run_started(run: Run) -> None:
 def roll_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> None:
     """Step `step` (counted from 1) is done and its metrics are recorded.
 
+    ```python
     @hookimpl
     def roll_step_finished(run, step, metrics):
         if metrics.get("score/mean", 0.0) > 0.99:
             print("solved at step", step)
+    ```
     """
 
 
@@ -393,9 +431,11 @@ def roll_step_finished(run: Run, step: int, metrics: Mapping[str, float]) -> Non
 def roll_run_finished(run: Run, error: BaseException | None) -> None:
     """The run is over; `error` is the exception that ended it, or None.
 
+    ```python
     @hookimpl
     def roll_run_finished(run, error):
         print("finished" if error is None else f"ended by {type(error).__name__}")
+    ```
     """
 
 
@@ -404,7 +444,9 @@ def roll_run_recorded(directory: Path) -> Path | None:
     """The run directory `directory` is complete, with the outcome in its record. Returns the file that the plugin
     wrote, if any: the closing lines of the run show it. An exception is logged and does not change the outcome.
 
+    ```python
     @hookimpl
     def roll_run_recorded(directory):
         print("recorded", directory.name)
+    ```
     """

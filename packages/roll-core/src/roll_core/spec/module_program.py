@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from roll_core.spec.model import ModelSpec
-    from roll_core.spec.plan import ModelSize
+    from roll_core.spec.model import ModelSize, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

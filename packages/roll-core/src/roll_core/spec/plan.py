@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.config import StrategyConfig
+    from roll_core.spec.model import ModelSize
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.providers import Task
 
@@ -60,71 +61,6 @@ class PipelinePlan:
     """Phases of one step, in order."""
     outputs: int = 0
     """Sequences that the generating role samples in one phase, over all its workers."""
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """A weight matrix of a layer."""
-
-    path: str
-    """Path within the layer, for example `self_attn.q_proj`."""
-    outputs: int
-    inputs: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """Sizes of one decoder layer, in numbers of elements."""
-
-    parameters: int
-    linears: tuple[Linear, ...] = ()
-    """Its matrices, except experts and their router; empty if only the total is known."""
-    active_width: int = 0
-    """Hidden units of the feed-forward block per token. In a mixture of experts: those of the chosen experts."""
-    experts: int = 0
-    """Number of parameters of all experts."""
-    chosen: int = 0
-    """Number of experts per token (top-k)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Sizes of a causal language model, or of one with a scalar head."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    query_width: int
-    """Number of query heads × head size."""
-    key_width: int
-    """Number of key heads × head size."""
-    num_heads: int
-    normed_heads: bool
-    """True if queries and keys are normalised."""
-    max_positions: int
-    layers: tuple[LayerSize, ...]
-    embedding: int
-    head: int
-    """Parameters of the output layer; 0 if it is tied to the embedding."""
-    final_norm: int
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return self.embedding + self.head + self.final_norm + sum(each.parameters for each in self.layers)
-
-    @property
-    def largest_matrix(self) -> int:
-        """Elements of the largest weight: a matrix of a layer, or the embedding."""
-        return max([self.embedding, *(each.outputs * each.inputs for layer in self.layers for each in layer.linears)])
-
-    @property
-    def tied(self) -> bool:
-        """True if the output layer is tied to the embedding."""
-        return self.head == 0
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------

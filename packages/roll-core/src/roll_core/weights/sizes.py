@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
-from roll_core.spec.plan import LayerSize, Linear, ModelSize
+from roll_core.spec.model import LayerSize, Linear, ModelSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

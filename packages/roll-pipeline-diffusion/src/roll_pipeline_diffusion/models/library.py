@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from roll_core.errors import DataError, ModelError
+from roll_core.spec.model import LayerSize, Linear, ModelSize
 from roll_core.spec.module_program import ModelLibrary
-from roll_core.spec.plan import LayerSize, Linear, ModelSize
 from roll_pipeline_diffusion.models.description import EXPERTS, INDEX, FlowDescription, describe
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.planning.placement import Placement
     from roll_core.spec.config import RunConfig, WorkerConfig
-    from roll_core.spec.model import LoraSpec, ModelSpec
+    from roll_core.spec.model import LoraSpec, ModelSize, ModelSpec
     from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving, ModelSize
+    from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving
     from roll_core.spec.providers import InferProvider, TrainProvider
 
 SPECIAL_TOKENS = 2
