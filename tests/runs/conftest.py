@@ -50,7 +50,7 @@ def connected_ray() -> Iterator[None]:
 def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Every test that uses it runs on both executors: pipelines cannot tell them apart.
 
-    Starting workers takes Ray longer than the run itself, so without `ROLL_EVERY_EXECUTOR=1` (which `.ci/run full` sets)
+    Starting workers takes Ray longer than the run itself. Without `ROLL_EVERY_EXECUTOR=1`, which `.ci/run full` sets,
     only the tests marked `on_ray` run there; the repository's conftest.py leaves the others out.
     """
     if request.param == "ray":

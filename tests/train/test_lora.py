@@ -129,6 +129,7 @@ def test_the_gradient_equals_that_of_peft_on_plain_transformers(build, sequences
         plain = get_peft_model(load_model(ModelSpec(random_init=tiny, seed=3)), config)
     state = {f"base_model.model.{name}": each.detach() for name, each in strategy.adapters.trained().items()}
     plain.load_state_dict(state, strict=False)
+    plain.double()
     loss = 0.0
     for row in sequences:
         tokens = torch.from_numpy(row.tokens)

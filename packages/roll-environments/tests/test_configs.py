@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def test_the_end_of_the_input_ends_the_game(
 
 def test_an_interrupt_ends_the_game_without_another_line() -> None:
     command = [sys.executable, "-m", "roll_core", "envs", "play", "text_game"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    usual = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell ignores it in background jobs
+    with subprocess.Popen(command, preexec_fn=usual, **pipes) as process:
         assert process.stdout is not None
         shown = b""
         while b"reply" not in shown:

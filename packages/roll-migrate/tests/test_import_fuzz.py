@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll_core.errors import RollError
-from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import load_registry
+from roll_core.plugins.targets import load_target
+from roll_core.spec.providers import PipelineProvider
 from roll_migrate.command import written
 from roll_migrate.roll import import_roll
 
@@ -82,5 +83,6 @@ def test_every_key_is_accounted_for_or_the_file_is_refused(data, registry, tmp_p
     assert not [
         leaf for leaf in leaves(data) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)
     ]
-    schema = {"rlvr": RLVRConfig, "sft": SFTConfig}[imported.pipeline]
+    record = registry.find(PipelineProvider, imported.pipeline)
+    schema = load_target(record.config, owner=imported.pipeline)
     assert yaml.safe_load(written(imported.config, schema, heading="")) is not None

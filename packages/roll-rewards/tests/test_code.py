@@ -286,7 +286,7 @@ def test_the_least_memory_runs_a_program(scored):
 @NEEDS_ISOLATION
 def test_a_limit_of_time_that_no_program_keeps_is_located(reward):
     with pytest.raises(ConfigError) as caught:
-        reward(CodeReward, CodeConfig, "code", case_timeout_s=0.001)
+        reward(CodeReward, CodeConfig, "code", case_timeout_s=1e-6)
     assert [each.key for each in caught.value.problems] == ["case_timeout_s"]
 
 
