@@ -14,7 +14,7 @@ from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.types import TrainSequence
 from roll_pipeline_preference.encode import CHOSEN, DESIRABLE, MARGIN, encode_labelled, encode_pairs, mismatched
-from roll_testing.errors import raises_error
+from roll_testing.errors import mentions, raises_error
 
 PAIR = {"prompt": "2+2=", "chosen": "four", "rejected": "5"}
 
@@ -195,7 +195,7 @@ def test_a_wrong_label_is_located(load, label):
 
 def test_a_mismatched_response_is_the_next_one_to_another_prompt(load):
     loaded = load(LABELLED)
-    found = mismatched(labelled(loaded))
+    found = mismatched(labelled(loaded), "pairs.jsonl row 1")
     assert [parts(each, loaded[2]) for each in found] == [
         ("2+2=", "6<eos>"),
         ("2+2=", "6<eos>"),
@@ -206,5 +206,15 @@ def test_a_mismatched_response_is_the_next_one_to_another_prompt(load):
 def test_one_prompt_alone_has_no_mismatched_responses():
     mask = np.array([False, True])
     rows = [TrainSequence(id=str(i), tokens=np.array([1, i]), loss_mask=mask) for i in range(3)]
-    with raises_error(DataError, "3"):
-        mismatched(rows)
+    with raises_error(DataError, "pairs.jsonl row 1"):
+        mismatched(rows, "pairs.jsonl row 1")
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_labels_that_are_all_equal_are_a_warning(load, caplog, label):
+    labelled(load(LABELLED))
+    assert not caplog.records
+    labelled(load([row | {"label": label} for row in LABELLED]))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert mentions(record.getMessage(), "pairs.jsonl row 1", str(label).lower())

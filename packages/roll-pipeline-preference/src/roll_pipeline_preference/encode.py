@@ -6,6 +6,7 @@ responses are truncated.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Message, Row, Rows
     from roll_core.spec.config import DataArguments
     from roll_core.types import Floats
+
+log = logging.getLogger(__name__)
 
 CHOSEN = "chosen"
 """Stream: 1 at the tokens of chosen or desirable responses."""
@@ -101,20 +104,28 @@ def encode_labelled(
             found = encode(row, prompt, response)
             if found is not None and encode.keeps(row, [found]):
                 sequences.append(_sequence(f"{row.id}{suffix}", *found, chosen=desirable, counted=True))
+    num_desirable = sum(DESIRABLE in each.streams for each in sequences)
+    if num_desirable in (0, len(sequences)):
+        word = str(num_desirable > 0).lower()
+        log.warning("%s and all other rows have label %s, but the loss compares responses of both", rows[0].where, word)
     report_counts("responses", rows, encode.counts)
     return sequences, encode.counts
 
 
-def mismatched(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+def mismatched(sequences: Sequence[TrainSequence], where: str) -> list[TrainSequence]:
     """Each prompt with the response of the next sequence that has another prompt, cyclically.
 
-    The pairing depends only on the data, not on batches. Raises `DataError` if all sequences have the same prompt.
+    The pairing depends only on the data, not on batches. Raises `DataError`, which names the rows' place `where`, if
+    all sequences have the same prompt.
     """
     starts = [int(each.loss_mask.argmax()) for each in sequences]
     prompts = [each.tokens[:start].tobytes() for each, start in zip(sequences, starts, strict=True)]
     count = len(sequences)
     if len(set(prompts)) < 2:
-        raise DataError(f"all {count} responses have the same prompt, expected at least two prompts: kto's KL term")
+        raise DataError(
+            f"{where} and all other rows have the same prompt, expected at least two prompts for the KL term of kto:"
+            " add rows, or use loss_type: apo_zero_unpaired"
+        )
     partner = [0] * count
     for at in reversed(range(2 * count)):  # twice around: the last ones find theirs at the beginning
         i, following = at % count, (at + 1) % count

@@ -43,10 +43,11 @@ RESPONSES = WantedOutputs(logprobs=True, masked_only=True)
 class Preferences:
     """Training sequences of preference data, in units: pairs, or single labelled responses."""
 
-    def __init__(self, sequences: Sequence[TrainSequence], *, labelled: bool = False, kl: bool = False) -> None:
-        """With `kl`, each response also has a mismatched sequence for `kto`."""
-        self.sequences, self.size = sequences, 1 if labelled else 2
-        self.mismatched = mismatched(sequences) if kl else []
+    def __init__(
+        self, sequences: Sequence[TrainSequence], *, labelled: bool = False, mismatched: Sequence[TrainSequence] = ()
+    ) -> None:
+        """`mismatched` has a sequence for each response, for `kto`."""
+        self.sequences, self.size, self.mismatched = sequences, 1 if labelled else 2, mismatched
         self.references: dict[str, Floats] = {}
         """Known reference logprobs by sequence id."""
 
@@ -127,9 +128,9 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         return "actor_train"
 
     def _preferences(self, run: Run, data: DataArguments) -> Preferences:
-        config = self.config
+        config, rows = self.config, run.rows(data)
         sequences, _ = (encode_labelled if config.labelled else encode_pairs)(
-            run.rows(data),
+            rows,
             data,
             run.tokenizer,
             prompt_length=config.prompt_length,
@@ -137,7 +138,8 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
             overlong=config.overlong,
         )
         kl = "kto" in config.loss_type and config.uses_reference
-        return Preferences(sequences, labelled=config.labelled, kl=kl)
+        others = mismatched(sequences, rows[0].where) if kl else ()
+        return Preferences(sequences, labelled=config.labelled, mismatched=others)
 
     def _objective(self, kl: float, *, use_weighting: bool) -> Objective:
         """The preference losses, and the nll of chosen responses, which is reported or trained on (`sft`)."""
