@@ -59,7 +59,7 @@ def test_json_has_every_finding(folder: Path, capsys: pytest.CaptureFixture[str]
         frozenset({"check", "package", "subject", "level", "found", "wanted", "remedy"})
     }
     (wrong,) = [each for each in said["findings"] if each["level"] == "error"]
-    assert (wrong["check"], wrong["subject"], wrong["package"]) == ("models", "sft_train", "roll-core")
+    assert (wrong["check"], wrong["subject"], wrong["package"]) == ("models", "sft_train", "roll-tools")
 
 
 def test_a_config_with_a_mistake_is_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

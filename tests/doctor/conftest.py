@@ -12,10 +12,10 @@ import pytest
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.planning.doctor import DoctorFinding, examine
 from roll_core.spec.diagnostics import CheckContext
 from roll_core.spec.platform import Platform
 from roll_core.spec.providers import CheckProvider, PlatformProvider, Provider
+from roll_tools.examination import DoctorFinding, examine
 
 MODULE = "checks_of_these_tests"
 

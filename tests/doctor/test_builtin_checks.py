@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_core.builtin.checks import devices, files, host, software
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.pipelines.config import SFTConfig
 from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import TorchBuild
+from roll_tools.checks import devices, files, host, software
 
 GIB = 1024**3
 

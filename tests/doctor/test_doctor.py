@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.loader import Plugin
-from roll_core.runtime.planning.doctor import DoctorFinding
 from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import Probe
 from roll_core.spec.providers import PlatformProvider, TrainProvider
 from roll_executor_ray.plugin import roll_checks
 from roll_testing.errors import mentions
+from roll_tools.examination import DoctorFinding
 
 Doctor = Callable[..., list[DoctorFinding]]
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.cli.checkpoint import list_checkpoints
 from roll_core.errors import CheckpointError, WorkerTimeoutError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
 from roll_core.runtime.run.resuming import SavedRun
 from roll_testing.errors import mentions, raises_error
+from roll_tools.checkpoints import list_checkpoints
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:

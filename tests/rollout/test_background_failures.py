@@ -10,6 +10,7 @@ import pytest
 from rollout_fleet import ask, engine, plan, request
 
 import roll_core.runtime
+import roll_tools
 from roll_core import openmp
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.cluster.executors.calls import CallFailed
@@ -21,6 +22,7 @@ from roll_core.runtime.run.stopping import StopSignals
 from roll_core.types import Group
 
 RUNTIME = Path(roll_core.runtime.__file__).parent
+TOOLS = Path(roll_tools.__file__).parent
 
 TASKS = {
     ("records/checkpoints.py", "_in_thread"),
@@ -45,7 +47,8 @@ TASKS = {
 itself or by whoever it is handed to."""
 THREADS = {
     ("cluster/concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
-    ("planning/doctor.py", "guarded"): "waits with a limit of its own",
+    ("examination.py", "guarded"): "of `roll-core doctor`: waits with a limit of its own",
+    ("environments.py", "_line"): "of `roll-core envs play`: reads stdin, and Ctrl-C ends the wait",
     ("cluster/executors/worker_main.py", "main"): "ends the process",
     ("cluster/executors/host.py", "__init__"): "exceptions are answers: see below",
     ("run/stopping.py", "_run_on_a_thread"): "raised in the calling thread",
@@ -60,9 +63,12 @@ THREADS = {
 
 
 def calls(*names):
-    """(file, function) of every call of these names in the runtime, and in the store of its workers."""
+    """(file, function) of every call of these names in the runtime, the store of its workers, and roll-tools."""
     found = Counter()
-    for file in [*sorted(RUNTIME.rglob("*.py")), RUNTIME / "../rendezvous.py"]:
+    files = {file: file.relative_to(RUNTIME).as_posix() for file in RUNTIME.rglob("*.py")}
+    files |= {RUNTIME / "../rendezvous.py": "../rendezvous.py"}
+    files |= {file: file.relative_to(TOOLS).as_posix() for file in TOOLS.rglob("*.py")}
+    for file, path in files.items():
         for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
@@ -70,7 +76,7 @@ def calls(*names):
                 called = node.func if isinstance(node, ast.Call) else None
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
                 if name in names:
-                    found[file.relative_to(RUNTIME).as_posix(), function.name] += 1
+                    found[path, function.name] += 1
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.cli.arguments import command_parser
 from roll_core.cli.run import summary, warnings_of
 from roll_core.config import load
 from roll_core.config.dump import to_yaml
@@ -48,11 +48,10 @@ BY_NAME = ("kept", "not needed")
 
 def command(words: Sequence[str], registry: Registry) -> int:
     """`roll-core import`. The exit code is 1 if `roll-core check` would refuse the new config."""
-    parser = argparse.ArgumentParser(
-        prog="roll-core import",
-        description="Convert another framework's config, and report the result for each key. The exit code is 1 if"
-        " roll-core check finds mistakes in the new config.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "import",
+        "Convert another framework's config, and report the result for each key. The exit code is 1 if roll-core check"
+        " finds mistakes in the new config.",
     )
     parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL")
     parser.add_argument("file", metavar="FILE", type=Path, help="YAML file of the other framework")

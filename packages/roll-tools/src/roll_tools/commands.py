@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from roll_core.cli.arguments import amount, command_parser, count, parse_configs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,9 +14,130 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
 
 
+def plan(words: Sequence[str], registry: Registry) -> int:
+    """Show placement and memory of a run, without starting it."""
+    parser = command_parser(
+        "plan",
+        "Show the placement of workers and the memory of each role in each phase, without starting a run. The exit code"
+        " is 1 if the run could not start or would not fit in memory.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print the formula of each amount")
+    parser.add_argument("--nodes", metavar="N", type=count, help="number of nodes (default: only this host)")
+    parser.add_argument("--slot-memory", metavar="GIB", type=amount, help="free memory of a slot (default: measured)")
+    parser.add_argument("--host-memory", metavar="GIB", type=amount, help="free memory of a host (default: measured)")
+    configs, overrides, options = parse_configs(parser, words)
+    if len(configs) != 1:
+        parser.error("expected one config file")
+    from roll_tools.plan import show_plan
+
+    return show_plan(
+        configs[0],
+        overrides,
+        registry,
+        nodes=options.nodes,
+        slot_gib=options.slot_memory,
+        host_gib=options.host_memory,
+        as_json=options.json,
+        verbose=options.verbose,
+    )
+
+
+def doctor(words: Sequence[str], registry: Registry) -> int:
+    """Check this machine, its software and its devices, and what a config needs of them."""
+    parser = command_parser(
+        "doctor",
+        "Check this machine, its software and its devices, and what a config needs of them. Changes nothing. The exit"
+        " code is 1 if there is an error.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    configs, overrides, options = parse_configs(parser, words)
+    if len(configs) > 1 or (overrides and not configs):
+        parser.error("expected at most one config file, and key=value only with it")
+    from roll_tools.doctor import show_findings
+
+    return show_findings(configs[0] if configs else None, overrides, registry, as_json=options.json)
+
+
+def audit(words: Sequence[str], registry: Registry) -> int:
+    """Check what rows, tokenizer and chat template do to the tokens of a run, and show which tokens are trained."""
+    parser = command_parser(
+        "audit",
+        "Check what rows, tokenizer and chat template do to the tokens of a run, and show which tokens are trained. The"
+        " exit code is 1 if there is an error.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="directory or hub id; only with a file of rows")
+    parser.add_argument("--rows", metavar="N", type=count, default=2, help="number of rows to show (default: 2)")
+    sources, overrides, options = parse_configs(parser, words)
+    if len(sources) != 1:
+        parser.error("expected one config, or one file of rows")
+    from roll_tools.audit import show_audit
+
+    return show_audit(
+        sources[0], overrides, registry, tokenizer=options.tokenizer, num_shown=options.rows, as_json=options.json
+    )
+
+
+def checkpoint(words: Sequence[str], registry: Registry) -> int:
+    """List or verify the checkpoints of a run, or convert one to a model."""
+    parser = command_parser("checkpoint", "List or verify the checkpoints of a run, or convert one to a model.")
+    actions = parser.add_subparsers(dest="action", metavar="list | verify | convert", required=True)
+    listing = actions.add_parser("list", help="list the checkpoints of a run or an experiment", allow_abbrev=False)
+    listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="directory of a run or an experiment")
+    listing.add_argument("--verify", action="store_true", help="compare digests too, not only file sizes")
+    verifying = actions.add_parser("verify", help="compare all files with the recorded digests", allow_abbrev=False)
+    verifying.add_argument(
+        "places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoint or run directories"
+    )
+    for each in (listing, verifying):
+        each.add_argument("--json", action="store_true", help="print JSON")
+    converting = actions.add_parser(
+        "convert",
+        help="write a role's model as a directory for transformers",
+        description="Write a role's model as a directory that transformers loads. Does not need the run's hardware. If"
+        " the checkpoint is not portable, this process builds the role's strategy with one rank.",
+        allow_abbrev=False,
+    )
+    converting.add_argument(
+        "place", metavar="RUN_OR_CHECKPOINT", type=Path, help="checkpoint, or run directory: its newest one"
+    )
+    converting.add_argument("out", metavar="OUT", type=Path, help="directory to create")
+    converting.add_argument("--role", help="trained role; required if there are several")
+    converting.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
+    converting.add_argument("--platform", help="platform of the strategy (default: detected)")
+    converting.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
+    converting.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change a key of strategy_config, such as tensor_model_parallel_size=1; may be repeated",
+    )
+    options = parser.parse_args(words)
+    if options.action == "convert":
+        from roll_tools.convert import convert_checkpoint
+
+        return convert_checkpoint(
+            options.place,
+            options.out,
+            registry,
+            role=options.role,
+            base_model=options.base_model,
+            platform=options.platform,
+            trust_remote_code=options.trust_remote_code,
+            settings=options.set,
+        )
+    from roll_tools.checkpoints import list_checkpoints, verify_checkpoints
+
+    if options.action == "list":
+        return list_checkpoints(options.place, as_json=options.json, digests=options.verify)
+    return verify_checkpoints(options.places, as_json=options.json)
+
+
 def envs(words: Sequence[str], registry: Registry) -> int:
     """List the environments of installed packages, or play an episode of one."""
-    parser = _parser("envs", "List the environments of installed packages, or play an episode of one.")
+    parser = command_parser("envs", "List the environments of installed packages, or play an episode of one.")
     actions = parser.add_subparsers(dest="action", metavar="list | play", required=True)
     actions.add_parser("list", help="list environments with the keys of env_config", allow_abbrev=False)
     playing = actions.add_parser("play", help="play an episode; each line is a reply", allow_abbrev=False)
@@ -32,7 +154,7 @@ def envs(words: Sequence[str], registry: Registry) -> int:
 
 def runs(words: Sequence[str], registry: Registry) -> int:
     """List the runs of an output directory, an experiment or a single run directory."""
-    parser = _parser("runs", "List the runs of an output directory, an experiment or a single run directory.")
+    parser = command_parser("runs", "List the runs of an output directory, an experiment or a single run directory.")
     parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", default=Path("output"), help="default: output")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
@@ -43,7 +165,7 @@ def runs(words: Sequence[str], registry: Registry) -> int:
 
 def watch(words: Sequence[str], registry: Registry) -> int:
     """Follow a run until it ends."""
-    parser = _parser(
+    parser = command_parser(
         "watch",
         "Follow a run until it ends. Ctrl-C ends only this command. The exit code is 1 if the run did not finish.",
     )
@@ -56,7 +178,7 @@ def watch(words: Sequence[str], registry: Registry) -> int:
 
 def report(words: Sequence[str], registry: Registry) -> int:
     """Write the report of a run again, or a page that compares several runs."""
-    parser = _parser(
+    parser = command_parser(
         "report",
         "Write report.html of a run directory again, also of a run that is in progress. With several runs, write one"
         " page that compares them.",
@@ -81,7 +203,3 @@ def report(words: Sequence[str], registry: Registry) -> int:
         written = write_comparison(found, options.out or Path("comparison.html"))
     sys.stdout.write(f"{written}\n")
     return 0
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"roll-core {command}", description=description, allow_abbrev=False)

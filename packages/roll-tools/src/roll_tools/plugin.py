@@ -1,11 +1,11 @@
-"""Hooks that provide the commands and write the report of a run. Imports nothing heavy."""
+"""Hooks that provide commands and checks, and write the report of a run. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import CommandProvider
+from roll_core.spec.providers import CheckProvider, CommandProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,14 +16,38 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_commands() -> Iterator[CommandProvider]:
-    """Commands that read the files of runs, and the one that plays environments."""
+    """Commands that examine what a run needs, read the files of runs, and play environments."""
     for name, summary in (
+        ("plan", "Show the placement and memory of each role, and whether the run fits"),
+        ("doctor", "Check this machine and its software, and suggest fixes"),
+        ("audit", "Check rows, tokenizer and chat template, and show which tokens are trained"),
+        ("checkpoint", "List or verify checkpoints, or write one as a directory for transformers"),
         ("envs", "List environments, or play an episode of one in the terminal"),
         ("runs", "List runs with state, step, score, config hash and age"),
         ("watch", "Follow a run in the terminal until it ends"),
         ("report", "Write report.html of a run again, or a page that compares several runs"),
     ):
         yield CommandProvider(name=name, target=f"roll_tools.commands:{name}", summary=summary)
+
+
+@hookimpl
+def roll_checks() -> Iterator[CheckProvider]:
+    """Checks that `roll-core doctor` runs on every machine."""
+    for name, module, summary in (
+        ("operating_system", "host", "Linux, and the version of its kernel"),
+        ("shared_memory", "host", "Space in /dev/shm, for weight transfers between processes"),
+        ("threads", "host", "Threads of a step on this host, and whether other programs use the cores"),
+        ("open_files", "host", "Limit of open files and connections of a process"),
+        ("disk", "host", "Free space in output_dir"),
+        ("python", "software", "The interpreter's version"),
+        ("libraries", "software", "Whether roll-core's own requirements are met, torch among them"),
+        ("dtypes", "devices", "Dtypes that the devices support"),
+        ("device_memory", "devices", "Memory of the devices, and its use by other programs"),
+        ("output", "files", "Whether the config's output_dir can be written"),
+        ("models", "files", "Whether the models of the config exist"),
+        ("data", "files", "Whether the data files of the config exist"),
+    ):
+        yield CheckProvider(name=name, target=f"roll_tools.checks.{module}:{name}", summary=summary)
 
 
 @hookimpl

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     AdvantageProvider,
-    CheckProvider,
     ExecutorProvider,
     KnownErrorsProvider,
     PipelineProvider,
@@ -203,26 +202,6 @@ def roll_executors() -> Iterator[ExecutorProvider]:
         priority=10,
         in_process=True,
     )
-
-
-@hookimpl
-def roll_checks() -> Iterator[CheckProvider]:
-    """Checks that `roll-core doctor` runs on every machine."""
-    for name, module, summary in (
-        ("operating_system", "host", "Linux, and the version of its kernel"),
-        ("shared_memory", "host", "Space in /dev/shm, for weight transfers between processes"),
-        ("threads", "host", "Threads of a step on this host, and whether other programs use the cores"),
-        ("open_files", "host", "Limit of open files and connections of a process"),
-        ("disk", "host", "Free space in output_dir"),
-        ("python", "software", "The interpreter's version"),
-        ("libraries", "software", "Whether roll-core's own requirements are met, torch among them"),
-        ("dtypes", "devices", "Dtypes that the devices support"),
-        ("device_memory", "devices", "Memory of the devices, and its use by other programs"),
-        ("output", "files", "Whether the config's output_dir can be written"),
-        ("models", "files", "Whether the models of the config exist"),
-        ("data", "files", "Whether the data files of the config exist"),
-    ):
-        yield CheckProvider(name=name, target=f"roll_core.builtin.checks.{module}:{name}", summary=summary)
 
 
 @hookimpl

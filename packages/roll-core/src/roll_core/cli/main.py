@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core import __version__
+from roll_core.cli.arguments import add_disable_plugin, command_parser, parse_configs
 from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, UnknownProviderError, closest
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ Post-train language models: reinforcement learning and supervised fine-tuning.
 commands:
   run CONFIG... [key=value ...]     run one config after the other
   check CONFIG... [key=value ...]   report all mistakes in configs, without starting a run
-  plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
-  doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
-  audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
   plugins test NAME                 run the conformance tests of an installed plugin
   init [KIND] [DIR]                 write a first run: config, data and reward to edit
   new KIND NAME [--dir DIR]         write a plugin package whose tests pass
-  checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
-  checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
 
 commands of roll-tools, which `pip install 'roll-core[train]'` brings:
+  plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
+  doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
+  audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
+  checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
+  checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
   runs [DIR] [--json]               list runs with state, step, score, config hash and age
   watch RUN                         follow a run in the terminal until it ends
   report RUN...                     write report.html of a run again, or a page that compares several runs
@@ -128,7 +128,7 @@ def _registry(words: Sequence[str]) -> tuple[Registry, list[str]]:
     from roll_core.plugins.registry import load_registry
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_disable_plugin(parser)
+    add_disable_plugin(parser)
     options, rest = parser.parse_known_args(words)
     return load_registry(options.disable_plugin), rest
 
@@ -137,7 +137,9 @@ def _registry(words: Sequence[str]) -> tuple[Registry, list[str]]:
 
 
 def _run(words: list[str]) -> int:
-    parser = _parser("run", "Run one config after the other. A later run may start from the model of an earlier one.")
+    parser = command_parser(
+        "run", "Run one config after the other. A later run may start from the model of an earlier one."
+    )
     configs, overrides, disabled, files = _configs(parser, words)
     previous = signal.signal(signal.SIGTERM, _on_sigterm)
     try:
@@ -149,7 +151,7 @@ def _run(words: list[str]) -> int:
 
 
 def _check(words: list[str]) -> int:
-    parser = _parser(
+    parser = command_parser(
         "check",
         "Report all mistakes in configs: keys, values, and the models, rows and reward functions that they name. Takes"
         " about a second, and starts no run.",
@@ -160,76 +162,13 @@ def _check(words: list[str]) -> int:
     return check_configs(configs, overrides, disabled, files=files)
 
 
-def _plan(words: list[str]) -> int:
-    parser = _parser(
-        "plan",
-        "Show the placement of workers and the memory of each role in each phase, without starting a run. The exit code"
-        " is 1 if the run could not start or would not fit in memory.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also print the formula of each amount")
-    parser.add_argument("--nodes", metavar="N", type=_count, help="number of nodes (default: only this host)")
-    parser.add_argument("--slot-memory", metavar="GIB", type=_amount, help="free memory of a slot (default: measured)")
-    parser.add_argument("--host-memory", metavar="GIB", type=_amount, help="free memory of a host (default: measured)")
-    configs, overrides, disabled, options = _words(parser, words)
-    if len(configs) != 1:
-        parser.error("expected one config file")
-    from roll_core.cli.plan import plan
-
-    return plan(
-        configs[0],
-        overrides,
-        disabled,
-        nodes=options.nodes,
-        slot_gib=options.slot_memory,
-        host_gib=options.host_memory,
-        as_json=options.json,
-        verbose=options.verbose,
-    )
-
-
-def _doctor(words: list[str]) -> int:
-    parser = _parser(
-        "doctor",
-        "Check this machine, its software and its devices, and what a config needs of them. Changes nothing. The exit"
-        " code is 1 if there is an error.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    configs, overrides, disabled, options = _words(parser, words)
-    if len(configs) > 1 or (overrides and not configs):
-        parser.error("expected at most one config file, and key=value only with it")
-    from roll_core.cli.doctor import doctor
-
-    return doctor(configs[0] if configs else None, overrides, disabled, as_json=options.json)
-
-
-def _audit(words: list[str]) -> int:
-    parser = _parser(
-        "audit",
-        "Check what rows, tokenizer and chat template do to the tokens of a run, and show which tokens are trained. The"
-        " exit code is 1 if there is an error.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="directory or hub id; only with a file of rows")
-    parser.add_argument("--rows", metavar="N", type=_count, default=2, help="number of rows to show (default: 2)")
-    sources, overrides, disabled, options = _words(parser, words)
-    if len(sources) != 1:
-        parser.error("expected one config, or one file of rows")
-    from roll_core.cli.audit import audit
-
-    return audit(
-        sources[0], overrides, disabled, tokenizer=options.tokenizer, num_shown=options.rows, as_json=options.json
-    )
-
-
 def _plugins(words: list[str]) -> int:
     if words[:1] == ["test"]:
         return _test_plugin(words[1:])
-    parser = _parser("plugins", "List the installed plugins, what they provide, and why they failed to load.")
+    parser = command_parser("plugins", "List the installed plugins, what they provide, and why they failed to load.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print summaries, hooks and import times")
     parser.add_argument("--check", action="store_true", help="also import every part; exit code 2 if one fails")
-    _add_disable_plugin(parser)
     options = parser.parse_args(words)
     from roll_core.cli.plugins import show_plugins
 
@@ -239,14 +178,13 @@ def _plugins(words: list[str]) -> int:
 
 
 def _test_plugin(words: list[str]) -> int:
-    parser = _parser(
+    parser = command_parser(
         "plugins test",
         "Run the conformance tests of each part of an installed plugin, in a child process. The exit code is 1 if a"
         " test fails.",
     )
     parser.add_argument("name", metavar="NAME", help="distribution of the plugin, such as roll-infer-hf")
     parser.add_argument("-k", metavar="EXPRESSION", default="", help="select tests, as pytest does")
-    _add_disable_plugin(parser)
     options = parser.parse_args(words)
     from roll_core.cli.plugins import test_plugin
 
@@ -254,7 +192,7 @@ def _test_plugin(words: list[str]) -> int:
 
 
 def _init(words: list[str]) -> int:
-    parser = _parser(
+    parser = command_parser(
         "init",
         "Write a first run: a commented config, a sample of data, and a reward to edit. It trains a small model with"
         " random weights on a CPU and downloads nothing. Asks for missing arguments on a terminal.",
@@ -262,7 +200,6 @@ def _init(words: list[str]) -> int:
     parser.epilog = "example: roll-core init rlvr first"
     parser.add_argument("kind", metavar="KIND", nargs="?", help="sft, rlvr, preference, distill, agentic, diffusion, …")
     parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="folder to write; no file is overwritten")
-    _add_disable_plugin(parser)
     options = parser.parse_intermixed_args(words)
     if options.dir is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         parser.error("expected KIND and DIR, such as: rlvr first")
@@ -279,60 +216,6 @@ def _new(words: list[str]) -> int:
 
     code: int = from_roll_testing("roll_testing.new:new")(words)
     return code
-
-
-def _checkpoint(words: list[str]) -> int:
-    parser = _parser("checkpoint", "List or verify the checkpoints of a run, or convert one to a model.")
-    actions = parser.add_subparsers(dest="action", metavar="list | verify | convert", required=True)
-    listing = actions.add_parser("list", help="list the checkpoints of a run or an experiment", allow_abbrev=False)
-    listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="directory of a run or an experiment")
-    listing.add_argument("--verify", action="store_true", help="compare digests too, not only file sizes")
-    verifying = actions.add_parser("verify", help="compare all files with the recorded digests", allow_abbrev=False)
-    verifying.add_argument(
-        "places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoint or run directories"
-    )
-    for each in (listing, verifying):
-        each.add_argument("--json", action="store_true", help="print JSON")
-    converting = actions.add_parser(
-        "convert",
-        help="write a role's model as a directory for transformers",
-        description="Write a role's model as a directory that transformers loads. Does not need the run's hardware. If"
-        " the checkpoint is not portable, this process builds the role's strategy with one rank.",
-        allow_abbrev=False,
-    )
-    converting.add_argument(
-        "place", metavar="RUN_OR_CHECKPOINT", type=Path, help="checkpoint, or run directory: its newest one"
-    )
-    converting.add_argument("out", metavar="OUT", type=Path, help="directory to create")
-    converting.add_argument("--role", help="trained role; required if there are several")
-    converting.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
-    converting.add_argument("--platform", help="platform of the strategy (default: detected)")
-    converting.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
-    converting.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change a key of strategy_config, such as tensor_model_parallel_size=1; may be repeated",
-    )
-    options = parser.parse_args(words)
-    if options.action == "convert":
-        from roll_core.cli.convert import convert_checkpoint
-
-        return convert_checkpoint(
-            options.place,
-            options.out,
-            role=options.role,
-            base_model=options.base_model,
-            platform=options.platform,
-            trust_remote_code=options.trust_remote_code,
-            settings=options.set,
-        )
-    from roll_core.cli.checkpoint import list_checkpoints, verify_checkpoints
-
-    if options.action == "list":
-        return list_checkpoints(options.place, as_json=options.json, digests=options.verify)
-    return verify_checkpoints(options.places, as_json=options.json)
 
 
 def _plugin_command(name: str, words: list[str]) -> int:
@@ -354,13 +237,9 @@ def _plugin_command(name: str, words: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "check": _check,
-    "plan": _plan,
-    "doctor": _doctor,
-    "audit": _audit,
     "plugins": _plugins,
     "init": _init,
     "new": _new,
-    "checkpoint": _checkpoint,
 }
 
 
@@ -374,62 +253,14 @@ def _on_sigterm(number: int, frame: object) -> None:
     raise _TerminatedError("stopped by SIGTERM before the run started: nothing was saved")
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"roll-core {command}", description=description, allow_abbrev=False)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number > 0")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"found {text}, expected a number ≥ 0")
-    return found
-
-
-def _add_disable_plugin(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--disable-plugin",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="do not import this plugin (a distribution); may be repeated",
-    )
-
-
 def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str], bool]:
     """Parse configs (at least one), overrides, disabled plugins, and True if files named in configs are checked."""
     parser.epilog = f"example: {parser.prog} grpo.yaml max_steps=20 actor_train.training_args.learning_rate=1e-6"
     parser.add_argument("--no-files", action="store_true", help="do not check models, rows and reward functions")
-    configs, overrides, disabled, options = _words(parser, words)
+    configs, overrides, options = parse_configs(parser, words)
     if not configs:
         parser.error("expected at least one config file")
-    return configs, overrides, disabled, not options.no_files
-
-
-def _words(
-    parser: argparse.ArgumentParser, words: list[str]
-) -> tuple[list[Path], list[str], list[str], argparse.Namespace]:
-    """Parse configs, overrides, disabled plugins and all options. Words with `=` or a leading `~` are overrides."""
-    parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="configs, and overrides of their keys")
-    _add_disable_plugin(parser)
-    options = parser.parse_intermixed_args(words)
-    overrides = [word for word in options.words if "=" in word or word.startswith("~")]
-    configs = [Path(word) for word in options.words if word not in overrides]
-    for config in configs:
-        if not config.suffix and not config.exists():
-            parser.error(f"{config} does not exist; to set a key, write {config}=VALUE")
-    return configs, overrides, options.disable_plugin, options
+    return configs, overrides, options.disable_plugin, not options.no_files
 
 
 def _print_error(message: str) -> None:

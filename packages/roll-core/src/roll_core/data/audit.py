@@ -6,7 +6,6 @@ token ends a turn. `audit_rows` encodes the rows as the run does: lengths, dupli
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections import Counter
@@ -52,15 +51,6 @@ class AuditFinding:
     level: Level
     found: str
     remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskedRow:
-    """Text of an encoded row, cut where training begins and ends."""
-
-    where: str
-    pieces: tuple[tuple[str, bool], ...]
-    """Texts, and True for those whose tokens are trained."""
 
 
 def audit_template(
@@ -222,37 +212,6 @@ def audit_rows(
         )
 
 
-def masked_rows(
-    rows: Rows,
-    data: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num: int,
-    trains: bool,
-    on_prompt: bool = False,
-) -> Iterator[MaskedRow]:
-    """The first rows as the run encodes them. Rows that cannot be encoded are left out.
-
-    With `on_prompt`, all tokens but the first are trained, as with `train_on_prompt`.
-    """
-    encoder = Encoder(tokenizer, data)
-    for row in rows[:num]:
-        try:
-            tools = tools_of(row, data, rows)
-            if trains and has_response(row, data, rows):
-                tokens, mask = encoder.conversation(messages_of(row, data, rows, response=True), row.where, tools)
-                if on_prompt:
-                    mask[1:] = True
-            else:
-                tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where, tools)[1]
-                mask = np.zeros(len(tokens), dtype=np.bool_)
-        except DataError:
-            continue
-        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
-        pieces = [(_text(tokenizer, tokens[a:b]), bool(mask[a])) for a, b in itertools.pairwise(cuts) if b > a]
-        yield MaskedRow(row.where, tuple(pieces))
-
-
 class _Trial:
     """Small conversations, encoded with a chat template."""
 
@@ -345,10 +304,6 @@ def _said(message: Any) -> bool:
 def _percentiles(lengths: Sequence[int]) -> str:
     median, high, longest = (int(each) for each in np.percentile(lengths, [50, 95, 100], method="higher"))
     return f"median {median}, 95 % at most {high}, longest {longest}"
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
-    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def is_chat_data(data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:

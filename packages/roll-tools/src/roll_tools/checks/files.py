@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.builtin.checks.host import existing
 from roll_core.spec.config import DataArguments
 from roll_core.spec.diagnostics import CheckResult
 from roll_core.spec.model import is_hub_id
+from roll_tools.checks.host import existing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.checkpoints import Checkpoint
     from roll_core.runtime.run.resuming import SavedRole
     from roll_core.spec.model import ModelSpec
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 def convert_checkpoint(
     place: Path,
     out: Path,
+    registry: Registry,
     *,
     role: str | None = None,
     base_model: str | None = None,
@@ -76,7 +78,7 @@ def convert_checkpoint(
             _write(checkpoint.path / name / FOLDER, working, base_model)
         else:
             model = _model_of(checkpoint, saved, base_model, trust_remote_code=trust_remote_code)
-            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, given))
+            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, given, registry))
         os.replace(working, out)
     finally:
         shutil.rmtree(working, ignore_errors=True)
@@ -141,10 +143,10 @@ async def _export(
     out: Path,
     platform_name: str | None,
     settings: Mapping[str, Any],
+    registry: Registry,
 ) -> None:
     """Build the strategy that wrote `folder` with one rank in this process, load its state and export the model."""
     from roll_core.config import strategy_config
-    from roll_core.plugins.registry import load_registry
     from roll_core.runtime.cluster.executors.base import GroupSpec
     from roll_core.runtime.cluster.executors.local import LocalExecutor
     from roll_core.runtime.cluster.placement import Place
@@ -155,7 +157,6 @@ async def _export(
     from roll_core.spec.providers import TrainProvider
     from roll_core.spec.train import TrainingSpec
 
-    registry = load_registry()
     provider = registry.find(TrainProvider, role.strategy)
     if role.world_size != 1 and not provider.capabilities.any_world_size:
         raise CheckpointMismatchError(

@@ -9,26 +9,25 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from roll_core.config import load
-from roll_core.plugins.registry import load_registry
-from roll_core.runtime.planning.doctor import examine
+from roll_tools.examination import examine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from roll_core.runtime.planning.doctor import DoctorFinding
+    from roll_core.plugins.registry import Registry
+    from roll_tools.examination import DoctorFinding
 
 WIDTH = 140
 """Width of the output, in columns, if stdout is not a terminal."""
 MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
-def doctor(config: Path | None, overrides: Sequence[str], disabled_plugins: Sequence[str], *, as_json: bool) -> int:
+def show_findings(config: Path | None, overrides: Sequence[str], registry: Registry, *, as_json: bool) -> int:
     """Print every finding. Returns the exit code: 1 if a finding is an error, otherwise 0.
 
     Raises `ConfigError` (exit code 2) if the config is invalid.
     """
-    registry = load_registry(disabled_plugins)
     loaded = load(config, overrides, registry).config if config is not None else None
     findings = list(examine(registry, loaded))
     failed = any(each.result.level == "error" for each in findings)

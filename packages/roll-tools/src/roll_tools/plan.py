@@ -7,8 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.api import GIB
-from roll_core.api import plan as plan_of
+from roll_core.api import GIB, plan
 from roll_core.runtime.planning.suggestion import explained
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.placement import Place
     from roll_core.runtime.planning import Plan
     from roll_core.runtime.planning.memory import RoleMemory
@@ -27,10 +27,10 @@ WIDTH = 140
 """Width of the output, in columns, if stdout is not a terminal."""
 
 
-def plan(
+def show_plan(
     config: Path,
     overrides: Sequence[str],
-    disabled_plugins: Sequence[str],
+    registry: Registry,
     *,
     nodes: int | None,
     slot_gib: float | None,
@@ -43,13 +43,13 @@ def plan(
     `slot_gib` and `host_gib` replace the free memory measured here, in GiB. Raises `ConfigError` (exit code 2) if the
     config is invalid.
     """
-    planned = plan_of(
+    planned = plan(
         config,
         overrides,
         nodes=nodes,
         slot_memory_gib=slot_gib,
         host_memory_gib=host_gib,
-        disabled_plugins=disabled_plugins,
+        disabled_plugins=[each.entry_point for each in registry.plugins if each.state == "disabled"],
     )
     if as_json:
         sys.stdout.write(json.dumps(_plain(planned.plan, planned.proposal), indent=2) + "\n")

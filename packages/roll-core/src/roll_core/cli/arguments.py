@@ -1,0 +1,64 @@
+"""Arguments of commands, those of roll-core and those that its plugins offer."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Parser of `roll-core COMMAND` with the option `--disable-plugin`, which every command has.
+
+    roll-core removes that option from the words of a plugin's command: its registry lacks these plugins already.
+    """
+    parser = argparse.ArgumentParser(prog=f"roll-core {command}", description=description, allow_abbrev=False)
+    add_disable_plugin(parser)
+    return parser
+
+
+def add_disable_plugin(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--disable-plugin`."""
+    parser.add_argument(
+        "--disable-plugin",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="do not import this plugin (a distribution); may be repeated",
+    )
+
+
+def parse_configs(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[list[Path], list[str], argparse.Namespace]:
+    """Parse configs, overrides and options. Words with `=` or a leading `~` are overrides, others are configs."""
+    parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="configs, and overrides of their keys")
+    options = parser.parse_intermixed_args(words)
+    overrides = [word for word in options.words if "=" in word or word.startswith("~")]
+    configs = [Path(word) for word in options.words if word not in overrides]
+    for config in configs:
+        if not config.suffix and not config.exists():
+            parser.error(f"{config} does not exist; to set a key, write {config}=VALUE")
+    return configs, overrides, options
+
+
+def count(text: str) -> int:
+    """Type of an argument: a whole number > 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number > 0")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Type of an argument: a finite number ≥ 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text}, expected a number ≥ 0")
+    return found

@@ -1,0 +1,230 @@
+"""`roll-core audit DATA|CONFIG`: checks rows, tokenizer and chat template, and shows which tokens are trained."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from roll_core.config import load
+from roll_core.config.explain import findings as findings_of
+from roll_core.config.overrides import parse_settings
+from roll_core.data.audit import AuditFinding, audit_rows, audit_template, is_chat_data
+from roll_core.data.encode import Encoder, tokenizer_texts
+from roll_core.data.rows import ENDINGS, first_rows, has_response, messages_of, read_rows, tools_of
+from roll_core.data.templates import control_tokens
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
+from roll_core.runtime.run.audit import PIPELINES, audit_run, sources
+from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_tools.doctor import MARKS, WIDTH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from roll_core.data.rows import Row, Rows
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.run.audit import ReadRows
+    from roll_core.spec.config import RunConfig
+
+
+def show_audit(
+    source: Path,
+    overrides: Sequence[str],
+    registry: Registry,
+    *,
+    tokenizer: str | None = None,
+    num_shown: int = 2,
+    as_json: bool = False,
+) -> int:
+    """Print every finding, and the masks of the first rows. Returns 1 if a finding is an error, otherwise 0.
+
+    `source` is a config, or a file of rows: then `overrides` are keys of `data_args`, `prompt_length` and
+    `response_length`, and `tokenizer` is a model's directory or hub id (default: bytes). Raises `RollError`.
+    """
+    is_data = source.suffix.lower() in ENDINGS or source.suffix.lower() == ".tsv"
+    with tempfile.TemporaryDirectory() as folder:
+        from roll_core.runtime.run.active_run import DatasetCache
+        from roll_core.runtime.run.tokenizer import prepare_tokenizer
+
+        data = DatasetCache()
+        if is_data:
+            values = {key.removeprefix("data_args."): value for key, value in parse_settings(overrides).items()}
+            findings, rows = audit_data(source, values, tokenizer, Path(folder), num_shown)
+        else:
+            loaded = load(source, overrides, registry)
+            config: RunConfig = loaded.config
+            if not loaded.pipeline.tokenizer:
+                raise UnsupportedError(f"pipeline {config.pipeline} has no tokenizer and no chat template to audit")
+            built = prepare_tokenizer(config, data, Path(folder))
+            findings = list(audit_run(config, data.rows, built))
+            rows = list(shown_rows(config, data.rows, built, num_shown))
+    failed = any(each.level == "error" for each in findings)
+    if as_json:
+        shown = [asdict(each) for each in rows]
+        found = {"ok": not failed, "findings": [asdict(each) for each in findings], "rows": shown}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        _show(findings, rows)
+    return 1 if failed else 0
+
+
+def _show(findings: Sequence[AuditFinding], rows: Sequence[MaskedRow]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    colours = sys.stdout.isatty()
+    console = Console(width=None if colours else WIDTH, highlight=False)
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+    for title in ("", "check", "found"):
+        table.add_column(title, overflow="fold")
+    for each in findings:
+        mark, style = MARKS[each.level]
+        found = Text(each.found)
+        if each.remedy:
+            found.append(f"\n→ {each.remedy}", style="italic")
+        table.add_row(Text(mark, style=style), Text(f"{each.check} {each.subject}"), found)
+    console.print(table)
+    if rows:
+        console.print(Text("\nread by the model, ", style="dim").append("⟦trained⟧", style="bold green"))
+    for row in rows:
+        line = Text(f"{row.where}\n", style="dim")
+        for text, trained in row.pieces:
+            line.append(f"⟦{text}⟧" if trained else text, style="bold green" if trained else "default")
+        console.print(line)
+    counts = {level: sum(each.level == level for each in findings) for level in ("error", "warning")}
+    words = (f"{num or 'no'} {level}{'s' * (num != 1)}" for level, num in counts.items())
+    console.print(Text(f"\n{', '.join(words)}"))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """Text of an encoded row, cut where training begins and ends."""
+
+    where: str
+    pieces: tuple[tuple[str, bool], ...]
+    """Texts, and True for those whose tokens are trained."""
+
+
+def shown_rows(config: RunConfig, rows: ReadRows, tokenizer: PreTrainedTokenizerBase, num: int) -> Iterator[MaskedRow]:
+    """The first rows of a run."""
+    for source in list(dict(sources(config)).values())[:1] if config.pipeline in PIPELINES else []:
+        trains, on_prompt = PIPELINES[config.pipeline], bool(getattr(config, "train_on_prompt", False))
+        yield from masked_rows(rows(source), source, tokenizer, num=num, trains=trains, on_prompt=on_prompt)
+
+
+def masked_rows(
+    rows: Rows,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num: int,
+    trains: bool,
+    on_prompt: bool = False,
+) -> Iterator[MaskedRow]:
+    """The first rows as the run encodes them. Rows that cannot be encoded are left out.
+
+    With `on_prompt`, all tokens but the first are trained, as with `train_on_prompt`.
+    """
+    encoder = Encoder(tokenizer, data)
+    for row in rows[:num]:
+        try:
+            tools = tools_of(row, data, rows)
+            if trains and has_response(row, data, rows):
+                tokens, mask = encoder.conversation(messages_of(row, data, rows, response=True), row.where, tools)
+                if on_prompt:
+                    mask[1:] = True
+            else:
+                tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where, tools)[1]
+                mask = np.zeros(len(tokens), dtype=np.bool_)
+        except DataError:
+            continue
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+        pieces = [(_text(tokenizer, tokens[a:b]), bool(mask[a])) for a, b in itertools.pairwise(cuts) if b > a]
+        yield MaskedRow(row.where, tuple(pieces))
+
+
+def audit_data(
+    path: Path, values: Mapping[str, Any], model: str | None, folder: Path, num_shown: int
+) -> tuple[list[AuditFinding], list[MaskedRow]]:
+    """Audit a file of rows. Rows with responses are audited as those of sft, others as prompts.
+
+    `values` are fields of `data_args`, and `prompt_length`, `response_length` and `train_on_prompt`, with the defaults
+    of a run.
+    """
+    given = {"prompt_length": 1024, "response_length": 1024, "train_on_prompt": False} | dict(values)
+    if not isinstance(on_prompt := given.pop("train_on_prompt"), bool):
+        raise ConfigError([_problem("train_on_prompt", f"is {on_prompt!r}, expected true or false")])
+    limits = [given.pop(key) for key in ("prompt_length", "response_length")]
+    for key, limit in zip(("prompt_length", "response_length"), limits, strict=True):
+        if not isinstance(limit, int) or limit < 1:
+            raise ConfigError([_problem(key, f"is {limit!r}, expected a whole number > 0")])
+    try:
+        data = DataArguments(**{"file_name": str(path), **given})
+        known = first_rows(str(path), data, 1)
+        if known is not None and "messages" not in given and data.prompt not in known.columns:
+            data = data.model_copy(update={"messages": "messages"} if "messages" in known.columns else {})
+    except ValidationError as error:
+        raise ConfigError(
+            [_problem(".".join(each.path), each.message) for each in findings_of(error.errors(), given)]
+        ) from None
+    rows = read_rows(data)
+    if model is None:
+        texts = tokenizer_texts(rows, data)
+        built = make_tokenizer(
+            TokenizerConfig(kind="byte"), texts, folder, control_tokens=control_tokens(data.template)
+        )
+        if data.messages is not None and data.template == "native":
+            data = data.model_copy(update={"template": "plain"})
+    else:
+        from roll_core.runtime.run.tokenizer import load_tokenizer
+
+        built = load_tokenizer(model)
+    trains = any(_has_response(row, data, rows) for row in rows)
+    findings: list[AuditFinding] = []
+    if is_chat_data(data, built):
+        findings += audit_template(built, data, subject=model or "bytes")
+    try:
+        findings += audit_rows(
+            rows,
+            data,
+            built,
+            subject=path.name,
+            prompt_length=limits[0],
+            response_length=limits[1] if trains else None,
+        )
+    except DataError as error:
+        findings.append(AuditFinding(check="rows", subject=path.name, level="error", found=str(error)))
+    shown = masked_rows(rows, data, built, num=num_shown, trains=trains, on_prompt=on_prompt)
+    return findings, list(shown)
+
+
+def _has_response(row: Row, data: DataArguments, rows: Rows) -> bool:
+    try:
+        return has_response(row, data, rows)
+    except DataError:  # audit_rows reports it
+        return False
+
+
+def _problem(key: str, message: str) -> ConfigProblem:
+    return ConfigProblem(where="command line", key=key, message=message, hint="see docs/audit.md", code="ROLL-C003")
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
