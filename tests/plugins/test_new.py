@@ -81,6 +81,20 @@ def test_a_plugin_that_is_not_installed_is_refused(capsys):
     assert "roll-rewards" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def mypy_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("mypy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generated_package_passes_mypy_strict(kind, tmp_path, mypy_cache):
+    write_package(kind, "fresh_part", tmp_path / "package")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(mypy_cache), f"roll_{kind}_fresh_part"]
+    done = subprocess.run(command, cwd=tmp_path / "package", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tests_of_a_generated_package_pass(kind, tmp_path):

@@ -1,5 +1,7 @@
 """Registers the train strategy `acme`. Imports nothing heavy."""
 
+from collections.abc import Iterator
+
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import TrainCapabilities, TrainProvider
 
@@ -21,6 +23,6 @@ ACME = TrainProvider(
 
 
 @hookimpl
-def roll_train_strategies():
+def roll_train_strategies() -> Iterator[TrainProvider]:
     """Train strategy `acme`."""
     yield ACME

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, TokenOutputs, WantedOutputs
+    from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, TokenOutputs, TrainingSpec, WantedOutputs
+    from roll_strategy_acme.config import AcmeStrategyConfig
 
 FORMAT = 1
 """Version of the saved state."""
@@ -36,6 +37,7 @@ FORMAT = 1
 class AcmeStrategy(TrainStrategy):
     """Trains the whole model. Without `training` it only scores."""
 
+    config: AcmeStrategyConfig
     capabilities = ACME.capabilities
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
@@ -65,14 +67,14 @@ class AcmeStrategy(TrainStrategy):
 
     def optimizer_step(self) -> StepStats:
         """Clip, step, and clear the gradients. A gradient that is not finite changes nothing."""
-        self._require_training()
+        training = self._require_training()
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        rate = self.training.learning_rate * self.rate(self.num_steps)
+        rate = training.learning_rate * self.rate(self.num_steps)
         skipped = not math.isfinite(norm)
         if not skipped:
             for each in gradients:
-                each.mul_(clip_factor(norm, self.training.max_grad_norm))
+                each.mul_(clip_factor(norm, training.max_grad_norm))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -116,6 +118,7 @@ class AcmeStrategy(TrainStrategy):
                 found[f"first.{name}"], found[f"second.{name}"] = moments(self.optimizer, each)
         return found
 
-    def _require_training(self) -> None:
+    def _require_training(self) -> TrainingSpec:
         if self.training is None:
             raise UnsupportedError(f"role {self._mesh.role} only scores: it was built without training settings")
+        return self.training
