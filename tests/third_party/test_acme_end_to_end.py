@@ -141,11 +141,11 @@ def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, confi
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_run_publishes_by_the_plugins_own_transport(installed, config):
-    done = roll_core(installed, "run", str(config), "weight_transport=acme_tcp", "max_steps=6")
+    done = roll_core(installed, "run", str(config), "weight_transport=acme", "max_steps=6")
     assert done.returncode == 0, done.stdout + done.stderr
     run = config.parent / "output" / "roll" / "latest"
     record = json.loads((run / "run.json").read_text("utf-8"))
-    assert record["weight_transports"] == {"policy -> sampler": "acme_tcp"}
+    assert record["weight_transports"] == {"policy -> sampler": "acme"}
     assert record["executor"] == "ray"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert [line["weight_sync/version"] for line in lines] == list(range(6))
@@ -153,9 +153,9 @@ def test_a_run_publishes_by_the_plugins_own_transport(installed, config):
 
 
 def test_the_plugins_transport_is_refused_within_one_process(installed, config):
-    done = roll_core(installed, "run", str(config), "weight_transport=acme_tcp", "executor=local")
+    done = roll_core(installed, "run", str(config), "weight_transport=acme", "executor=local")
     assert done.returncode != 0
-    assert "acme_tcp: the workers are in one process" in done.stdout + done.stderr
+    assert "acme: the workers are in one process" in done.stdout + done.stderr
 
 
 def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, config):

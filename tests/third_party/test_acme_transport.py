@@ -5,14 +5,15 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent / "roll-acme" / "src"))
+from roll_testing.new import TEMPLATES
 
-from roll_acme.tcp import TcpTransport
+sys.path.append(str(TEMPLATES / "transport"))
+
+from roll_transport_acme.transport import AcmeTransport
 
 from roll_core.errors import CorruptTensorError, MissingTensorError
 from roll_core.runtime.weights.proof import verify
@@ -23,7 +24,7 @@ KIT = """
 from roll_testing import WeightTransportConformance
 
 class TestTcp(WeightTransportConformance):
-    name = "acme_tcp"
+    name = "acme"
 """
 TENSORS = {name: torch.full((1000,), float(at)) for at, name in enumerate("abcd")}
 MANIFEST = make_manifest(1, TENSORS.items())
@@ -74,7 +75,7 @@ class Proxy:
 
 def publish(change):
     """What the sender and the receiver ended with: tensors, or errors."""
-    transport, found = TcpTransport(), {}
+    transport, found = AcmeTransport(), {}
     sender = transport.sender(SenderSetup(receivers=(0,), bucket_bytes=4096))
     proxy = Proxy(sender.address, change)
 

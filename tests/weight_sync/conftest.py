@@ -6,7 +6,10 @@ import pytest
 
 # Worker processes import this module by name, which the import mode of the suite does not make possible by itself.
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1] / "third_party" / "roll-acme" / "src"))
+
+from roll_testing.new import TEMPLATES
+
+sys.path.append(str(TEMPLATES / "transport"))
 
 from sync_workers import InferWorker, ProcessGroup, TrainWorker, record_of
 

@@ -41,8 +41,8 @@ IMPORTS = (
 
 
 def record_of(transport: str) -> WeightTransportProvider:
-    """A weight transport that comes with roll-core, or Acme's, whose plugin is not installed here."""
-    from roll_acme.plugin import roll_weight_transports
+    """A weight transport of our packages, or that of `roll-core new transport`, which is not installed here."""
+    from roll_transport_acme.plugin import roll_weight_transports
 
     from roll_testing.publishing import transport_record
 

@@ -22,8 +22,8 @@ from roll_core.errors import (
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_testing.errors import raises_error
 
-COPYING = ["shm", "cuda_ipc", "collective", "disk", "acme_tcp"]
-"""The last one is a third party's (tests/third_party/roll-acme)."""
+COPYING = ["shm", "cuda_ipc", "collective", "disk", "acme"]
+"""The last one is a third party's: the template of `roll-core new transport`."""
 EVERYWHERE = pytest.mark.parametrize("transport", ["shared", *COPYING])
 BETWEEN_PROCESSES = pytest.mark.parametrize("transport", COPYING)
 

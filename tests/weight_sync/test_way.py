@@ -18,7 +18,7 @@ from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 
 ALL = ("cuda_ipc", "shm", "collective")
 ACME = Plugin(
-    package="roll-acme", version="1", entry_point="a", target="", state="loaded", providers=(record_of("acme_tcp"),)
+    package="roll-acme", version="1", entry_point="a", target="", state="loaded", providers=(record_of("acme"),)
 )
 REGISTRY = Registry([*load_plugins(environ={"ROLL_PLUGINS": "roll-weight-transports"}), ACME])
 
@@ -129,8 +129,8 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
 
 
 def test_a_third_partys_transport_is_tested_and_used_if_the_config_names_it(way):
-    broadcaster, recorded = way(ALL, as_it_is, "acme_tcp")
-    assert broadcaster.plan.transport.name == recorded == "acme_tcp"
+    broadcaster, recorded = way(ALL, as_it_is, "acme")
+    assert broadcaster.plan.transport.name == recorded == "acme"
     assert broadcaster.plan.route.self_test
 
 

@@ -10,7 +10,6 @@ from roll_core.spec.providers import (
     RewardProvider,
     TrainCapabilities,
     TrainProvider,
-    WeightTransportProvider,
 )
 
 ROLL_HOOK_API = 1
@@ -76,16 +75,6 @@ def roll_advantage_estimators():
         summary="Reward relative to the other samples of the prompt",
         needs_groups=True,
         normalise="group",
-    )
-
-
-@hookimpl
-def roll_weight_transports():
-    yield WeightTransportProvider(
-        name="acme_tcp",
-        target="roll_acme.tcp:TcpTransport",
-        summary="A TCP connection to each engine",
-        any_strategy=True,
     )
 
 
