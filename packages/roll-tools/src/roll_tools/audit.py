@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import sys
@@ -25,7 +24,6 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
 from roll_core.runtime.run.audit import PIPELINES, audit_run, sources
 from roll_core.spec.config import DataArguments, TokenizerConfig
-from roll_tools.doctor import MARKS, WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,24 +78,13 @@ def show_audit(
 
 
 def _show(findings: Sequence[AuditFinding], rows: Sequence[MaskedRow]) -> None:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    colours = sys.stdout.isatty()
-    console = Console(width=None if colours else WIDTH, highlight=False)
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
-    for title in ("", "check", "found"):
-        table.add_column(title, overflow="fold")
-    for each in findings:
-        mark, style = MARKS[each.level]
-        found = Text(each.found)
-        if each.remedy:
-            found.append(f"\n→ {each.remedy}", style="italic")
-        table.add_row(Text(mark, style=style), Text(f"{each.check} {each.subject}"), found)
-    console.print(table)
+    from roll_tools.output import counted, findings_table, open_console
+
+    console = open_console()
+    found = [(each.level, f"{each.check} {each.subject}", each.found, each.remedy) for each in findings]
+    console.print(findings_table(("check", "found"), found))
     if rows:
         console.print(Text("\nread by the model, ", style="dim").append("⟦trained⟧", style="bold green"))
     for row in rows:
@@ -105,9 +92,7 @@ def _show(findings: Sequence[AuditFinding], rows: Sequence[MaskedRow]) -> None:
         for text, trained in row.pieces:
             line.append(f"⟦{text}⟧" if trained else text, style="bold green" if trained else "default")
         console.print(line)
-    counts = {level: sum(each.level == level for each in findings) for level in ("error", "warning")}
-    words = (f"{num or 'no'} {level}{'s' * (num != 1)}" for level, num in counts.items())
-    console.print(Text(f"\n{', '.join(words)}"))
+    console.print(counted([each.level for each in findings]))
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

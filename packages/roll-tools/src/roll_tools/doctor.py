@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from dataclasses import asdict
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_tools.examination import DoctorFinding
-
-WIDTH = 140
-"""Width of the output, in columns, if stdout is not a terminal."""
-MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
 def show_findings(config: Path | None, overrides: Sequence[str], registry: Registry, *, as_json: bool) -> int:
@@ -44,26 +39,11 @@ def _plain(findings: Sequence[DoctorFinding], *, ok: bool) -> dict[str, object]:
 
 
 def _show(findings: Sequence[DoctorFinding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from roll_tools.output import counted, findings_table, open_console
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # output of drivers and tools may not be encodable here
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
-    for title in ("", "check", "found", "wanted"):
-        table.add_column(title, overflow="fold", no_wrap=False)
-    for each in findings:
-        mark, style = MARKS[each.result.level]
-        found = Text(each.result.found)
-        if each.result.remedy:
-            found.append(f"\n→ {each.result.remedy}", style="italic")
-        table.add_row(Text(mark, style=style), Text(each.title), found, Text(each.result.wanted, style="dim"))
-    console.print(table)
-    counts = {level: sum(each.result.level == level for each in findings) for level in MARKS}
-    console.print(Text(f"\n{_counted(counts['error'], 'error')}, {_counted(counts['warning'], 'warning')}"))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+    console = open_console()
+    rows = [
+        (each.result.level, each.title, each.result.found, each.result.remedy, each.result.wanted) for each in findings
+    ]
+    console.print(findings_table(("check", "found", "wanted"), rows))
+    console.print(counted([each.result.level for each in findings]))

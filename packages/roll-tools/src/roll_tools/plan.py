@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.planning.plan import Load
     from roll_core.runtime.planning.suggestion import Proposal
 
-WIDTH = 140
-"""Width of the output, in columns, if stdout is not a terminal."""
-
 
 def show_plan(
     config: Path,
@@ -62,9 +59,9 @@ def show_plan(
 
 
 def _show(found: Plan, proposal: Proposal | None, pipeline: str, *, verbose: bool) -> None:
-    from rich.console import Console
+    from roll_tools.output import open_console
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
+    console = open_console()
     placement = found.placement
     nodes = len(placement.nodes)
     console.print(
