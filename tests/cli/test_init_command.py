@@ -56,18 +56,32 @@ def test_every_kind_that_the_readme_names_has_a_starter():
     assert set(STARTERS) == set(SHORT)
 
 
+def written(kind, folder, capfd):
+    """The configs that the printed command runs, after `init` wrote them."""
+    assert main(["init", kind, folder]) == 0
+    command = next(line.split() for line in capfd.readouterr().out.splitlines() if "roll-core run" in line)
+    assert command[:2] == ["roll-core", "run"]
+    return command[2:]
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_written_config_passes_check_and_names_only_its_folder(kind, here, capfd):
+    folder = f"first_{kind}"
+    configs = written(kind, folder, capfd)
+    assert sorted(configs) == sorted(str(each.relative_to(here)) for each in (here / folder).glob("*.yaml"))
+    assert not [name for name, text in texts(here / folder).items() if "starter" in text]
+    assert main(["check", *configs]) == 0, capfd.readouterr()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHORT)
 def test_a_written_run_runs_at_once(kind, here, capfd):
     folder = f"first_{kind}"
-    assert main(["init", kind, folder]) == 0
-    command = next(line.strip() for line in capfd.readouterr().out.splitlines() if "roll-core run" in line)
-    assert not [name for name, text in texts(here / folder).items() if "starter" in text]
-    words = command.split()[1:]
-    assert [Path(each).parts[0] for each in words[1:]] == [folder] * (len(words) - 1)
+    configs = written(kind, folder, capfd)
     steps = ["max_steps=1", "eval_steps=1", "track_with=[]"]
-    assert main([*words, *steps, *SHORT[kind]]) == 0, capfd.readouterr()
+    assert main(["run", *configs, *steps, *SHORT[kind]]) == 0, capfd.readouterr()
     runs = sorted((here / folder / "output").glob("*/001"))
-    assert len(runs) == len(words) - 1
+    assert len(runs) == len(configs)
     for run in runs:
         last = read_metrics(RunDir.open(run).metrics)[-1]
         assert last["step"] == 1
