@@ -863,6 +863,7 @@ def test_the_python_api_runs_checks_interrupts_resumes_and_plans(tmp_path, monke
     names = run(example(page, "losses = ["))
     assert len(names["losses"]) == 2
     names = run(example(page, "checked = roll.check"), **names)
+    assert run(example(page, "LiveMetrics"), **names)["result"].steps_done == 2
     names = run(example(page, "max_stepps"), **names)
     assert names["mistakes"] == [("overrides", "max_stepps", "ROLL-C010")]
     run(example(page, "class StopBelow"), **names)

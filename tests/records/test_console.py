@@ -72,6 +72,15 @@ def test_long_lines_are_not_broken_and_markup_in_them_is_text() -> None:
     assert stream.getvalue() == "[red]not markup[/red] " + "x" * 500 + "\n"
 
 
+@pytest.mark.parametrize(("encoding", "dot"), [("ascii", "\\xb7"), ("latin-1", "·"), ("utf-8", "·")])
+def test_a_stream_of_any_encoding_gets_each_line(encoding: str, dot: str) -> None:
+    written = io.BytesIO()
+    console = Console(stream=io.TextIOWrapper(written, encoding=encoding))
+    console.line("roll · 数 \udc80")
+    digits = "数" if encoding == "utf-8" else "\\u6570"
+    assert written.getvalue().decode(encoding) == f"roll {dot} {digits} \\udc80\n"
+
+
 def test_a_terminal_shows_figures_steps_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     console, stream = terminal(monkeypatch)
     console.start(total_steps=200)

@@ -14,6 +14,7 @@ _LAZY = {
     "check": "roll_core.api",
     "plan": "roll_core.api",
     "PlannedRun": "roll_core.api",
+    "LiveMetrics": "roll_core.api.live",
     "LoadedConfig": "roll_core.config",
     "RunResult": "roll_core.runtime.run.loop",
     "ConfigError": "roll_core.errors",

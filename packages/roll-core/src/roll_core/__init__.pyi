@@ -2,6 +2,7 @@ from roll_core.api import PlannedRun as PlannedRun
 from roll_core.api import check as check
 from roll_core.api import plan as plan
 from roll_core.api import run as run
+from roll_core.api.live import LiveMetrics as LiveMetrics
 from roll_core.config import LoadedConfig as LoadedConfig
 from roll_core.errors import ConfigError as ConfigError
 from roll_core.errors import RollError as RollError

@@ -7,6 +7,7 @@ warning: guard logprob_gap: …
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -66,10 +67,18 @@ class Console:
     def __init__(self, *, stream: TextIO | None = None, terminal: bool | None = None) -> None:
         """Write to `stream` (default: stdout). `terminal` forces or disables the progress bar (default: detect)."""
         stream = stream if stream is not None else sys.stdout
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a batch job's locale may lack characters of a message
         self._terminal = _is_terminal(stream) if terminal is None else terminal
         width = None if self._terminal else _PLAIN_WIDTH
+        # In a notebook rich would make each line an HTML output of the cell, instead of writing to the stream.
         self._rich = RichConsole(
-            file=stream, force_terminal=self._terminal, width=width, highlight=False, soft_wrap=not self._terminal
+            file=stream,
+            force_terminal=self._terminal,
+            force_jupyter=False,
+            width=width,
+            highlight=False,
+            soft_wrap=not self._terminal,
         )
         self._shown: dict[str, float] = {}
         self._progress: Progress | None = None

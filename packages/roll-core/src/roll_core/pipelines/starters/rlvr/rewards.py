@@ -5,7 +5,8 @@ def score(prompt: str, response: str, ground_truth: str) -> float:
     """Reward of one response: the share of positions with the right digit, less for a wrong length.
 
     Arguments are the prompt, the response without special tokens, and the columns of the row that you name. Return a
-    number, or {"value": number, "detail": {...}}. An exception is a failed reward, never 0.
+    number, or {"value": number, "NAME": number or text} with details for the report. An exception is a failed reward,
+    never 0.
     """
     right = sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False))
     return right / max(len(response), len(ground_truth))
