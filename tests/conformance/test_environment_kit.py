@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,36 @@ class Blocks(Sums):
         return await super().step(reply)
 
 
+class NoSuchPlayer(Sums):
+    """Has no second player, but rewards one."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return replace(turn, rewards={"second": -1.0} if turn.done else {})
+
+
+class Pair(Sums):
+    """Right: two players reply in turns, and the one who finds the sum wins."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        self.turn = 0
+        return replace(await super().reset(task, seed), players=("a", "b"))
+
+    async def step(self, reply: Reply) -> Turn:
+        self.turn += 1
+        other = "b" if self.turn % 2 else "a"
+        turn = await super().step(reply)
+        return replace(turn, player=other, rewards={other: -1.0} if turn.done else {})
+
+
+class Unpaid(Pair):
+    """Only the winner has a reward."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return replace(turn, reward=1.0 if turn.done else None, rewards={})
+
+
 WRONG = {
     Sums: set(),
     Unseeded: {"the_same_seed_and_replies_give_the_same_episode", "instances_share_nothing"},
@@ -122,6 +153,9 @@ WRONG = {
     OpenOnce: {"close_may_follow_any_call"},
     Leaks: {"nothing_is_left_after_close"},
     Blocks: {"coroutines_do_not_block"},
+    NoSuchPlayer: {"turns_name_players_of_the_opening"},
+    Pair: set(),
+    Unpaid: {"an_episode_states_a_reward"},
 }
 
 
@@ -134,7 +168,8 @@ def failed_tests(kind: type[Environment]) -> set[str]:
 
         def replies(self, seed: int) -> list[str]:
             seed = 0 if kind is OneTask else seed
-            return [str(sum(random.Random(seed).choices(range(10), k=2)))]
+            right = str(sum(random.Random(seed).choices(range(10), k=2)))
+            return ["?", right] if issubclass(kind, Pair) else [right]
 
     found = set()
     for name in dir(Suite):

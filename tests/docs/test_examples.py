@@ -574,6 +574,18 @@ def test_the_pages_environment_is_solved_and_its_config_is_accepted(tmp_path, mo
     )
 
 
+def test_the_pages_game_is_played_by_two():
+    game = run(example("docs/agentic.md", "class OddOrEven"))["OddOrEven"]()
+
+    async def play():
+        opening = await game.reset({}, 7)
+        return opening, await game.step(Reply(text="13")), await game.step(Reply(text="even"))
+
+    opening, hidden, guessed = asyncio.run(play())
+    assert (opening.player, hidden.player, hidden.reward) == ("hider", "guesser", None)
+    assert (guessed.reward, guessed.rewards, guessed.done) == (-1.0, {"hider": 1.0}, True)
+
+
 def test_adapters_are_added_trained_and_exported(tmp_path):
     import torch
 
@@ -742,7 +754,7 @@ class MyEnvironment(Environment):
 
 def test_the_pages_suite_passes_for_an_environment_that_is_right(tmp_path):
     suite = example("docs/conformance.md", "EnvironmentConformance") + "\ndel EnvironmentConformance\n"
-    assert len(set(kit(tmp_path, "test_page", WALK + suite))) == 10
+    assert len(set(kit(tmp_path, "test_page", WALK + suite))) == 11
 
 
 ENDPOINT = """

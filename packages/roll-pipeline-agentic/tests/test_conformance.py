@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from roll_core.spec.environment import Reply
 from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
 from roll_pipeline_agentic.environments.guess_number import BinarySearch, GuessNumber
+from roll_pipeline_agentic.environments.nim import Nim
 from roll_pipeline_agentic.environments.sokoban import Sokoban
 from roll_testing.environments import EnvironmentConformance
 
@@ -52,3 +53,19 @@ class TestSokoban(EnvironmentConformance):
         environment = self.create()
         asyncio.run(environment.reset({}, seed))
         return environment.oracle()
+
+
+class TestNim(EnvironmentConformance):
+    def create(self) -> Nim:
+        return Nim(low=5, high=21)
+
+    def replies(self, seed: int) -> Sequence[str]:
+        async def play() -> list[str]:
+            environment, replies = self.create(), []
+            await environment.reset({}, seed)
+            while environment.stones:
+                replies += environment.oracle()
+                await environment.step(Reply(text=replies[-1]))
+            return replies
+
+        return asyncio.run(play())

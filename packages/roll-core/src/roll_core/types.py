@@ -224,6 +224,13 @@ class Sample:
     """Other columns of the row (ground truth, difficulty), as plain values."""
     rollout: Rollout | None = None
     """The turns of a multi-turn sample; None for a single turn."""
+    player: str = ""
+    """Player of a game of several; its name ends the id. Empty if the episode has one sample."""
+
+    @property
+    def episode(self) -> str:
+        """Id of the episode: that of the sample, without the player."""
+        return self.id.removesuffix(f"/{self.player}") if self.player else self.id
 
     def with_reward(self, reward: Reward) -> Sample:
         """Copy of the sample with this reward."""
@@ -243,6 +250,16 @@ class Group:
     def multi_turn(self) -> bool:
         """True if its samples have turns."""
         return any(sample.rollout is not None for sample in self.samples)
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes: that of the samples, but the players of an episode count once."""
+        return len({sample.episode for sample in self.samples})
+
+    def by_player(self) -> list[tuple[Sample, ...]]:
+        """Samples that are compared with each other: those of each player, or all."""
+        players = dict.fromkeys(sample.player for sample in self.samples)
+        return [tuple(sample for sample in self.samples if sample.player == player) for player in players]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

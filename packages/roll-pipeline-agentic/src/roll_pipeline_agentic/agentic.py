@@ -218,7 +218,7 @@ NUM_TURNS = 8
 def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = ()) -> dict[str, float]:
     """Metrics of episodes per environment, `env/<tag>/…`, and of their rows. Failed episodes count only as failed.
 
-    Tags in `with_success` have the metric `success` also if no episode reports it.
+    Tags in `with_success` have the metric `success` also if no episode reports it. Each player of an episode counts.
     """
     found: dict[str, float] = {}
     by_tag: defaultdict[str, list[Sample]] = defaultdict(list)
@@ -233,9 +233,7 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
         turns = [len(sample.rollout.turns) for sample in episodes if sample.rollout]
         replies = [turn for sample in episodes if sample.rollout for turn in sample.rollout.turns]
         found |= {
-            f"env/{tag}/score/mean": statistics.fmean(
-                s.reward.value for s in episodes if s.reward and s.reward.value is not None
-            ),
+            f"env/{tag}/score/mean": statistics.fmean(map(_value, episodes)),
             f"env/{tag}/turns/mean": statistics.fmean(turns),
             f"env/{tag}/turns/max": float(max(turns)),
             f"env/{tag}/truncated_share": statistics.fmean(sample.finish_reason == "length" for sample in episodes),
@@ -252,6 +250,11 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
             found[f"{prefix}/tokens"] = statistics.fmean(len(turn.sampled_ids) for turn in reached)
             if given := [turn.reward for turn in reached if turn.reward is not None]:
                 found[f"{prefix}/reward"] = statistics.fmean(given)
+        num_episodes = len({sample.episode for sample in episodes})
+        for player in dict.fromkeys(sample.player for sample in episodes if sample.player):
+            own = [sample for sample in episodes if sample.player == player]
+            found[f"env/{tag}/player_{player}/score/mean"] = statistics.fmean(map(_value, own))
+            found[f"env/{tag}/player_{player}/share"] = len(own) / num_episodes
         means: defaultdict[str, list[float]] = defaultdict(list)
         for sample in episodes:
             values: defaultdict[str, list[float]] = defaultdict(list)
@@ -266,6 +269,13 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
         nums = {name: len(episodes) if name == "success" else len(each) for name, each in means.items()}
         found |= {f"env/{tag}/{name}": sum(each) / nums[name] for name, each in means.items()}
     return found
+
+
+def _value(sample: Sample) -> float:
+    """Reward of a sample that has one."""
+    if sample.reward is None or sample.reward.value is None:
+        raise AssertionError("a valid sample has a reward")
+    return sample.reward.value
 
 
 def _host(run: Run, config: AgenticConfig, tag: str) -> EnvironmentHost:

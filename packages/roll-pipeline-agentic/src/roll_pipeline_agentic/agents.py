@@ -180,6 +180,11 @@ class AgentHost(EnvironmentHost):
     ) -> tuple[Reward, bool]:
         """Run the agent for each turn of the environment. Returns the sum of the rewards, and True if it is done."""
         opening = await environment.reset(task, session.seed)
+        if opening.players:
+            raise ContractError(
+                f"custom_envs.{self.tag}: the environment has the players {list(opening.players)}, but an agent plays"
+                " alone: remove agent, so that the policy plays all of them"
+            )
         messages: list[Message] = list(opening.messages)
         values: list[float] = []
         turn = Turn()

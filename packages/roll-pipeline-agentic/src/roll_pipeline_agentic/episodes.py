@@ -7,6 +7,8 @@
 
 A resumed run repeats the episode: the environment starts again, and `generate` returns the tokens that were sampled
 before, by the key of the call. If a prompt differs, these tokens are discarded and the episode starts again.
+
+Players of an episode take turns. Each has a conversation, a rollout and a sample of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
-    from roll_core.spec.environment import Message
+    from roll_core.spec.environment import Message, Opening, State, Turn
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import Bools, CompletionOutput, Sample, TokenIds
     from roll_pipeline_agentic.agents import AgentHost
@@ -109,12 +111,12 @@ class EpisodeGroup(RolloutProgram):
         async with self._episodes.groups:
             tasks = [asyncio.ensure_future(self._episode(context, prompt, index)) for index in range(context.n)]
             try:
-                samples = await asyncio.gather(*tasks)
+                found = await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)  # until their environments are closed
-        group = Group(id=prompt.id, samples=tuple(samples))
+        group = Group(id=prompt.id, samples=tuple(sample for samples in found for sample in samples))
         return group if self._agent is None else await self._agent.scored(context, group)
 
     @override
@@ -136,26 +138,26 @@ class EpisodeGroup(RolloutProgram):
         self._failures = Counter({int(index): number for index, number in state["failures"].items()})
         self._expected = {int(index): list(digests) for index, digests in state["prompts"].items()}
 
-    async def _episode(self, context: RolloutContext, prompt: Prompt, index: int) -> Sample:
-        """Run an episode until an attempt succeeds. After the last attempt, its sample has a failed reward."""
+    async def _episode(self, context: RolloutContext, prompt: Prompt, index: int) -> list[Sample]:
+        """Run an episode until an attempt succeeds. After the last attempt, its samples have a failed reward."""
         episodes, tag = self._episodes, prompt.tag
         while True:
             attempt = _Attempt(self, context, prompt, index)
             try:
                 if self._agent is not None:
-                    sample = await attempt.play(self._agent)
+                    samples = await attempt.play(self._agent)
                 else:
                     async with episodes.hosts[tag].environment() as environment:
-                        sample = await attempt.run(environment)
+                        samples = await attempt.run(environment)
                 episodes.consecutive_failures = 0
-                return sample
+                return samples
             except _PromptChanged:
                 episodes.counts[tag, "repeats"] += 1
             except EnvironmentFailure as failure:
                 self._failures[index] += 1
                 if self._failures[index] > episodes.config.custom_envs[tag].max_retries:
                     episodes.count_failure(tag, failure)
-                    return attempt.sample("abort", Reward(value=None, failure=str(failure)))
+                    return attempt.samples("abort", Reward(value=None, failure=str(failure)))
                 episodes.counts[tag, "retries"] += 1
             self._attempts[index] = self._attempts.get(index, 0) + 1
             self._prompts.pop(index, None)
@@ -176,111 +178,161 @@ class EpisodeGroup(RolloutProgram):
         return f"{index}/{self.attempt(index)}/{turn}"
 
 
+@dataclass(eq=False, slots=True)
+class _Conversation:
+    """What one player read and replied."""
+
+    chat: EncodedChat
+    state: State
+    """State in which its next turn begins."""
+    observed: Bools | None = None
+    parent: int | None = None
+    rollout: Rollout = field(default_factory=lambda: Rollout(turns=()))
+
+    def add_to_last(self, reward: float) -> None:
+        """Add to the reward of the last turn."""
+        *turns, last = self.rollout.turns
+        self.rollout = Rollout(turns=(*turns, replace(last, reward=(last.reward or 0.0) + reward)))
+
+
 class _Attempt:
     """One attempt of one episode."""
 
     def __init__(self, group: EpisodeGroup, context: RolloutContext, prompt: Prompt, index: int) -> None:
         self._group, self._context, self._prompt, self._index = group, context, prompt, index
         self._episodes = group._episodes
-        self._rollout = Rollout(turns=())
+        self._rollouts: dict[str, Rollout] = {}
+        """Turns so far, by player."""
 
-    def sample(self, finish_reason: Any, reward: Reward | None) -> Sample:
-        """The sample of the turns so far."""
+    def samples(self, finish_reason: Any, rewards: Reward | Mapping[str, Reward] | None) -> list[Sample]:
+        """The samples of the turns so far: one, or one of each player with a turn. `rewards` of all or by player."""
         prompt, episodes = self._prompt, self._episodes
         mask = episodes.config.custom_envs[prompt.tag].response_mask
-        return sample_of_rollout(
-            mask_rollout(self._rollout, mask, episodes.decode),
-            id=f"{prompt.id}/{self._index}",
-            group_id=prompt.id,
-            finish_reason=finish_reason,
-            reward=reward,
-            tag=prompt.tag,
-            metadata=prompt.metadata,
-        )
+        return [
+            sample_of_rollout(
+                mask_rollout(rollout, mask, episodes.decode),
+                id=f"{prompt.id}/{self._index}{'/' if player else ''}{player}",
+                group_id=prompt.id,
+                finish_reason=finish_reason,
+                reward=rewards if isinstance(rewards, Reward | None) else rewards[player],
+                tag=prompt.tag,
+                metadata=prompt.metadata,
+                player=player,
+            )
+            for player, rollout in (self._rollouts or {"": Rollout(turns=())}).items()
+        ]
 
-    async def play(self, agent: AgentHost) -> Sample:
+    async def play(self, agent: AgentHost) -> list[Sample]:
         """Run an agent to its end."""
         key = f"{self._index}/{self._group.attempt(self._index)}"
         played = await agent.play(self._context, self._prompt, key, self._episodes.hosts.get(self._prompt.tag))
-        self._rollout = played.rollout
+        self._rollouts = {"": played.rollout}
         if played.failure is not None:
             raise played.failure
-        return self.sample(played.finish_reason, played.reward)
+        return self.samples(played.finish_reason, played.reward)
 
-    async def run(self, environment: HostedEnvironment) -> Sample:
+    async def run(self, environment: HostedEnvironment) -> list[Sample]:
         """Run the episode to its end and score it."""
         episodes, tag, context = self._episodes, self._prompt.tag, self._context
         config, encoder, host = episodes.config, episodes.encoders[tag], episodes.hosts[tag]
         opening = await environment.reset(self._prompt.metadata, seed_of(config.seed, self._prompt.id))
-        chat = encoder.encode(opening.messages, opening.tools)
-        if len(chat.ids) > config.prompt_length:
-            raise host.failure("reset", f"{len(chat.ids)} tokens, more than prompt_length {config.prompt_length}")
-        state, parent, observed, done = state_of(opening.state, opening.messages), None, None, False
-        num_sampled = 0
+        conversations: dict[str, _Conversation] = {}
+        owed: defaultdict[str, float] = defaultdict(float)  # to players, until they have a turn to credit
+        player = opening.player or next(iter(opening.players), "")
+        result: Opening | Turn = opening
+        done, num_sampled = False, 0
         for _ in range(config.max_turns(tag)):
-            budget = min(config.max_reply_tokens(tag), config.prompt_length + config.response_length - len(chat.ids))
+            if player in conversations:
+                self._extend(conversations[player], result)
+            else:
+                chat = encoder.encode(result.messages, opening.tools)
+                if len(chat.ids) > config.prompt_length:
+                    reason = f"{len(chat.ids)} tokens, more than prompt_length {config.prompt_length}"
+                    raise host.failure("reset" if result is opening else "step", reason)
+                conversations[player] = _Conversation(chat, state_of(result.state, result.messages))
+            own = conversations[player]
+            budget = min(
+                config.max_reply_tokens(tag), config.prompt_length + config.response_length - len(own.chat.ids)
+            )
             if config.max_tokens_per_traj is not None:
                 budget = min(budget, config.max_tokens_per_traj - num_sampled)
             if budget <= 0:
                 break
             completion = await context.generate(
-                chat.ids,
+                own.chat.ids,
                 params=replace(context.params, max_new_tokens=budget),
-                key=self._group.key(self._index, chat.ids),
+                key=self._group.key(self._index, own.chat.ids),
             )
             (output,) = completion.outputs
-            turn = await environment.step(_reply(episodes, encoder, chat, output))
+            result = turn = await environment.step(_reply(episodes, encoder, own.chat, output))
             record = record_turn(
                 output,
-                chat.ids,
-                self._rollout,
-                parent,
+                own.chat.ids,
+                own.rollout,
+                own.parent,
                 reward=turn.reward,
-                state=state,
+                state=own.state,
                 metrics=dict(turn.metrics),
-                observation_mask=observed,
+                observation_mask=own.observed,
             )
             num_sampled += len(output.token_ids)
-            self._rollout = Rollout(turns=(*self._rollout.turns, record))
+            own.rollout = Rollout(turns=(*own.rollout.turns, record))
+            for name, reward in turn.rewards.items():
+                owed[name] += reward
+            for name, each in conversations.items():
+                if name in owed:
+                    each.add_to_last(owed.pop(name))
+            self._rollouts = {name: each.rollout for name, each in conversations.items()}
             done = turn.done and not turn.truncated
             if turn.done or turn.truncated:
                 break
-            extended = encoder.extend(chat, output.token_ids, turn.messages)
-            parent = None if extended is None else len(self._rollout.turns) - 1
-            history = (*chat.messages, encoder.reply(output.token_ids, chat), *turn.messages)
-            known = 0 if extended is None else len(chat.ids) + len(output.token_ids)
-            chat = extended or encoder.encode(history, chat.tools)
-            observed = episodes.observed(tag, chat.ids[known:], turn.messages)
-            state = state_of(turn.state, turn.messages)
-        return self.sample("stop" if done else "length", self._reward(host, await environment.score()))
+            player = turn.player or player
+        return self.samples("stop" if done else "length", self._rewards(host, await environment.score()))
 
-    def _reward(self, host: EnvironmentHost, score: Reward | None) -> Reward:
-        """Sum of the rewards. The score of the episode is credited to its last turn."""
-        turns = self._rollout.turns
-        if not turns:
+    def _extend(self, own: _Conversation, turn: Opening | Turn) -> None:
+        """Continue a conversation with the messages after its last turn."""
+        tag = self._prompt.tag
+        encoder, chat, last = self._episodes.encoders[tag], own.chat, own.rollout.turns[-1].sampled_ids
+        extended = encoder.extend(chat, last, turn.messages)
+        own.parent = None if extended is None else len(own.rollout.turns) - 1
+        known = 0 if extended is None else len(chat.ids) + len(last)
+        history = (*chat.messages, encoder.reply(last, chat), *turn.messages)
+        own.chat = extended or encoder.encode(history, chat.tools)
+        own.observed = self._episodes.observed(tag, own.chat.ids[known:], turn.messages)
+        own.state = state_of(turn.state, turn.messages)
+
+    def _rewards(self, host: EnvironmentHost, score: Reward | None) -> dict[str, Reward]:
+        """Sum of the rewards of each player. The score of the episode is credited to the last turns."""
+        if not self._rollouts:
             raise host.failure(
                 "reset", "there is no turn: prompt_length and response_length leave no token for a reply"
             )
+        found = {player: self._reward(host, player, score) for player in self._rollouts}
+        self._rollouts = {player: rollout for player, (rollout, _) in found.items()}
+        return {player: reward for player, (_, reward) in found.items()}
+
+    def _reward(self, host: EnvironmentHost, player: str, score: Reward | None) -> tuple[Rollout, Reward]:
+        """Rollout of a player with all its rewards, and their sum."""
+        turns = self._rollouts[player].turns
         if score is not None and score.value is not None:
-            last = replace(turns[-1], reward=(turns[-1].reward or 0.0) + score.value)
-            self._rollout = Rollout(turns=(*turns[:-1], last))
-        rewards = [turn.reward for turn in self._rollout.turns if turn.reward is not None]
+            turns = (*turns[:-1], replace(turns[-1], reward=(turns[-1].reward or 0.0) + score.value))
+        rewards = [turn.reward for turn in turns if turn.reward is not None]
         if not rewards:
             raise host.failure(
-                "score", "the episode has no reward: neither step nor score returned one. Return 0.0 for no success"
+                "score",
+                f"the episode has no reward{' of ' if player else ''}{player}: neither step nor score returned one."
+                " Return 0.0 for no success",
             )
         detail = {} if score is None else dict(score.detail)
         if penalty := self._episodes.format_penalty:
-            num_invalid = sum(is_invalid(turn.metrics) for turn in self._rollout.turns)
+            num_invalid = sum(is_invalid(turn.metrics) for turn in turns)
             rewards.append(penalty * num_invalid if num_invalid else 0.0)  # not -0.0
             detail["format_penalty"] = rewards[-1]
-            self._rollout = Rollout(
-                turns=tuple(
-                    replace(turn, reward=(turn.reward or 0.0) + penalty) if is_invalid(turn.metrics) else turn
-                    for turn in self._rollout.turns
-                )
+            turns = tuple(
+                replace(turn, reward=(turn.reward or 0.0) + penalty) if is_invalid(turn.metrics) else turn
+                for turn in turns
             )
-        return Reward(value=float(sum(rewards)), detail=detail)
+        return Rollout(turns=turns), Reward(value=float(sum(rewards)), detail=detail)
 
 
 def _reply(episodes: Episodes, encoder: ChatEncoder, chat: EncodedChat, output: CompletionOutput) -> Reply:

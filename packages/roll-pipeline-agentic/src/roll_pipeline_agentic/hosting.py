@@ -57,11 +57,17 @@ class HostedEnvironment:
 
     def __init__(self, host: EnvironmentHost, caller: _Caller) -> None:
         self._host, self._caller = host, caller
+        self._players: tuple[str, ...] = ()
 
     async def reset(self, task: Task, seed: int) -> Opening:
         """Begin the episode."""
         opening: Opening = await self._call("reset", self._host.config.setup_timeout_s, dict(task), seed)
         self._check_messages("reset", opening.messages, required=True)
+        players = tuple(opening.players)
+        if not all(isinstance(each, str) and each for each in players) or len(set(players)) < len(players):
+            raise self._host.failure("reset", f"players are {players!r:.200}, expected different names")
+        self._players = players
+        self._check_player("reset", opening.player)
         return opening
 
     async def step(self, reply: Reply) -> Turn:
@@ -69,7 +75,11 @@ class HostedEnvironment:
         turn: Turn = await self._call("step", self._host.config.step_timeout_s, reply)
         ends = turn.done or turn.truncated
         self._check_messages("step", turn.messages, required=not ends)
+        self._check_player("step", turn.player)
         self._check_number("step", "reward", turn.reward)
+        for player, value in turn.rewards.items():
+            self._check_player("step", player)
+            self._check_number("step", f"reward of {player}", value)
         for name, value in turn.metrics.items():
             self._check_number("step", f"metric {name}", value)
         return turn
@@ -114,6 +124,10 @@ class HostedEnvironment:
                 method,
                 f"messages are {messages!r:.200}, expected dicts with a text as content and one of the roles {ROLES}",
             )
+
+    def _check_player(self, method: str, player: Any) -> None:
+        if player != "" and player not in self._players:
+            raise self._host.failure(method, f"player is {player!r:.100}, expected one of {list(self._players)!r:.200}")
 
     def _check_number(self, method: str, what: str, value: Any) -> None:
         if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):

@@ -72,6 +72,7 @@ def roll_environments() -> Iterator[EnvironmentProvider]:
         ("guess_number", "GuessNumber", "Find a number by guesses that are answered with higher or lower"),
         ("frozen_lake", "FrozenLake", "Walk to the goal without falling into a hole"),
         ("sokoban", "Sokoban", "Push boxes onto targets"),
+        ("nim", "Nim", "Take stones in turns; two players, the last stone wins"),
     ):
         yield EnvironmentProvider(
             name=name,

@@ -45,6 +45,18 @@ class Episode:
     score: Reward | None
 
     @property
+    def rewards(self) -> dict[str, list[float]]:
+        """Rewards of turns, by player. Each player with a turn has a key."""
+        found: dict[str, list[float]] = {}
+        player = self.opening.player or next(iter(self.opening.players), "")
+        for turn in self.turns:
+            found.setdefault(player, []).extend([] if turn.reward is None else [turn.reward])
+            for name, reward in turn.rewards.items():
+                found.setdefault(name, []).append(reward)
+            player = turn.player or player
+        return found
+
+    @property
     def text(self) -> str:
         """Everything as JSON. Fails if a value is no plain JSON value."""
         score = None if self.score is None else asdict(self.score)
@@ -84,12 +96,12 @@ class EnvironmentConformance:
     # -- tests ---------------------------------------------------------------------------------------------------------
 
     def test_an_oracle_ends_the_episode_with_a_reward(self) -> None:
-        """The replies of the oracle must end each episode by `done`, and with a positive total reward."""
+        """The replies of the oracle must end each episode by `done`, and with a positive total reward of a player."""
         for seed in self.seeds:
             episode = self._run(seed, self.replies(seed))
             assert episode.turns[-1].done, f"seed {seed}: the oracle's replies do not end the episode"
-            total = sum(turn.reward or 0.0 for turn in episode.turns)
-            total += (episode.score.value or 0.0) if episode.score else 0.0
+            score = (episode.score.value or 0.0) if episode.score else 0.0
+            total = max(sum(rewards) for rewards in episode.rewards.values()) + score
             assert total > 0, f"seed {seed}: the oracle's episode has reward {total}"
 
     def test_the_same_seed_and_replies_give_the_same_episode(self) -> None:
@@ -151,8 +163,18 @@ class EnvironmentConformance:
     def test_an_episode_states_a_reward(self) -> None:
         """A turn or the score must have a reward: otherwise every episode fails."""
         episode = self._run(self.seeds[0], self.replies(self.seeds[0]))
-        stated = [turn.reward for turn in episode.turns if turn.reward is not None]
-        assert stated or episode.score is not None, "neither a turn nor the score has a reward"
+        for player, rewards in episode.rewards.items():
+            whose = f" of {player}" if player else ""
+            assert rewards or episode.score is not None, f"neither a turn{whose} nor the score has a reward"
+
+    def test_turns_name_players_of_the_opening(self) -> None:
+        """The player of each turn and of each reward must be one of `Opening.players`."""
+        episode = self._run(self.seeds[0], ["", *self.replies(self.seeds[0])])
+        players = ("", *episode.opening.players)
+        assert len(set(players)) == len(players), f"players {players[1:]} need different names"
+        found = [(episode.opening.player,), *((turn.player, *turn.rewards) for turn in episode.turns)]
+        for named in found:
+            assert set(named) <= set(players), f"{named} are not all among the players {players[1:]}"
 
     def test_close_may_follow_any_call(self) -> None:
         """`close` must return before and after `reset`, in an episode, and twice."""

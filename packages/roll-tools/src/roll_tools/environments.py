@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -66,14 +67,16 @@ def play_environment(name: str, settings: Sequence[str], registry: Registry, *, 
 
 
 async def _play(environment: Environment, owner: str, seed: int) -> int:
-    total, stage = 0.0, "reset"
+    totals: Counter[str] = Counter()
+    stage = "reset"
     try:
         opening = await _result(environment.reset({}, seed))
         for tool in opening.tools:
             sys.stdout.write(f"[tool] {json.dumps(tool['function'])}\n")
         if opening.tools:
             sys.stdout.write('To call a tool: /call NAME {"argument": …}\n')
-        _show(opening.messages)
+        player = opening.player or next(iter(opening.players), "")
+        _show(opening.messages, player)
         while True:
             oracle = getattr(environment, "oracle", None)
             sys.stdout.write("reply (/hint for the oracle's)> " if oracle else "reply> ")
@@ -87,17 +90,21 @@ async def _play(environment: Environment, owner: str, seed: int) -> int:
                 continue
             stage = "step"
             turn = await _result(environment.step(_reply(line.rstrip("\n"))))
-            total += turn.reward or 0.0
-            _show(turn.messages)
-            sys.stdout.write(f"[turn] reward {turn.reward}, state {turn.state}, metrics {dict(turn.metrics)}\n")
+            totals.update({player: turn.reward or 0.0})
+            totals.update(turn.rewards)
+            given = f"reward {turn.reward}" + "".join(f", {name} {reward}" for name, reward in turn.rewards.items())
+            sys.stdout.write(f"[turn] {given}, state {turn.state}, metrics {dict(turn.metrics)}\n")
+            player = turn.player or player
+            _show(turn.messages, player)
             if turn.done or turn.truncated:
                 break
         stage = "score"
         score = await _result(environment.score())
         if score is not None:
-            total += score.value or 0.0
+            totals.update(dict.fromkeys(totals, score.value or 0.0))
             sys.stdout.write(f"[score] {score.value} {dict(score.detail)}\n")
-        sys.stdout.write(f"[end] {'done' if turn.done else 'truncated'}, total reward {total:g}\n")
+        found = ", ".join(f"{name}{' ' if name else ''}{total:g}" for name, total in totals.items())
+        sys.stdout.write(f"[end] {'done' if turn.done else 'truncated'}, total reward {found}\n")
         return 0
     except Exception as error:  # user code
         raise EnvironmentFailure(f"{owner}: {stage}: {type(error).__name__}: {error}") from error
@@ -136,6 +143,6 @@ async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _show(messages: Sequence[Message]) -> None:
+def _show(messages: Sequence[Message], player: str) -> None:
     for each in messages:
-        sys.stdout.write(f"[{each['role']}] {each['content']}\n")
+        sys.stdout.write(f"[{each['role']}{' to ' if player else ''}{player}] {each['content']}\n")

@@ -35,8 +35,8 @@ _MOST_GRIDS = 100
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _MOST_CHARS = 6000
 _SAMPLE_FIELDS = (
-    "step", "split", "id", "group", "tag", "prompt", "response", "reward", "failure", "finish", "response_tokens",
-    "version",
+    "step", "split", "id", "group", "tag", "player", "prompt", "response", "reward", "failure", "finish",
+    "response_tokens", "version",
 )  # fmt: skip
 
 

@@ -162,6 +162,7 @@ def sample_of_rollout(
     reward: Reward | None = None,
     tag: str = "",
     metadata: Mapping[str, Any] | None = None,
+    player: str = "",
 ) -> Sample:
     """The sample of a rollout. Its response is a transcript of the turns after the first turn's prompt."""
     none = np.zeros(0, dtype=np.int64)
@@ -185,6 +186,7 @@ def sample_of_rollout(
         reward=reward,
         metadata=metadata or {},
         rollout=rollout,
+        player=player,
     )
 
 

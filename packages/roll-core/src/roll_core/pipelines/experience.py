@@ -46,13 +46,15 @@ class Experience:
         """Samples of `groups` that have a reward and at least one response token, with the rows of their rollouts.
 
         Failed samples are dropped. So are groups with fewer than `min_group_size` remaining samples, or with a failed
-        baseline. With `routed_experts`, rows keep the experts that the engine chose.
+        baseline. Each player of a group is a group of its own. With `routed_experts`, rows keep the experts that the
+        engine chose.
         """
         samples: list[Sample] = []
         baselines: list[Sample | None] = []
         sequences: list[TrainSequence] = []
-        for index, group in enumerate(groups):
-            valid = [each for each in group.samples if score_of(each) is not None and len(each.response_ids)]
+        compared = [(group, members) for group in groups for members in group.by_player()]
+        for index, (group, members) in enumerate(compared):
+            valid = [each for each in members if score_of(each) is not None and len(each.response_ids)]
             comparable = group.baseline is None or score_of(group.baseline) is not None
             if len(valid) >= min_group_size and comparable:
                 for sample in valid:
@@ -314,10 +316,11 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     by_tag: defaultdict[str, list[float]] = defaultdict(list)
     spread = []
     for group in groups:
-        scores = [score for sample in group.samples if (score := score_of(sample)) is not None]
-        by_tag[group.samples[0].tag] += scores
-        if scores:
-            spread.append(max(scores) - min(scores))
+        for members in group.by_player():
+            scores = [score for sample in members if (score := score_of(sample)) is not None]
+            by_tag[group.samples[0].tag] += scores
+            if scores:
+                spread.append(max(scores) - min(scores))
     scores = [score for tag in by_tag.values() for score in tag]
     if scores:
         metrics |= {

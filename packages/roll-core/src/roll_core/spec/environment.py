@@ -6,7 +6,8 @@
     reward = environment.score()
     environment.close()
 
-An environment exchanges text and never sees tokens. One instance runs one episode.
+An environment exchanges text and never sees tokens. One instance runs one episode. In an episode with several players,
+each result names the player of the next turn, and each player has a conversation of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Opening:
     """Schemas of tools for the chat template, in the format of OpenAI's API."""
     state: State | None = None
     """State in which the first turn begins. None: the digest of `messages`."""
+    players: Sequence[str] = ()
+    """Names of the players, if there are several, in the order of the rules. The policy plays all of them."""
+    player: str = ""
+    """Player of the first turn, who gets `messages`. Empty: the first of `players`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +69,18 @@ class Turn:
     messages: Sequence[Message] = ()
     """Messages that follow the reply. Ignored if the episode ends."""
     reward: float | None = None
-    """Reward of the reply. None makes no statement, which differs from 0: an episode without any reward fails."""
+    """Reward of the reply. None makes no statement, which differs from 0: an episode without any reward fails. So does
+    one in which a player took turns and has no reward."""
     done: bool = False
     """True if the task ended the episode."""
     truncated: bool = False
     """True if a limit ended the episode, not the task."""
     state: State | None = None
     """State in which the next turn begins. None: the digest of `messages`."""
+    player: str = ""
+    """Player of the next turn, the only one who gets `messages`. Empty: the player who replied."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of players other than the one who replied, for example of the loser. Added to their last turns."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of this turn. Each is averaged over the turns of an episode that have it, then over episodes."""
 
@@ -101,7 +111,10 @@ class Environment(ABC):
         """Continue after a reply of the model. The text is a model's output: treat it as data, never evaluate it."""
 
     def score(self) -> Reward | Awaitable[Reward | None] | None:
-        """Reward of the whole episode, added to those of its turns. None: the rewards of turns are all there is."""
+        """Reward of the whole episode, added to those of its turns. None: the rewards of turns are all there is.
+
+        Every player gets it. For other rewards of players see `Turn.rewards`.
+        """
         return None
 
     def close(self) -> Awaitable[None] | None:

@@ -45,7 +45,7 @@ class RolloutContext(ABC):
     """Services of the runtime for a running program. Coroutines: `generate`, `score`."""
 
     n: int
-    """Number of samples that the group must have."""
+    """Number of samples that the group must have. The players of an episode count as one."""
     params: SamplingParams
     """Sampling parameters of the plan."""
 

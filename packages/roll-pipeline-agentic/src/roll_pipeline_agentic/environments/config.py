@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from roll_core.spec.config import Config, Fraction
+from roll_core.spec.config import Config, Fraction, PositiveInt
 
 
 class GuessNumberConfig(Config):
@@ -23,6 +23,23 @@ class GuessNumberConfig(Config):
     def _is_a_range(self) -> GuessNumberConfig:
         if self.low >= self.high:
             raise ValueError(f"low is {self.low}, expected less than high {self.high}")
+        return self
+
+
+class NimConfig(Config):
+    """`nim`."""
+
+    low: PositiveInt = 5
+    """Smallest number of stones."""
+    high: PositiveInt = 21
+    """Largest number of stones."""
+    max_take: PositiveInt = 3
+    """Largest number of stones that a turn takes."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> NimConfig:
+        if self.low > self.high:
+            raise ValueError(f"low is {self.low}, expected at most high {self.high}")
         return self
 
 

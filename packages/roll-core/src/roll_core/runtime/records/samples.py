@@ -62,6 +62,8 @@ class SamplesFile(LineWriter):
             "prompt_tokens": len(sample.prompt_ids),
             "response_tokens": len(sample.response_ids),
         }
+        if sample.player:
+            row["player"] = sample.player
         if sample.rollout is not None:
             row["turns"] = [
                 {

@@ -294,10 +294,12 @@ def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
 
 def _saved_sample(sample: Sample) -> dict[str, Any]:
     tokens = _saved_arrays(sample, ARRAYS) if sample.rollout is None else {"turns": _saved_turns(sample.rollout)}
+    player = {"player": sample.player} if sample.player else {}
     return {
         "id": sample.id,
         "finish": sample.finish_reason,
         "reward": _saved_reward(sample.reward),
+        **player,
         **tokens,
     }
 
@@ -312,7 +314,7 @@ def _sample_from(saved: Mapping[str, Any], prompt: Prompt) -> Sample:
         "reward": None if saved["reward"] is None else Reward(**saved["reward"]),
     }
     if "turns" in saved:
-        return sample_of_rollout(_rollout_from(saved["turns"]), **common)
+        return sample_of_rollout(_rollout_from(saved["turns"]), player=saved.get("player", ""), **common)
     return Sample(prompt_ids=prompt.tokens, **common, **_arrays_from(saved, ARRAYS))
 
 

@@ -288,10 +288,11 @@ class RolloutScheduler:
             lengths = [len(sample.response_ids) for sample in slot.group.samples]
         else:
             lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
-        if lengths and len(lengths) != self.plan.n:
+        found = len(lengths) if slot.group is None else slot.group.num_episodes
+        if lengths and found != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint has {len(lengths)} responses to prompt {prompt.id}, but this config samples"
-                f" {self.plan.n}: set the size of groups to {len(lengths)}"
+                f"the checkpoint has {found} responses to prompt {prompt.id}, but this config samples"
+                f" {self.plan.n}: set the size of groups to {found}"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
@@ -347,9 +348,9 @@ class RolloutScheduler:
     async def _run(self, queue: GroupQueue, slot: GroupSlot, rollout: GroupContext) -> None:
         try:
             group = await rollout.program.run(rollout, slot.prompt)
-            if group.id != slot.prompt.id or len(group.samples) != self.plan.n:
+            if group.id != slot.prompt.id or group.num_episodes != self.plan.n:
                 raise ContractError(
-                    f"{type(rollout.program).__name__} returned {len(group.samples)} samples of group {group.id!r},"
+                    f"{type(rollout.program).__name__} returned {group.num_episodes} samples of group {group.id!r},"
                     f" expected {self.plan.n} of {slot.prompt.id!r}"
                 )
             self._stats += RewardStats.of([group])
