@@ -139,8 +139,20 @@ class StableDiffusion3(Family):
         )
 
 
-class Flux(Family):
-    """FLUX.1. Patches of 2×2 are packed into tokens with 4 C channels. The transformer multiplies timesteps by 1000."""
+class PackedFamily(Family):
+    """A family whose transformer takes patches of 2×2, packed into tokens with 4 C channels."""
+
+    @override
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return int(config["in_channels"]) // 4
+
+    @override
+    def patch(self, config: Mapping[str, Any]) -> int:
+        return 2
+
+
+class Flux(PackedFamily):
+    """FLUX.1. The transformer multiplies timesteps by 1000."""
 
     class_name = "FluxTransformer2DModel"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -158,14 +170,6 @@ class Flux(Family):
             "pooled_prompt_embeds": Conditioning((config["pooled_projection_dim"],)),
             **({"guidance": Conditioning(())} if config["guidance_embeds"] else {}),
         }
-
-    @override
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
-        return int(config["in_channels"]) // 4
-
-    @override
-    def patch(self, config: Mapping[str, Any]) -> int:
-        return 2
 
     @override
     def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
@@ -228,8 +232,8 @@ class Flux2(Family):
         return _output(packed).transpose(1, 2).reshape(len(latents), -1, height, width)
 
 
-class QwenImage(Family):
-    """Qwen-Image (arXiv:2508.02324). Latents are packed as in FLUX.1; the timestep is σ."""
+class QwenImage(PackedFamily):
+    """Qwen-Image (arXiv:2508.02324). The timestep is σ."""
 
     class_name = "QwenImageTransformer2DModel"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -252,14 +256,6 @@ class QwenImage(Family):
             "prompt_embeds": Conditioning((None, config["joint_attention_dim"])),
             "prompt_embeds_mask": Conditioning((None,), required=False, mask=True),
         }
-
-    @override
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
-        return int(config["in_channels"]) // 4
-
-    @override
-    def patch(self, config: Mapping[str, Any]) -> int:
-        return 2
 
     @override
     def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
