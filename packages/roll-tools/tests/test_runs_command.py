@@ -15,7 +15,8 @@ from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
 from roll_tools import runs as command
-from roll_tools.runs import MetricsFollower, config_hash
+from roll_tools.runs import MetricsFollower
+from roll_tools.saved_record import config_hash
 
 
 def make_run(output: Path, name: str = "grpo", *, steps: int = 3, asked: int = 5) -> tuple[RunDir, RunRecord]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.cli.arguments import amount, command_parser, count, parse_configs
+from roll_core.cli.arguments import command_parser, parse_configs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +25,9 @@ def plan(words: Sequence[str], registry: Registry) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print the formula of each amount")
-    parser.add_argument("--nodes", metavar="N", type=count, help="number of nodes (default: only this host)")
-    parser.add_argument("--slot-memory", metavar="GIB", type=amount, help="free memory of a slot (default: measured)")
-    parser.add_argument("--host-memory", metavar="GIB", type=amount, help="free memory of a host (default: measured)")
+    parser.add_argument("--nodes", metavar="N", type=_count, help="number of nodes (default: only this host)")
+    parser.add_argument("--slot-memory", metavar="GIB", type=_amount, help="free memory of a slot (default: measured)")
+    parser.add_argument("--host-memory", metavar="GIB", type=_amount, help="free memory of a host (default: measured)")
     configs, overrides, options = parse_configs(parser, words)
     if len(configs) != 1:
         parser.error("expected one config file")
@@ -68,7 +70,7 @@ def audit(words: Sequence[str], registry: Registry) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tokenizer", metavar="MODEL", help="directory or hub id; only with a file of rows")
-    parser.add_argument("--rows", metavar="N", type=count, default=2, help="number of rows to show (default: 2)")
+    parser.add_argument("--rows", metavar="N", type=_count, default=2, help="number of rows to show (default: 2)")
     sources, overrides, options = parse_configs(parser, words)
     if len(sources) != 1:
         parser.error("expected one config, or one file of rows")
@@ -203,3 +205,21 @@ def report(words: Sequence[str], registry: Registry) -> int:
         written = write_comparison(found, options.out or Path("comparison.html"))
     sys.stdout.write(f"{written}\n")
     return 0
+
+
+def _count(text: str) -> int:
+    """Type of an argument: a whole number > 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number > 0")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    """Type of an argument: a finite number ≥ 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text}, expected a number ≥ 0")
+    return found

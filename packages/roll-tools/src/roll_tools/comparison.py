@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from roll_core.config.secrets import Redactor
-from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
-from roll_core.runtime.records.run_files import config_hash
+from roll_core.runtime.records.record import write_atomically
 from roll_core.runtime.records.tracking import better, read_metrics
 from roll_tools import tables
 from roll_tools.charts import figure
 from roll_tools.curves import KEY_CURVES, points
 from roll_tools.rendering import TONES, overlay_json, template
-from roll_tools.saved_record import SavedRecord
+from roll_tools.saved_record import SavedRecord, config_hash, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,9 +134,7 @@ def _compared(runs: Sequence[RunDir]) -> list[ComparedRun]:
 
 
 def _compared_run(run: RunDir, label: str) -> ComparedRun:
-    found = read_record(run.record)
-    record = SavedRecord.of(found)
-    outcome = "killed" if is_abandoned(found) else record.outcome
+    record, outcome = read_state(run)
     config = None
     try:
         loaded = yaml.safe_load(run.config.read_text(encoding="utf-8", errors="replace"))

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.jsonlines import number, safe
-from roll_core.runtime.records.record import is_abandoned, read_record
 from roll_core.runtime.records.run_dir import RunDir, runs_below
-from roll_core.runtime.records.run_files import config_hash
 from roll_core.runtime.records.tracking import read_metrics
-from roll_tools.saved_record import SavedRecord
+from roll_tools.saved_record import SavedRecord, config_hash, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,7 +116,7 @@ class MetricsFollower:
 
 def _follow(run: RunDir, console: Console) -> int:
     rows_of = MetricsFollower(run.metrics)
-    record, outcome = _state(run)
+    record, outcome = read_state(run)
     opened = time.monotonic()
     shown = False
     while True:
@@ -149,7 +147,7 @@ def _follow(run: RunDir, console: Console) -> int:
                 " record that a run writes when it starts"
             )
         time.sleep(_POLL_S)
-        record, outcome = _state(run)
+        record, outcome = read_state(run)
     error = f"{record.error.type}: {record.error.message}" if record.error else ""
     advice = record.error.advice if record.error else ""
     lines = [("run", str(run.path)), *([("report", str(run.report))] if run.report.is_file() else [])]
@@ -157,18 +155,12 @@ def _follow(run: RunDir, console: Console) -> int:
     return 0 if outcome == "finished" else 1
 
 
-def _state(run: RunDir) -> tuple[SavedRecord, str]:
-    found = read_record(run.record)
-    record = SavedRecord.of(found)
-    return record, "killed" if is_abandoned(found) else record.outcome
-
-
 def _elapsed(record: SavedRecord) -> float:
     return 0.0 if record.started is None else max(0.0, (record.ended or time.time()) - record.started)
 
 
 def _row(run: RunDir) -> RunRow:
-    record, state = _state(run)
+    record, state = read_state(run)
     metrics = read_metrics(run.metrics)
     metric = next((name for name in SCORES if any(name in row for row in metrics)), "")
     return RunRow(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import hashlib
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from roll_core.runtime.records.record import is_abandoned, read_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from roll_core.runtime.records.run_dir import RunDir
+
+_NOT_HASHED = ("output_dir:", "exp_name:", "resume_from_checkpoint:")
 _Timestamp = Annotated[float, Field(ge=0, lt=253_402_214_400)]
 """Unix time in seconds that `datetime` can represent."""
 _Amount = Annotated[float, Field(ge=0)]
@@ -116,3 +125,20 @@ class SavedRecord(_Part):
         except ValidationError as error:
             invalid = {each["loc"][0] for each in error.errors()}
             return cls.model_validate({name: value for name, value in record.items() if name not in invalid})
+
+
+def read_state(run: RunDir) -> tuple[SavedRecord, str]:
+    """The record of a run, and its outcome: `killed` if its process exited without writing one."""
+    found = read_record(run.record)
+    record = SavedRecord.of(found)
+    return record, "killed" if is_abandoned(found) else record.outcome
+
+
+def config_hash(path: Path) -> str:
+    """First 8 hexadecimal digits of the hash of a resolved config; empty if it cannot be read."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return ""
+    kept = [line for line in lines if not line.decode(errors="replace").startswith(_NOT_HASHED)]
+    return hashlib.sha256(b"\n".join(kept)).hexdigest()[:8]

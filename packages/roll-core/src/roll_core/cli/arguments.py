@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,21 +43,3 @@ def parse_configs(
         if not config.suffix and not config.exists():
             parser.error(f"{config} does not exist; to set a key, write {config}=VALUE")
     return configs, overrides, options
-
-
-def count(text: str) -> int:
-    """Type of an argument: a whole number > 0."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number > 0")
-    return int(text)
-
-
-def amount(text: str) -> float:
-    """Type of an argument: a finite number ≥ 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"found {text}, expected a number ≥ 0")
-    return found

@@ -1,13 +1,12 @@
-"""Files of a run directory: disk faults (a full disk, files deleted while the run wrote to them), hash of the config.
+"""Files of a run directory: a full disk, and files deleted while the run wrote to them.
 
-Each disk fault ends the run with one `RunFileError`, which names the file and the remedy.
+Each fault ends the run with one `RunFileError`, which names the file and the remedy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
@@ -24,8 +23,6 @@ _REMEDY = (
     "free space, lower max_ckpt_to_keep or set output_dir to another disk, and start again; resume_from_checkpoint:"
     " auto continues from the last checkpoint"
 )
-
-_NOT_HASHED = ("output_dir:", "exp_name:", "resume_from_checkpoint:")
 
 
 @contextlib.contextmanager
@@ -81,16 +78,6 @@ def disk_is_full(error: BaseException | None) -> bool:
         or (isinstance(each, Exception) and "no space left on device" in str(each).lower())
         for each in chain(error)
     )
-
-
-def config_hash(path: Path) -> str:
-    """First 8 hexadecimal digits of the hash of a resolved config; empty if it cannot be read."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return ""
-    kept = [line for line in lines if not line.decode(errors="replace").startswith(_NOT_HASHED)]
-    return hashlib.sha256(b"\n".join(kept)).hexdigest()[:8]
 
 
 def _is_below(file: Any, directory: Path) -> bool:
