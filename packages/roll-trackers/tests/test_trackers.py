@@ -6,9 +6,12 @@ import csv
 import json
 import math
 import pickle
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roll_core.errors import TrackerError
 from roll_trackers.csv_tracker import CsvTracker
@@ -160,6 +163,71 @@ def test_wandb_writes_an_offline_run_and_continues_it(tmp_path):
         for stored in (path for path in each.rglob("*") if path.is_file()):
             assert SECRET.encode() not in stored.read_bytes(), stored
         assert {path.name for path in each.glob("wandb/offline-run-*/files/*")} >= set(FILES)
+
+
+def swanlab_records(folder: Path):
+    """Records of the only offline run in a run directory, in order."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    (file,) = folder.glob("swanlab/run-*/run-*.swanlab")
+    reader = DataStoreReader()
+    reader.open(file)
+    records = []
+    while (data := reader.scan()) is not None:
+        records.append(Record.FromString(data))
+    reader.close()
+    return records
+
+
+def swanlab_scores(folder: Path):
+    """Step and value of each `score/mean`."""
+    scalars = [each.scalar for each in swanlab_records(folder) if each.HasField("scalar")]
+    return [(each.step, each.value.number) for each in scalars if each.key == "score/mean"]
+
+
+def swanlab_state(folder: Path) -> str:
+    from swanlab.proto.swanlab.run.v1.run_pb2 import RunState
+
+    (found,) = [each.finish.state for each in swanlab_records(folder) if each.HasField("finish")]
+    return RunState.Name(found)
+
+
+@pytest.mark.engine("swanlab")
+def test_swanlab_writes_an_offline_run_continues_it_and_leaves_ctrl_c_to_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    from roll_trackers.swanlab_tracker import SwanlabTracker
+
+    def handler(number, frame): ...
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        options = {"project": "p", "mode": "offline", "tags": ["a"], "notes": "first", "api_key": SECRET}
+        folder = run_dir(tmp_path)
+        tracker = SwanlabTracker(folder, "grpo/001", options)
+        assert signal.getsignal(signal.SIGINT) is handler
+        tracker.log_config(CONFIG)
+        tracker.log(1, {"score/mean": 0.5, "nan": math.nan})
+        tracker.log(2, {"score/mean": 0.625})
+        sys.stdout.write("not recorded\n")
+        end(tracker, folder, failed=True)
+        new = continued(folder, tmp_path)
+        second = SwanlabTracker(new, "grpo/002", options)
+        second.log(2, {"score/mean": 0.75})
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the run is over
+        end(second, new, failed=False)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert id_of(new, "swanlab") == id_of(folder, "swanlab")
+    assert swanlab_scores(folder) == [(1, 0.5), (2, 0.625)]
+    assert swanlab_scores(new) == [(2, 0.75)]
+    assert [swanlab_state(each) for each in (folder, new)] == ["RUN_STATE_CRASHED", "RUN_STATE_FINISHED"]
+    (config,) = folder.glob("swanlab/run-*/files/config.yaml")
+    assert yaml.safe_load(config.read_text())["role"]["value"] == CONFIG["role"]
+    for stored in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert SECRET.encode() not in stored.read_bytes(), stored
+        assert b"not recorded" not in stored.read_bytes(), stored
 
 
 @pytest.mark.engine("trackio")

@@ -55,6 +55,23 @@ class PrometheusOptions(Config):
     """Address to listen on. The endpoint has no authentication: other hosts can read it with `0.0.0.0`."""
 
 
+class SwanlabOptions(RunOptions):
+    """Options of the tracker `swanlab`."""
+
+    tags: list[str] = Field(default_factory=list)
+    """Tags of the run."""
+    notes: str | None = None
+    """Description of the run."""
+    workspace: str | None = None
+    """User or team. Default: that of the login."""
+    group: str | None = None
+    """Group of runs."""
+    api_key: str | None = None
+    """Key of the account, preferably `${oc.env:NAME}`. Default: that of the login or of `SWANLAB_API_KEY`."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline` writes files for `swanlab sync`. Default: `SWANLAB_MODE`, else online."""
+
+
 class TrackioOptions(RunOptions):
     """Options of the tracker `trackio`."""
 

@@ -19,6 +19,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
     for name, tracker, options, needs, summary in (
         ("wandb", "WandbTracker", "WandbOptions", "wandb>=0.19", "Weights & Biases, online or offline"),
         ("mlflow", "MlflowTracker", "MlflowOptions", "mlflow>=2.14", "MLflow: a server, or SQLite in output_dir"),
+        ("swanlab", "SwanlabTracker", "SwanlabOptions", "swanlab>=0.10", "SwanLab, online or offline"),
         ("trackio", "TrackioTracker", "TrackioOptions", "trackio>=0.5", "Trackio: local, or a Space of the hub"),
         (
             "prometheus",
