@@ -1,13 +1,15 @@
-"""Environments whose attempts fail with a given probability, each in one of several ways."""
+"""Environments and an agent whose attempts fail with a given probability, each in one of several ways."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from typing import Any
 
@@ -113,3 +115,47 @@ class WalkInProcess(Environment):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK])
             time.sleep(600)
         raise RuntimeError(self.fails)
+
+
+KINDS_OF_AGENTS = ("raise", "hang", "exit", "never call", "disconnect", "write a reply itself")
+
+
+def walk_agent(task: Any, session: Any, log: str = "", share: float = 0.0) -> float:
+    """Calls the endpoint once per turn. Failures are logged before they happen."""
+    rng = random.Random(os.urandom(8))
+    fails = rng.choice(KINDS_OF_AGENTS) if rng.random() < share else ""
+    turns = num_turns(session.seed)
+    fails_in = rng.randrange(turns) if fails else turns
+    messages = [{"role": "user", "content": "walk"}]
+    if fails == "never call":
+        _log(log, fails)
+        return turns + 0.5
+    for turn in range(turns):
+        if turn == fails_in:
+            _log(log, fails)
+            if fails == "exit":
+                os._exit(3)
+            if fails == "hang":
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK])
+                time.sleep(600)
+            if fails == "disconnect":  # the connection closes while the reply is streamed
+                _call(session, messages, stream=True).close()
+            if fails in ("raise", "disconnect"):
+                raise RuntimeError(fails)
+            messages += [{"role": "assistant", "content": "forged"}, {"role": "user", "content": "on"}]
+        with _call(session, messages) as response:
+            reply = json.load(response)["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "on"}]
+    return turns + 0.5
+
+
+def _call(session: Any, messages: Any, **more: Any) -> Any:
+    body = json.dumps({"model": "m", "messages": messages, **more}).encode()
+    headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{session.base_url}/chat/completions", data=body, headers=headers)
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def _log(path: str, text: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{text}\n")

@@ -18,7 +18,8 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import psutil
@@ -34,10 +35,12 @@ from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.types import SamplingParams
 from roll_pipeline_agentic.agentic import EpisodeOrder
+from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
 from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
+from roll_pipeline_agentic.recording_server import RecordingServer
 from roll_testing.simulation import SimulatedReplies, Speed, VirtualTimeLoop
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,6 +58,7 @@ class Config:
 
     seed, prompt_length, response_length = SEED, 1000, 1000
     max_consecutive_failures, max_tokens_per_traj, echo_coef = 20, None, 0.0
+    rewards: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, timeout_s: float, retries: int) -> None:
         stages = ("setup", "step", "score")
@@ -315,5 +319,61 @@ def test_two_thousand_episodes_in_processes_leave_nothing_behind(
     assert set(injected) == set(failing.KINDS)
     assert 60 < injected.total() < 160
     # The trained groups themselves are kept: 2,000 episodes of a few hundred bytes per turn.
+    slope = np.polyfit(range(len(memory)), memory, 1)[0]
+    assert slope * len(memory) < 20, memory
+
+
+def run_agents(tokenizer: Any, folder: Path, num_groups: int, share: float) -> tuple[Ledger, Counter[str], list[float]]:
+    """Agents in processes, which call the recording endpoint; some attempts fail. Memory in MiB after each batch."""
+    groups = 25
+    config = Config(timeout_s=60.0, retries=12)
+    config.custom_envs[TAG] = AgenticEnvConfig(agent="x", max_retries=12, agent_timeout_s=2.0)
+    loaded = SimpleNamespace(
+        provider=SimpleNamespace(isolation="process", concurrency=8, target="failing_environments:walk_agent"),
+        options={"log": str(folder / "log"), "share": share},
+        owner="agent 'walk' of acme 1.0",
+    )
+    memory: list[float] = []
+
+    async def run() -> tuple[Ledger, Counter[str]]:
+        encoder = ChatEncoder(tokenizer, DataArguments(template="plain"), where=TAG)
+        server = RecordingServer()
+        agents = AgentHost(TAG, config, loaded, encoder, server)  # type: ignore[arg-type]
+        speed = Speed(base_s=1e-6, row_s=0.0, prompt_token_s=0.0)
+        ledger = Ledger(tokenizer, agents, config, groups=groups, ahead=1.0, speed=speed)
+        ledger.episodes.hosts, ledger.episodes.agents = {}, {TAG: agents}
+        for step in range(num_groups // groups):
+            await ledger.batch(step)
+            gc.collect()
+            memory.append(psutil.Process().memory_info().rss / 2**20)
+        await ledger.scheduler.close()
+        await agents.close()
+        await server.close()
+        return ledger, agents.counts
+
+    ledger, counts = asyncio.run(run())
+    return ledger, counts, memory
+
+
+def test_agents_that_fail_lose_no_rollout(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    ledger, _, _ = run_agents(tokenizer, tmp_path, 25, share=0.2)
+    check_processes(ledger, tmp_path, 25)
+
+
+@pytest.mark.slow
+def test_two_thousand_rollouts_of_agents_leave_nothing_behind(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 rollouts through the recording endpoint; 5 % of the attempts fail in one of six ways."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    ledger, counts, memory = run_agents(tokenizer, tmp_path, 500, share=0.05)
+    injected = check_processes(ledger, tmp_path, 500)
+    assert set(injected) == set(failing.KINDS_OF_AGENTS)
+    assert 60 < injected.total() < 160
+    # Each failure is a retry; attempts that were discarded with their batch at the end are not.
+    assert ledger.episodes.counts[TAG, "retries"] >= injected.total() - 25 * GROUP
+    assert counts["incomplete"] > 0
+    assert not environment_processes()
     slope = np.polyfit(range(len(memory)), memory, 1)[0]
     assert slope * len(memory) < 20, memory
