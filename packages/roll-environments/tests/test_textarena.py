@@ -54,6 +54,31 @@ def test_the_policy_may_be_the_second_player() -> None:
     assert turns
 
 
+class TestTicTacToe(EnvironmentConformance):
+    """Both players are the policy. The opening is the same for all seeds."""
+
+    timeout_s = 120.0
+    varies = False
+
+    def create(self) -> TextArena:
+        return TextArena(id="TicTacToe-v0-raw", num_players=2, self_play=True)
+
+    def replies(self, seed: int) -> Sequence[str]:
+        return ["[0]", "[3]", "[1]", "[4]", "[2]"]
+
+
+def test_the_policy_plays_both_players() -> None:
+    """The player who begins takes the first row."""
+    environment = TestTicTacToe().create()
+    opening, turns, score = play(environment, ["[0]", "[3]", "[1]", "[4]", "[2]"])
+    first, second = opening.player, turns[0].player
+    assert {first, second} == set(opening.players) == {"0", "1"}
+    assert [turn.player for turn in turns[:-1]] == [second, first, second, first]
+    assert (turns[-1].reward, turns[-1].rewards) == (1.0, {second: -1.0})
+    assert score is not None
+    assert (score.value, score.detail) == (0.0, {"finished": 1.0})
+
+
 def test_games_leave_the_random_numbers_of_the_process() -> None:
     random.seed(1)
     expected = random.Random(1).random()

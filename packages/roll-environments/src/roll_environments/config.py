@@ -142,14 +142,18 @@ class TextArenaConfig(Config):
     """Number of the policy's player."""
     opponent: Target | None = None
     """Your function, `module:function`, from what another player sees to the action. Needed with several players."""
+    self_play: bool = False
+    """True if the policy plays all players, each with a baseline of its own."""
 
     @model_validator(mode="after")
     def _has_players(self) -> TextArenaConfig:
         _installed("textarena", "textarena")
         if self.player >= self.num_players:
             raise ValueError(f"player is {self.player}, expected less than num_players {self.num_players}")
-        if self.num_players > 1 and self.opponent is None:
-            raise ValueError(f"num_players is {self.num_players}, but there is no opponent")
+        if self.self_play and (self.player or self.opponent is not None):
+            raise ValueError("player and opponent have no effect with self_play: remove them")
+        if self.num_players > 1 and self.opponent is None and not self.self_play:
+            raise ValueError(f"num_players is {self.num_players}, but there is no opponent: set it or self_play")
         return self
 
 

@@ -1,10 +1,11 @@
-"""`textarena`: games of TextArena. The policy is one player; a function plays the others."""
+"""`textarena`: games of TextArena. The policy is one player and a function plays the others, or it plays all."""
 
 from __future__ import annotations
 
 import importlib
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -33,12 +34,14 @@ class TextArena(Environment):
         num_players: int = 1,
         player: int = 0,
         opponent: str | None = None,
+        self_play: bool = False,
     ) -> None:
         self.id, self.options, self.num_players, self.player = id, dict(options or {}), num_players, player
-        self.opponent = opponent
+        self.opponent, self.self_play = opponent, self_play
         self.state = random.Random(0).getstate()
         self.env: Any = None
         self.done = False
+        self.outcome: tuple[Any, Any] | None = None
 
     @override
     def reset(self, task: Task, seed: int) -> Opening:
@@ -52,23 +55,42 @@ class TextArena(Environment):
             text = self._next()
         if self.done:
             raise WrappedError(f"textarena {self.id}: the game ended before the first turn of player {self.player}")
-        return Opening(messages=[{"role": "user", "content": text}])
+        messages = [{"role": "user", "content": text}]
+        if not self.self_play:
+            return Opening(messages=messages)
+        players = tuple(str(player) for player in range(self.num_players))
+        return Opening(messages=messages, players=players, player=str(self.player))
 
     @override
     def step(self, reply: Reply) -> Turn:
+        replied = self.player
         with self._random(), calls_to(self._game(), "step"):
             self.done, _ = self.env.step(action=reply.text)
             text = "" if self.done else self._next()
-        return Turn(messages=[{"role": "user", "content": text}], done=self.done)
+        turn = Turn(messages=[{"role": "user", "content": text}], done=self.done)
+        if not self.self_play:
+            return turn
+        if not self.done:
+            return replace(turn, player=str(self.player))
+        others = {str(player): float(reward) for player, reward in self._outcome()[0].items() if player != replied}
+        return replace(turn, reward=float(self._outcome()[0][replied]), rewards=others)
 
     @override
     def score(self) -> Reward | None:
-        with self._random(), calls_to(self._game(), "close"):
-            rewards, info = self.env.close()
+        rewards, info = self._outcome()
+        if self.self_play:  # the last turn has the rewards
+            return Reward(value=0.0, detail={"finished": float(rewards is not None)})
         if rewards is None:  # the limit of turns ended the episode before the game had an outcome
             return Reward(value=0.0, detail={"finished": 0.0})
         invalid = float(bool(info[self.player].get("invalid_move")))
         return Reward(value=float(rewards[self.player]), detail={"finished": 1.0, "invalid_move": invalid})
+
+    def _outcome(self) -> tuple[Any, Any]:
+        """Rewards of the players and information of the game; rewards are None if it is unfinished."""
+        if self.outcome is None:
+            with self._random(), calls_to(self._game(), "close"):
+                self.outcome = self.env.close()
+        return self.outcome
 
     def _game(self) -> Any:
         game = self.env
@@ -81,6 +103,8 @@ class TextArena(Environment):
         for _ in range(MAX_OPPONENT_TURNS):
             player, observation = self.env.get_observation()
             text = observation if isinstance(observation, str) else "\n".join(str(each[1]) for each in observation)
+            if self.self_play:
+                self.player = player
             if player == self.player:
                 return text.strip() or "Your turn."
             if self.plays is None:
