@@ -31,8 +31,9 @@ class MlflowTracker(RemoteTracker):
         from mlflow.exceptions import MlflowException
 
         valid = MlflowOptions.model_validate(options)
-        store = f"sqlite:///{self.run_dir.parent.parent / 'mlflow.db'}"
-        self._client = MlflowClient(valid.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or store)
+        own = self.run_dir.parent.parent
+        remote = valid.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(remote or f"sqlite:///{own / 'mlflow.db'}")
         if run_id is not None:
             self._client.set_terminated(run_id, "RUNNING")
             self._id = run_id
@@ -40,7 +41,9 @@ class MlflowTracker(RemoteTracker):
         experiment = self._client.get_experiment_by_name(valid.project)
         if experiment is None:
             try:
-                found = self._client.create_experiment(valid.project)
+                # A store without a server would put artifacts into the working directory.
+                artifacts = None if remote else (own / "mlartifacts").absolute().as_uri()
+                found = self._client.create_experiment(valid.project, artifact_location=artifacts)
             except MlflowException:  # another run has created it since
                 experiment = self._client.get_experiment_by_name(valid.project)
                 if experiment is None:
