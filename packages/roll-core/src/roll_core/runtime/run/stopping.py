@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_SIGNAL_POLL_S = 0.2
+
 
 class StopSignals:
     """Handles the signals of one run. Lives on the run's event loop."""
@@ -106,7 +108,8 @@ class StopSignals:
         thread.start()
         while not done.is_set():
             try:
-                done.wait()
+                # A signal that the system delivers to another thread does not wake this one.
+                done.wait(_SIGNAL_POLL_S)
             except KeyboardInterrupt:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
                     if self._loop is None:
