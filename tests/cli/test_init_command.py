@@ -38,7 +38,9 @@ SHORT = {
 
 
 def texts(folder):
-    return {str(each.relative_to(folder)): each.read_text() for each in folder.rglob("*") if each.is_file()}
+    """Files by name, without bytecode of what was imported."""
+    files = [each for each in folder.rglob("*") if each.is_file() and each.parent.name != "__pycache__"]
+    return {str(each.relative_to(folder)): each.read_text() for each in files}
 
 
 @pytest.fixture
