@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.runtime.weights.receiver import WeightReceiver
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 from roll_core.spec import weights

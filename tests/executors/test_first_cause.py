@@ -15,9 +15,8 @@ from roll_core.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from roll_core.runtime.cluster.executors import calls
-from roll_core.runtime.cluster.executors.base import Member
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, collect
+from roll_core.runtime.cluster.executors import base
+from roll_core.runtime.cluster.executors.base import CallFailed, Failure, Member, collect
 from roll_testing.errors import raises_error
 
 Settle = Callable[[list[asyncio.Future[Any]]], Coroutine[Any, Any, None]]
@@ -53,7 +52,7 @@ def test_results_are_in_order_of_ranks() -> None:
 
 
 def test_error_of_one_rank_is_raised_though_others_never_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.05)
+    monkeypatch.setattr(base, "GRACE_S", 0.05)
 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[1].set_exception(failed(ValueError("bad batch")))
@@ -104,7 +103,7 @@ def test_broken_connection_is_not_the_cause_when_a_later_error_is(echo: Exceptio
 
 
 def test_broken_connection_is_the_cause_when_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "ECHO_GRACE_S", 0.05)
+    monkeypatch.setattr(base, "ECHO_GRACE_S", 0.05)
 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[0].set_exception(failed(ConnectionResetError("reset")))

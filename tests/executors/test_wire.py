@@ -19,7 +19,7 @@ from roll_core.algorithms.policy_losses import ppo
 from roll_core.builtin import plugin
 from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedError
 from roll_core.runtime.cluster.executors import wire
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
+from roll_core.runtime.cluster.executors.base import CallFailed, Failure
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode, encode_failure
 from roll_core.types import Reward, Sample
 from roll_infer_hf.plugin import roll_infer_strategies

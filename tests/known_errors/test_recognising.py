@@ -14,8 +14,7 @@ import torch
 from roll_core.errors import ConfigError, ConfigProblem, DataError, ModelError, RollError, WorkerDiedError, WorkerError
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.runtime.cluster.executors.base import Member
-from roll_core.runtime.cluster.executors.calls import Failure, located
+from roll_core.runtime.cluster.executors.base import Failure, Member, located
 from roll_core.runtime.records.known_errors import advise
 from roll_core.spec.providers import KnownErrorsProvider
 from roll_executor_ray.exit_causes import exit_cause

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import TrackerError
-from roll_core.runtime.records.jsonlines import LineWriter, encode, number, read_lines
+from roll_core.runtime.records.run_files import LineWriter, encode, number, read_lines
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics, repeatable
 from roll_core.spec.pipeline import Tracker
 from roll_testing.errors import mentions, raises_error

@@ -13,7 +13,7 @@ import roll_core.runtime
 import roll_tools
 from roll_core import openmp
 from roll_core.runtime.cluster.concurrency import background
-from roll_core.runtime.cluster.executors.calls import CallFailed
+from roll_core.runtime.cluster.executors.base import CallFailed
 from roll_core.runtime.cluster.executors.host import WorkerThread
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica

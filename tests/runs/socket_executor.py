@@ -13,8 +13,7 @@ from pathlib import Path
 
 from roll_core.errors import WorkerDiedError
 from roll_core.runtime.cluster.executors import wire, worker_main
-from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup
-from roll_core.runtime.cluster.executors.calls import collect, retrieve
+from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup, collect, retrieve
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
 from roll_core.runtime.cluster.platform import environment_of
 from roll_core.spec.hooks import hookimpl

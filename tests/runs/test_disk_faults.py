@@ -13,8 +13,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from roll_core.errors import RunFileError
 from roll_core.pipelines.sft import SFTPipeline
-from roll_core.runtime.records.jsonlines import LineWriter
 from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
+from roll_core.runtime.records.run_files import LineWriter
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from roll_core.cli.main import main
 from roll_core.errors import GuardTrippedError
 from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.runtime.records.jsonlines import read_lines
+from roll_core.runtime.records.run_files import read_lines
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
 

@@ -16,11 +16,9 @@ from typing import Any
 import msgpack
 
 from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedError
-from roll_core.runtime.cluster.executors.base import GroupSpec, Member, Place, WorkerGroup
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
+from roll_core.runtime.cluster.executors.base import CallFailed, Failure, GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.weights.plan import device_facts
-from roll_core.runtime.weights.receiver import WeightReceiver
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
@@ -33,7 +31,7 @@ IMPORTS = (
     f"{WEIGHTS}.transports.store",
     f"{WEIGHTS}.sender",
     f"{WEIGHTS}.receiver",
-    "roll_core.runtime.cluster.executors.calls",
+    "roll_core.runtime.cluster.executors.base",
     "roll_core.weights.device_memory",
     "roll_testing.publishing",
 )

@@ -11,7 +11,7 @@ from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSy
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightSender
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
 from roll_core.types import DataRank
 from roll_testing.errors import raises_error

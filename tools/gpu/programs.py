@@ -374,7 +374,7 @@ def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[
     from roll_core.builtin import plugin as core
     from roll_core.runtime.weights.plan import SyncPlan
     from roll_core.runtime.weights.proof import verify
-    from roll_core.runtime.weights.sender import WeightSender
+    from roll_core.runtime.weights.transfer import WeightSender
     from roll_core.spec.weights import entry_bytes
     from roll_weight_transports import plugin as between_processes
 
@@ -433,7 +433,7 @@ def _receive(pipe: Connection, device: str, size: str) -> None:
     """The engine's end: start, then take in every publish until None comes."""
 
     async def serve() -> None:
-        from roll_core.runtime.weights.receiver import WeightReceiver
+        from roll_core.runtime.weights.transfer import WeightReceiver
 
         engine = await start_engine(model_spec(size), device, kv_cache_gib=0.25)
         receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device))

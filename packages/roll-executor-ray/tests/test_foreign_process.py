@@ -19,8 +19,7 @@ from other_pythons import WITHOUT_TORCH, environment_that_shows_all, environment
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.builtin.plugin import roll_rewards
 from roll_core.errors import PythonEnvironmentError
-from roll_core.runtime.cluster.executors.base import Peers, Place
-from roll_core.runtime.cluster.executors.calls import CallFailed
+from roll_core.runtime.cluster.executors.base import CallFailed, Peers, Place
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig

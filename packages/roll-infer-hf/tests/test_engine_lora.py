@@ -11,7 +11,7 @@ import torch
 
 from roll_core.data.pack import pack
 from roll_core.runtime.weights.plan import SyncPlan
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightSender
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence

@@ -16,10 +16,10 @@ from roll_core.cli import main as cli
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.guards import GuardEvent
-from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.runtime.records.ledger import LedgerRow
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.run_files import read_lines
 from roll_core.runtime.records.samples import ImagesFile
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions

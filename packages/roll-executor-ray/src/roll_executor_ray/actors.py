@@ -19,7 +19,7 @@ import ray
 
 from roll_core.host import hostname, interface_of
 from roll_core.plugins.requirements import INSTALL_VARIABLE
-from roll_core.runtime.cluster.executors.calls import Failure
+from roll_core.runtime.cluster.executors.base import Failure
 from roll_core.runtime.cluster.executors.worker_main import prepare_process
 from roll_core.runtime.cluster.executors.worker_server import WorkerServer, encode_failure
 from roll_executor_ray.exit_causes import ProcessEndedError

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core import openmp
 from roll_core.errors import UnsupportedError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import gather
-from roll_core.runtime.cluster.executors.base import Executor, Peers, WorkerGroup
-from roll_core.runtime.cluster.executors.calls import collect
+from roll_core.runtime.cluster.executors.base import Executor, Peers, WorkerGroup, collect
 from roll_core.runtime.cluster.platform import environment_of
 from roll_executor_ray.instance import RayInstance
 from roll_executor_ray.orphan_cleanup import MARK

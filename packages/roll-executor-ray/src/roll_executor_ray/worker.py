@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
 from roll_core.host import hostname, num_oom_kills
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure, Member, retrieve
+from roll_core.runtime.cluster.executors.base import CallFailed, Failure, Member, retrieve
 from roll_core.runtime.cluster.executors.worker_server import WIRE, Codec, decode
 from roll_executor_ray.exit_causes import exit_cause
 

@@ -22,7 +22,7 @@ import yaml
 from roll_core.config import load
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.records.jsonlines import number
+from roll_core.runtime.records.run_files import number
 from roll_core.spec.providers import PipelineProvider
 from roll_testing.packaging import PackagingTests
 from roll_testing.runs import REWARDS, Runs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from roll_core.config.weight_transports import load_transport
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.weights.plan import SyncPlan
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightSender
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import Deadline, ReceiverSetup, Route
 from roll_core.spec.weights import digest

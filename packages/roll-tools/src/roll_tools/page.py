@@ -15,9 +15,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.secrets import Redactor
-from roll_core.runtime.records.jsonlines import read_lines
 from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
 from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.run_files import read_lines
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
-from roll_core.runtime.records.jsonlines import number, safe
 from roll_core.runtime.records.run_dir import RunDir, runs_below
+from roll_core.runtime.records.run_files import number, safe
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools.saved_record import SavedRecord, config_hash, read_state
 

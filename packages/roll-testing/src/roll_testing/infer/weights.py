@@ -10,8 +10,7 @@ import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
 from roll_core.runtime.weights.plan import SyncPlan
-from roll_core.runtime.weights.receiver import WeightReceiver
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.spec.transport import Route
 from roll_core.spec.weights import digest, memory_token
 from roll_core.types import DataRank

@@ -20,10 +20,9 @@ import psutil
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError, RunFileError, RunPreemptedError
 from roll_core.host import hostname
-from roll_core.runtime.records.jsonlines import safe
 from roll_core.runtime.records.provenance import git_state, host_facts, requirements, versions
 from roll_core.runtime.records.run_dir import experiment_runs
-from roll_core.runtime.records.run_files import writing
+from roll_core.runtime.records.run_files import safe, writing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.runtime.records.jsonlines import LineWriter
+from roll_core.runtime.records.run_files import LineWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from roll_core.errors import TrackerError
-from roll_core.runtime.records.jsonlines import LineWriter, copy_lines, number, read_lines
+from roll_core.runtime.records.run_files import LineWriter, copy_lines, number, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError, WorkerDiedError
-from roll_core.runtime.cluster.executors.calls import retrieve
+from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.rollout.replicas import ABORT_AGAIN_S, NO_TIMEOUTS, HealthMonitor, ReplicaSlot, Router
 from roll_core.runtime.rollout.requests import (
     FINISHED,

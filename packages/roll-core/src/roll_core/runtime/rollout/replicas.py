@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import background
-from roll_core.runtime.cluster.executors.base import WorkerStub
-from roll_core.runtime.cluster.executors.calls import retrieve
+from roll_core.runtime.cluster.executors.base import WorkerStub, retrieve
 from roll_core.runtime.workers.infer import InferWorker
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from roll_core.errors import InvalidCompletionError, RollError
-from roll_core.runtime.cluster.executors.calls import retrieve
+from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
-from roll_core.runtime.weights.receiver import WeightReceiver
+from roll_core.runtime.weights.transfer import WeightReceiver
 from roll_core.runtime.workers.strategy import make_strategy, mesh_info
 from roll_core.spec.model import model_keys
 from roll_core.spec.platform import HOST_BACKEND, HOST_DEVICE

@@ -14,7 +14,7 @@ from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weights.plan import SendingWorker, device_facts
-from roll_core.runtime.weights.sender import WeightSender
+from roll_core.runtime.weights.transfer import WeightSender
 from roll_core.runtime.workers.strategy import make_strategy, mesh_info
 from roll_core.spec.pipeline import ScoredSequences
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from socket_executor import SocketExecutor, SocketGroup
 
-from roll_core.runtime.cluster.executors.calls import CallFailed
+from roll_core.runtime.cluster.executors.base import CallFailed
 from roll_core.runtime.cluster.executors.host import WorkerThread
 from roll_core.runtime.cluster.executors.local import LocalExecutor, LocalGroup
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core import openmp
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
+from roll_core.runtime.cluster.executors.base import CallFailed, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core import openmp
 from roll_core.errors import UnsupportedError
 from roll_core.host import hostname
-from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup
-from roll_core.runtime.cluster.executors.calls import collect
+from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup, collect
 from roll_core.runtime.cluster.executors.host import WorkerHost
 from roll_core.runtime.cluster.placement import check_local
 from roll_core.runtime.cluster.platform import EnvironmentChange, environment_of

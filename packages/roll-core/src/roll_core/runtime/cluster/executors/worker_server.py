@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from roll_core.host import usable_cores
 from roll_core.runtime.cluster.executors import wire
-from roll_core.runtime.cluster.executors.calls import CallFailed, Failure
+from roll_core.runtime.cluster.executors.base import CallFailed, Failure
 from roll_core.runtime.cluster.executors.host import WorkerHost
 
 if TYPE_CHECKING:
