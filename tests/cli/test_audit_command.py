@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from roll_core.cli import main as cli
-from roll_core.data import audit
-from roll_core.data.audit import audit_rows, audit_template
 from roll_core.data.rows import Rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_testing.kit import HF_PACKAGES
+from roll_tools import data_audit
+from roll_tools.data_audit import audit_rows, audit_template
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 
@@ -191,6 +191,6 @@ def test_a_saved_record_has_the_findings() -> None:
 
 def test_the_page_has_every_check_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
-    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (audit,))
+    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (data_audit,))
     yielded = set(re.findall(r'(?:finding\(|keeps\(|check=)\s*"(\w+)"', source)) | {"prompt_length", "response_length"}
     assert set(re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)) == yielded

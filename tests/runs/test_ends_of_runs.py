@@ -94,6 +94,7 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
     assert "Traceback" not in output
     assert re.search(r"^resume .*save_steps", output, re.MULTILINE)
     assert (run / "report.html").is_file()
+    assert {each["check"] for each in json.loads((run / "audit.json").read_text())} >= {"rows", "duplicates"}
     assert not (run / "checkpoints").exists()
     assert psutil.wait_procs(children, timeout=60)[1] == []
 

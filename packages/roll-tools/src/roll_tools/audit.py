@@ -16,14 +16,21 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
 from roll_core.config.overrides import parse_settings
-from roll_core.data.audit import AuditFinding, audit_rows, audit_template, is_chat_data
 from roll_core.data.encode import Encoder, tokenizer_texts
 from roll_core.data.rows import ENDINGS, first_rows, has_response, messages_of, read_rows, tools_of
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
-from roll_core.runtime.run.audit import PIPELINES, audit_run, sources
 from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_tools.data_audit import (
+    PIPELINES,
+    AuditFinding,
+    audit_rows,
+    audit_run,
+    audit_template,
+    is_chat_data,
+    sources,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +39,8 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import Row, Rows
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.run.audit import ReadRows
     from roll_core.spec.config import RunConfig
+    from roll_tools.data_audit import ReadRows
 
 
 def show_audit(

@@ -22,7 +22,7 @@ from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of
 from roll_tools.rendering import TONES, for_script, template
-from roll_tools.saved_record import SavedRecord
+from roll_tools.saved_record import SavedRecord, read_findings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ def write_report(run: Path) -> Path:
     """Write `report.html` of the run directory `run` and return its path. Works also while the run is in progress."""
     run_dir = RunDir(run)
     found = read_record(run_dir.record)
-    record = SavedRecord.of(found)
+    record = SavedRecord.of(found | {"audit": read_findings(run_dir.path)})
     outcome = "killed" if is_abandoned(found) else record.outcome
     metrics = read_metrics(run_dir.metrics)
     key_charts, sections = charts_of(metrics)

@@ -1,4 +1,4 @@
-"""Hooks that provide commands and checks, and write the report of a run. Imports nothing heavy."""
+"""Hooks that provide commands and checks, and write the audit and the report of a run. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from roll_core.spec.providers import CheckProvider, CommandProvider
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from roll_core.spec.pipeline import Run
 
 ROLL_HOOK_API = 1
 
@@ -48,6 +50,16 @@ def roll_checks() -> Iterator[CheckProvider]:
         ("data", "files", "Whether the data files of the config exist"),
     ):
         yield CheckProvider(name=name, target=f"roll_tools.checks.{module}:{name}", summary=summary)
+
+
+@hookimpl
+def roll_run_started(run: Run) -> None:
+    """Write `audit.json`, unless the pipeline has no tokenizer."""
+    if getattr(run, "tokenizer", None) is not None:
+        from roll_tools.data_audit import write_audit
+
+        with run.stage("data"):
+            write_audit(run)
 
 
 @hookimpl

@@ -1,8 +1,11 @@
-"""The fields of `run.json` that the report shows. A field of the wrong type is ignored, so that the rest is shown."""
+"""The fields of `run.json`, and the findings of `audit.json`, that the report shows. A field of the wrong type is ignored,
+so that the rest is shown.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.records.run_dir import RunDir
 
+AUDIT = "audit.json"
+"""File of a run directory with the findings about its data."""
 _NOT_HASHED = ("output_dir:", "exp_name:", "resume_from_checkpoint:")
 _Timestamp = Annotated[float, Field(ge=0, lt=253_402_214_400)]
 """Unix time in seconds that `datetime` can represent."""
@@ -125,6 +130,15 @@ class SavedRecord(_Part):
         except ValidationError as error:
             invalid = {each["loc"][0] for each in error.errors()}
             return cls.model_validate({name: value for name, value in record.items() if name not in invalid})
+
+
+def read_findings(directory: Path) -> list[Any]:
+    """Findings of the run's audit; empty if it has none."""
+    try:
+        found = json.loads((directory / AUDIT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 def read_state(run: RunDir) -> tuple[SavedRecord, str]:

@@ -61,7 +61,6 @@ from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
-from roll_core.runtime.run.audit import recorded_audit
 from roll_core.runtime.run.profiling import StepProfiler
 from roll_core.runtime.run.resuming import check_fits, load_run
 from roll_core.runtime.run.saving import RunSaver
@@ -259,8 +258,6 @@ class _Driver:
             run = self._prepare_run(checkpoint, stack)
             with ledger.stage("data"):
                 num_steps = self.pipeline.prepare(run)
-                if self.provider.tokenizer:
-                    self.record.update(audit=recorded_audit(config, run.rows, run.tokenizer))
             resumed_step = checkpoint.step if checkpoint is not None else 0
             self.record.update(
                 steps_asked=num_steps,

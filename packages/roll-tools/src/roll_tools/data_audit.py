@@ -2,14 +2,17 @@
 
 `audit_template` encodes small conversations: do later turns keep the recorded tokens, does reasoning survive, which
 token ends a turn. `audit_rows` encodes the rows as the run does: lengths, duplicates, empty rows, trained stop tokens.
+`audit_run` audits all data of a run; `write_audit` does so at its start, for its report.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,17 +21,27 @@ from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.encode import Encoder
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError
+from roll_tools.saved_record import AUDIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.chat_encoder import EncodedChat
     from roll_core.data.rows import Row, Rows
-    from roll_core.spec.config import DataArguments
+    from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.environment import Message
+    from roll_core.spec.pipeline import Run
 
+    ReadRows = Callable[[DataArguments], Rows]
+
+log = logging.getLogger(__name__)
+
+RECORDED_S = 0.5
+"""Seconds for the audit of a run's rows at its start."""
+PIPELINES = {"sft": True, "rlvr": False, "agentic": False}
+"""Pipelines whose data are audited, and True if their rows are training sequences."""
 Level = Literal["ok", "note", "warning", "error"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL = {
@@ -309,3 +322,72 @@ def _percentiles(lengths: Sequence[int]) -> str:
 def is_chat_data(data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if prompts pass through a chat template."""
     return are_chats(data) or data.template not in ("plain", "native") or bool(tokenizer.chat_template)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def audit_run(
+    config: RunConfig, rows: ReadRows, tokenizer: PreTrainedTokenizerBase, *, seconds: float | None = None
+) -> Iterator[AuditFinding]:
+    """Audit the chat template and all rows of a run. `seconds` is the time after which no further row is encoded."""
+    begin = time.monotonic()
+    if config.pipeline not in PIPELINES:
+        yield AuditFinding(
+            check="pipeline",
+            subject="pipeline",
+            level="note",
+            found=f"the rows of {config.pipeline} are not audited, only those of {', '.join(PIPELINES)}",
+        )
+        return
+    multi_turn = bool(getattr(config, "multi_turn", False))
+    role = config.policy_role or next(iter(config.roles()))
+    template = config.roles()[role].data_args
+    if multi_turn or is_chat_data(template, tokenizer):
+        yield from audit_template(
+            tokenizer,
+            template,
+            subject=f"{role}.data_args",
+            multi_turn=multi_turn,
+            tool_format=getattr(config, "tool_format", "auto"),
+            thinking=getattr(config, "thinking", "template"),
+        )
+    for key, source in dict(sources(config)).items():
+        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / 2
+        trains = PIPELINES[config.pipeline] and not key.startswith("validation")
+        yield from audit_rows(
+            rows(source),
+            source,
+            tokenizer,
+            subject=key,
+            prompt_length=config.prompt_length,
+            response_length=config.response_length if trains else None,
+            truncate=getattr(config, "overlong", "drop") == "truncate",
+            seconds=left,
+        )
+
+
+def write_audit(run: Run) -> None:
+    """Write the findings about a run's data to `audit.json`. Takes less than a second and never fails."""
+    try:
+        found = [asdict(each) for each in audit_run(run.config, run.rows, run.tokenizer, seconds=RECORDED_S)]
+    except Exception as error:  # of a tokenizer or of a template; the run itself reports what it needs
+        log.debug("the audit failed", exc_info=True)
+        text = f"failed: {type(error).__name__}: {error}"
+        found = [asdict(AuditFinding(check="audit", subject="", level="note", found=text))]
+    try:
+        (run.dir / AUDIT).write_text(json.dumps(found, indent=2), encoding="utf-8")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run.dir / AUDIT, error)
+
+
+def sources(config: RunConfig) -> Iterator[tuple[str, DataArguments]]:
+    """Data with prompts, by key of the config. Rows of environments are tasks, which have no prompt."""
+    if getattr(config, "multi_turn", False):
+        return
+    for role, worker in config.roles().items():
+        if worker.data_args.file_name:
+            yield f"{role}.data_args", worker.data_args
+    validation = getattr(config, "validation", None)
+    if validation is not None and validation.data_args.file_name:
+        yield "validation.data_args", validation.data_args
