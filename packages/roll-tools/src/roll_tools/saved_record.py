@@ -1,5 +1,6 @@
-"""The fields of `run.json`, and the findings of `audit.json`, that the report shows. A field of the wrong type is ignored,
-so that the rest is shown.
+"""The fields of `run.json`, and the findings of `audit.json`, that the report shows.
+
+A field of the wrong type is ignored, so that the rest is shown.
 """
 
 from __future__ import annotations
