@@ -11,9 +11,9 @@ from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.runtime.planning import make_plan
 from roll_core.spec.config import RunConfig
 from roll_testing.kit import hf_plugins
+from roll_tools.planning import make_plan
 
 MODEL = {
     "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -10,10 +11,11 @@ import yaml
 
 import roll_core as roll
 from roll_core.cli.main import main
-from roll_core.errors import ContractError, PluginError, PluginHookError, RunInterruptedError
+from roll_core.errors import ContractError, MissingRequirementError, PluginError, PluginHookError, RunInterruptedError
 from roll_core.runtime.records.record import read_record
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import read_metrics, repeatable
+from roll_testing.errors import raises_error
 from roll_testing.runs import Runs
 
 
@@ -123,6 +125,13 @@ def test_a_plan_has_places_memory_and_whether_the_run_fits(sft):
     tight = roll.plan(sft, host_memory_gib=0.01)
     assert not tight.fits
     assert tight.plan.over > 0
+
+
+def test_a_plan_needs_roll_tools(sft, monkeypatch):
+    monkeypatch.setitem(sys.modules, "roll_tools.planning", None)
+    monkeypatch.delattr(roll, "plan", raising=False)
+    with raises_error(MissingRequirementError, "roll-tools"):
+        roll.plan(sft)
 
 
 def test_callbacks_get_the_events_of_their_run_only(sft):

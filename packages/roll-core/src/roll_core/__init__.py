@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "run": "roll_core.api",
     "check": "roll_core.api",
-    "plan": "roll_core.api",
-    "PlannedRun": "roll_core.api",
+    "plan": "roll_tools.planning",
+    "PlannedRun": "roll_tools.planning",
     "LiveMetrics": "roll_core.api.live",
     "LoadedConfig": "roll_core.config",
     "RunResult": "roll_core.runtime.run.loop",
@@ -29,7 +29,15 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    try:
+        module = import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("roll_tools"):
+            raise
+        from roll_core.errors import MissingRequirementError
+
+        raise MissingRequirementError(f"roll.{name} is part of roll-tools: pip install roll-tools") from error
+    value = globals()[name] = getattr(module, name)
     return value
 
 

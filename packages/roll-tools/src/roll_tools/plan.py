@@ -7,8 +7,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.api import GIB, plan
-from roll_core.runtime.planning.suggestion import explained
+from roll_tools.planning import GIB, plan
+from roll_tools.suggestion import explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.placement import Place
-    from roll_core.runtime.planning import Plan
     from roll_core.runtime.planning.memory import RoleMemory
-    from roll_core.runtime.planning.plan import Load
-    from roll_core.runtime.planning.suggestion import Proposal
+    from roll_core.runtime.planning.plan import Load, Plan
+    from roll_tools.suggestion import Proposal
 
 
 def show_plan(

@@ -1,4 +1,4 @@
-"""The Python API, `import roll_core as roll`. The commands `run`, `check` and `plan` call the same functions.
+"""The Python API, `import roll_core as roll`. The commands `run` and `check` call the same functions.
 
 roll.run ─► prepare ─► load, FileCheck ─► start ─► execute ─► RunResult
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.api.files import FileCheck
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from roll_core.config.loading import ConfigSource
     from roll_core.config.overrides import Overrides
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.planning import Plan
-    from roll_core.runtime.planning.suggestion import Proposal
     from roll_core.runtime.run.loop import RunResult
-
-GIB = 2**30
 
 
 def run(
@@ -54,7 +50,7 @@ def run(
     as a note.
     """
     check_callbacks(callbacks)
-    with _overrides_located():
+    with overrides_located():
         registry, (loaded,) = prepare([config], overrides, disabled_plugins, files=files)
     where = str(config) if isinstance(config, (str, os.PathLike)) else "config"
     result = start(loaded, registry, callbacks=callbacks, argv=["roll.run", where, *_texts(overrides)])
@@ -76,50 +72,9 @@ def check(
     Raises `ConfigError` with all mistakes.
     """
     further = FileCheck() if files else None
-    with _overrides_located():
+    with overrides_located():
         loaded = load(config, overrides, load_registry(disabled_plugins), further, needs=files)
     return loaded if further is None else replace(loaded, unchecked=tuple(further.take_unchecked()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """A config with its plan, and the smallest change that makes it fit in memory."""
-
-    loaded: LoadedConfig
-    plan: Plan
-    proposal: Proposal | None
-    """None if the plan fits or no change helps."""
-
-    @property
-    def fits(self) -> bool:
-        """True if every worker has a place and no known memory is exceeded."""
-        return self.plan.starts and not self.plan.over
-
-
-def plan(
-    config: ConfigSource,
-    overrides: Overrides = (),
-    *,
-    nodes: int | None = None,
-    slot_memory_gib: float | None = None,
-    host_memory_gib: float | None = None,
-    disabled_plugins: Sequence[str] = (),
-) -> PlannedRun:
-    """Compute placement and memory of each role, without starting a run. The first two arguments are those of `run`.
-
-    `nodes` and the free memory of a slot and of a host, in GiB, replace what is detected here. Raises `ConfigError`
-    with all mistakes, and `PlacementError` if no placement can be computed.
-    """
-    from roll_core.runtime.planning import make_plan
-    from roll_core.runtime.planning.suggestion import smallest_change
-
-    registry = load_registry(disabled_plugins)
-    with _overrides_located():
-        loaded = load(config, overrides, registry)
-    slot, host = (None if each is None else int(each * GIB) for each in (slot_memory_gib, host_memory_gib))
-    found = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=slot, host_bytes=host)
-    proposal = smallest_change(loaded.config, registry, found) if found.over else None
-    return PlannedRun(loaded=loaded, plan=found, proposal=proposal)
 
 
 # -- shared with the command line --------------------------------------------------------------------------------------
@@ -158,7 +113,7 @@ def start(
 
 
 @contextmanager
-def _overrides_located() -> Iterator[None]:
+def overrides_located() -> Iterator[None]:
     """Locate problems of overrides at `overrides`, instead of the command line."""
     try:
         yield

@@ -1,8 +1,4 @@
-"""Dry-run planning (`roll-core plan`): placement of workers, memory per phase, and config changes that make a run fit.
+"""Prediction of a run's memory: placement of workers, and the memory of each role in each phase.
 
-`make_plan` uses the same functions as a run. Nothing here imports torch or Ray.
+`roll-core plan` uses it before a run, and a run for its record. Nothing here imports torch or Ray.
 """
-
-from roll_core.runtime.planning.plan import Plan, make_plan
-
-__all__ = ["Plan", "make_plan"]

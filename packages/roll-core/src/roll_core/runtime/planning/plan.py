@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
-from roll_core.host import free_memory_bytes
 from roll_core.runtime.cluster.placement import slots_of, slots_per_node
 from roll_core.runtime.planning.memory import RoleMemory, predict
-from roll_core.runtime.planning.placement import Placement, pipeline_plan, place, weight_choices
+from roll_core.runtime.planning.placement import Placement, pipeline_plan, weight_choices
 from roll_core.spec.plan import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.memory_use import MemoryUse
     from roll_core.runtime.cluster.placement import Place
@@ -104,29 +102,6 @@ class Plan:
         return not self.placement.problems
 
 
-def make_plan(
-    loaded: LoadedConfig,
-    registry: Registry,
-    *,
-    num_nodes: int | None = None,
-    slot_bytes: int | None = None,
-    host_bytes: int | None = None,
-) -> Plan:
-    """Make the plan of a config.
-
-    `num_nodes`, `slot_bytes` and `host_bytes` describe the machines and override what is detected on this host.
-    Raises `PlacementError` if no placement can be computed.
-    """
-    placement = place(loaded, registry, num_nodes=num_nodes)
-    if host_bytes is None and placement.here:
-        host_bytes = free_memory_bytes()
-    if placement.platform.slots_share_cores:
-        slot_bytes = None
-    elif slot_bytes is None and placement.here:
-        slot_bytes = _free_on_slots(placement.platform)
-    return plan_with(loaded.config, registry, placement, Capacity(host=host_bytes, slot=slot_bytes))
-
-
 def plan_of_run(
     config: RunConfig,
     registry: Registry,
@@ -163,15 +138,6 @@ def plan_with(config: RunConfig, registry: Registry, placement: Placement, capac
     phases = _phases(placement, memory)
     loads = tuple(load for phase, roles in phases for load in _phase_loads(phase, placement, roles, capacity))
     return Plan(placement=placement, memory=memory, capacity=capacity, loads=loads)
-
-
-def _free_on_slots(platform: Platform) -> int | None:
-    """Free bytes of the slot with the least free memory; None if unknown."""
-    try:
-        slots = [platform.memory(index) for index in range(platform.device_count())]
-    except RollError:
-        return None
-    return min((slot["total"] - slot["used"] for slot in slots), default=None)
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
