@@ -140,6 +140,19 @@ CHAT = [
 ]
 
 
+def test_a_query_follows_the_prompt_on_a_new_line_unless_it_is_empty(tmp_path):
+    stored = [{"prompt": "Translate.", "input": text} for text in ("chat", "", None)]
+    file = write(tmp_path / "a.jsonl", [*stored, {"prompt": "Translate.", "input": 3}])
+    data = DataArguments(file_name=file, query="input")
+    rows = read_rows(data)
+    found = [messages_of(row, data, rows, response=False)[0]["content"] for row in list(rows)[:3]]
+    assert found == ["Translate.\nchat", "Translate.", "Translate."]
+    with raises_error(DataError, "row 4", "'input'", "3"):
+        messages_of(rows[3], data, rows, response=False)
+    with raises_error(DataError, "'inptu'", "'input'"):
+        messages_of(rows[0], data.model_copy(update={"query": "inptu"}), rows, response=False)
+
+
 @pytest.mark.parametrize("stored", [CHAT, json.dumps(CHAT)], ids=["list", "json"])
 def test_messages_are_a_list_or_its_json(tmp_path, stored):
     data = DataArguments(

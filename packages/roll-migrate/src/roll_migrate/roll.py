@@ -348,7 +348,7 @@ class _Import:
             and source.get("num_return_sequences_in_group", 1) != 1
         ):
             added.append((("is_num_return_sequences_expand",), True, "ROLL sets it in asynchronous training"))
-        for name in ("template", "messages", "prompt", "response", "system", "tag", "chosen", "rejected"):
+        for name in ("template", "messages", "prompt", "query", "response", "system", "tag", "chosen", "rejected"):
             column = (trained, "data_args", name)
             value = value_at(self.config, column) or DEFAULTS[self.pipeline].get(column)
             if value is not None:

@@ -369,7 +369,7 @@ SFT: Table = {
     "prompt_key": change("→ `sft_train.data_args.prompt`", values.row_column("prompt")),
     "response_key": change("→ `sft_train.data_args.response`", values.row_column("response")),
     "system_key": change("→ `sft_train.data_args.system`", values.row_column("system")),
-    "query_key": refused("a prompt is one column: join both columns in the rows"),
+    "query_key": change("→ `sft_train.data_args.query`", values.row_column("query")),
     "global_template": change("→ `sft_train.data_args.template`", values.global_template),
     "max_steps": dead("ROLL's sft uses num_train_epochs"),
     "sft_train": TRAIN,

@@ -208,6 +208,8 @@ def _values_at(path: KeyPath, data: Any) -> Iterator[tuple[KeyPath, dict[Any, An
 def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:
     if needed and data.messages is not None:
         needed = ("messages",)
+    elif "prompt" in needed and data.query is not None:
+        needed = (*needed, "query")
     for key in (*needed, "system") if needed and data.system is not None else needed:
         try:
             need_column(getattr(data, key), rows)

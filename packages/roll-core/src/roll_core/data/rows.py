@@ -135,7 +135,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
     `DataError`.
     """
     if data.messages is None:
-        messages = [{"role": "user", "content": text_of(row, data.prompt, rows)}]
+        messages = [{"role": "user", "content": _prompt_text(row, data, rows)}]
         if response:
             messages.append({"role": "assistant", "content": text_of(row, data.response, rows)})
         return _with_system(messages, row, data, rows)
@@ -147,6 +147,15 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
     if all(each["role"] == "system" for each in messages):
         raise DataError(f"{row.where}: column {data.messages!r} has no message that a response could follow")
     return messages
+
+
+def _prompt_text(row: Row, data: DataArguments, rows: Rows) -> str:
+    prompt = text_of(row, data.prompt, rows)
+    if data.query is None:
+        return prompt
+    need_column(data.query, rows)
+    query = text_of(row, data.query, rows) if row.values.get(data.query) else ""
+    return f"{prompt}\n{query}" if query else prompt
 
 
 def has_response(row: Row, data: DataArguments, rows: Rows) -> bool:

@@ -278,6 +278,9 @@ class DataArguments(Config):
     """File format. `auto` uses the file's suffix."""
     prompt: str = "prompt"
     """Column with the prompt's text."""
+    query: str | None = None
+    """Column with text that follows the prompt's text on a new line, such as `input` of Alpaca's rows. It may be empty.
+    """
     response: str = "response"
     """Column with the response's text (sft, and labelled responses of preference)."""
     chosen: str = "chosen"
@@ -305,6 +308,12 @@ class DataArguments(Config):
     fractions in the data."""
     max_samples: PositiveInt | None = None
     """Use only the first `max_samples` rows."""
+
+    @model_validator(mode="after")
+    def _check_query(self) -> Self:
+        if self.query is not None and self.messages is not None:
+            raise ValueError(f"query: {self.query} follows a prompt's text, but rows have messages: {self.messages}")
+        return self
 
 
 class GeneratingArguments(Config):
