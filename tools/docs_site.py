@@ -1,4 +1,4 @@
-"""Hook of mkdocs: pages of the plugin interface from its docstrings, an index of plugins, links out of docs/.
+"""Hook of mkdocs: pages of the plugin interface, the index of plugins, their examples, and links out of docs/.
 
 The Markdown files of docs/ are read on GitHub, too. There, links such as `../examples/quickstart/rewards.py` lead to
 the file; the site names its path instead.
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = ROOT / "packages" / "roll-core" / "src" / "roll_core" / "spec"
 INDEX = "plugin-index.md"
+LANGUAGES = {".py": "python", ".toml": "toml"}
+TEMPLATES = ROOT / "packages" / "roll-testing" / "src" / "roll_testing" / "templates"
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
 log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -30,14 +32,16 @@ log = logging.getLogger("mkdocs.hooks.docs_site")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages to the navigation."""
     (plugins,) = (section["Plugins"] for section in config.nav if "Plugins" in section)
-    plugins.append(INDEX)
+    plugins += [INDEX, {"Examples": [f"examples/{kind}.md" for kind in _kinds()]}]
     config.nav.append({"Reference": [f"reference/{name}.md" for name in _modules()]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each module of `roll_core.spec`, and the index of plugins."""
+    """Add a page for each module of `roll_core.spec` and for each kind of plugin, and the index of plugins."""
     files.append(File.generated(config, INDEX, content=plugin_index()))
+    for kind in _kinds():
+        files.append(File.generated(config, f"examples/{kind}.md", content=example(kind)))
     for name in _modules():
         content = f"# `roll_core.spec.{name}`\n\n::: roll_core.spec.{name}\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
@@ -66,12 +70,36 @@ def plugin_index() -> str:
     return "\n".join(lines) + "\n"
 
 
+def example(kind: str) -> str:
+    """Page with the files of the package that `roll-core new KIND acme` writes: the templates, so there is one copy."""
+    folder = TEMPLATES / kind
+    lines = [
+        f"# Example: {kind}",
+        "",
+        f"    roll-core new {kind} acme",
+        "",
+        "The command writes these files, a licence and a workflow for GitHub. The tests pass as they are. See",
+        "[writing a plugin](../plugins.md) and [the conformance tests](../conformance.md).",
+    ]
+    for path in sorted(folder.rglob("*"), key=lambda each: (len(each.parts), each)):
+        if path.suffix in LANGUAGES and path.name != "__init__.py" and "__pycache__" not in path.parts:
+            text = path.read_text(encoding="utf-8").rstrip()
+            lines += ["", f"## `{path.relative_to(folder)}`", "", f"````{LANGUAGES[path.suffix]}", text, "````"]
+    return "\n".join(lines) + "\n"
+
+
+def _kinds() -> list[str]:
+    return sorted(path.name for path in TEMPLATES.iterdir() if path.name != "shared" and not path.name.startswith("_"))
+
+
 def _modules() -> list[str]:
     return sorted(path.stem for path in SPEC.glob("[a-z]*.py"))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace links to files outside of docs/ by their paths."""
+    if "/" in page.file.src_uri:
+        return markdown  # a generated page in a folder: `../` is docs/
 
     def path_of(found: re.Match[str]) -> str:
         text, path = found.groups()
