@@ -4,7 +4,7 @@
     ./run bench plan_memory --cost [NAME]
 
 Runs of `pipeline: sft` with random models of 55, 126 and 285 million parameters on the host, two optimizer steps on
-rows of full length, each by `roll-core run`. The record of a run has what was predicted for each of its
+rows of full length, each by `roll-core run`. The files of a run have what was predicted for each of its
 processes and what was measured: the most that the process held over what it held before it built anything, pages of
 files left out. The error is (predicted - measured) / measured.
 
@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import RESULTS, peer_python, write_result
+
+from roll_core.runtime.records.run_dir import RunDir
+from roll_tools.saved_record import read_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -182,7 +185,7 @@ def measure(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, A
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
             folder = run(python, CASES[name], Path(temporary) / str(len(found)), environment)
-            rows = json.loads((folder / "run.json").read_text(encoding="utf-8"))["memory"]
+            rows = read_memory(RunDir(folder))
             worst = max(rows, key=lambda row: abs(row["predicted_bytes"] / row["measured_bytes"] - 1))
             found[name] = {
                 "predicted_mib": round(worst["predicted_bytes"] / MIB, 1),

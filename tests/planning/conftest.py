@@ -14,9 +14,9 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.config import LoadedConfig, load
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.planning.plan import Plan
 from roll_core.spec.providers import PlatformProvider
 from roll_tools.planning import make_plan
+from roll_tools.run_plan import Plan
 
 MODULE = "platforms_of_these_tests"
 GIB = 2**30

@@ -1,7 +1,16 @@
 """What was predicted beside what was measured."""
 
-from roll_core.runtime.cluster.memory_use import MemoryUse
-from roll_core.runtime.planning.plan import PROCESS_BYTES, compared
+import json
+
+from roll_core.runtime.cluster.memory_use import MemoryUse, by_process
+from roll_tools.run_plan import PROCESS_BYTES, prediction
+from roll_tools.saved_record import Prediction
+
+
+def compared(plan, measured):
+    """As the report of a run compares its two files."""
+    found = Prediction.model_validate({} if plan is None else json.loads(json.dumps(prediction(plan))))
+    return [row | found.of(row["roles"]) for row in by_process(measured)]
 
 
 def use(pid, begun, peak, device=None):

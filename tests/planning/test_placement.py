@@ -6,9 +6,9 @@ from roll_core.errors import PlacementError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.placement import place_roles
-from roll_core.runtime.planning.placement import pipeline_plan
 from roll_core.runtime.workers.build import slots_per_worker
 from roll_testing.errors import mentions, raises_error
+from roll_tools.placement import pipeline_plan
 
 ACC = ("platform=acc", "executor=ray")
 SIXTEEN = ("actor_train.device_mapping=list(range(0,16))", "actor_infer.device_mapping=[0]", "rollout_batch_size=32")

@@ -7,7 +7,7 @@ from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.plan import MemoryInput
 from roll_core.spec.providers import InferProvider, TrainProvider
-from roll_core.weights.sizes import model_size
+from roll_tools.sizes import model_size
 
 MODEL = model_size(
     {

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from roll_core.runtime.planning.plan import PROCESS_BYTES
 from roll_core.spec.providers import TrainProvider
 from roll_strategy_hf.config import HFTrainConfig
 from roll_tools.planning import make_plan
+from roll_tools.run_plan import PROCESS_BYTES
 from roll_tools.suggestion import changed, smallest_change
 
 LONG = (

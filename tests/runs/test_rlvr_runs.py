@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from roll_core.runtime.rollout import scoring
 from roll_core.runtime.run import roles
 from roll_testing.errors import mentions
+from roll_tools.saved_record import read_memory
 
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
 CRITIC = {
@@ -272,9 +273,9 @@ def test_both_executors_give_the_same_numbers(ray_runs):
     assert record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
     assert sorted(row["roles"] for row in record["memory"]) == [["actor_infer"], ["actor_train"]]
     local = ray_runs.ok(ray_runs.rlvr(executor="local"))
-    (row,) = json.loads(local.run_dir.record.read_text(encoding="utf-8"))["memory"]
+    (row,) = read_memory(local.run_dir)
     assert row["roles"] == ["actor_train", "actor_infer"]
-    assert all(each["measured_bytes"] > 0 and each["predicted_bytes"] > 0 for each in (row, *record["memory"]))
+    assert all(each["measured_bytes"] > 0 and each["predicted_bytes"] > 0 for each in (row, *read_memory(ray.run_dir)))
     for here, there in zip(ray_runs.timeless(local), ray_runs.timeless(ray), strict=True):
         for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
             assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name

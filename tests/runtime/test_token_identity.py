@@ -7,11 +7,11 @@ import pytest
 
 from roll_core.data.pack import sequence_of
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.runtime.planning.memory import vocab_size_of
 from roll_core.runtime.rollout.batches import token_problem
 from roll_core.runtime.rollout.program import group_of
 from roll_core.runtime.rollout.scoring import request_of
-from roll_core.spec.config import RunConfig, TokenizerConfig
+from roll_core.runtime.workers.build import vocab_size_of
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.rollout import Prompt
 from roll_core.types import Completion, CompletionOutput
@@ -66,4 +66,4 @@ def test_the_vocabulary_is_that_of_the_models_embedding_where_it_can_be_read(tmp
     if padded:
         (tmp_path / "config.json").write_text(json.dumps(keys | {"vocab_size": padded}), encoding="utf-8")
     spec = ModelSpec(path=str(tmp_path))
-    assert vocab_size_of(spec, RunConfig(pipeline="rlvr"), tokens=151_669) == found
+    assert vocab_size_of(spec, tokens=151_669) == found

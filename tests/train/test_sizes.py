@@ -7,9 +7,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from roll_core.errors import ModelError
-from roll_core.weights.sizes import ARCHITECTURES, model_size
 from roll_modeling import blocked_attention, logprobs, memory
 from roll_testing.errors import raises_error
+from roll_tools.sizes import ARCHITECTURES, model_size
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -310,6 +310,9 @@ def planner(device: str) -> int:
     """Predicted beside measured peak memory of an SFT run."""
     import yaml
 
+    from roll_core.runtime.records.run_dir import RunDir
+    from roll_tools.saved_record import read_memory
+
     size, length = ("small", 512) if device == "cuda" else ("tiny", 64)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -338,8 +341,7 @@ def planner(device: str) -> int:
         }
         (folder / "sft.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         subprocess.run([sys.executable, "-m", "roll_core", "run", str(folder / "sft.yaml")], check=True)
-        record = json.loads((folder / "planned" / "latest" / "run.json").read_text(encoding="utf-8"))
-    row = record["memory"][0]
+        (row,) = read_memory(RunDir(folder / "planned" / "latest"))
     kind = "device_" if device == "cuda" else ""
     predicted, measured = row[f"{kind}predicted_bytes"], row[f"{kind}measured_bytes"]
     figures = {"predicted MB": (predicted or 0) / 1e6, "measured MB": (measured or 0) / 1e6}

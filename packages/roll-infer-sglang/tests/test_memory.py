@@ -3,9 +3,9 @@
 import pytest
 
 from roll_core.spec.plan import MemoryInput
-from roll_core.weights.sizes import model_size
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.memory import memory
+from roll_tools.sizes import model_size
 
 MODEL = model_size(
     {

@@ -36,10 +36,15 @@ ROWS = [
 MIB = 2**20
 MEMORY = [
     {"roles": ["actor_train"], "ranks": [0], "host": "here", "pid": 7, "measured_bytes": 1000 * MIB,
-     "predicted_bytes": 1100 * MIB, "device_measured_bytes": 4000 * MIB, "device_predicted_bytes": 3000 * MIB},
+     "device_measured_bytes": 4000 * MIB},
     {"roles": ["actor_infer"], "ranks": [0], "host": "here", "pid": 8, "measured_bytes": 50 * MIB,
-     "predicted_bytes": None, "device_measured_bytes": None, "device_predicted_bytes": None},
+     "device_measured_bytes": None},
 ]  # fmt: skip
+PREDICTION = {
+    "unknown": ["actor_infer"],
+    "on_slots": True,
+    "phases": [["train", "actor_train", 3000 * MIB, 1000 * MIB], ["save", "actor_train", 2000 * MIB, 1100 * MIB]],
+}
 
 
 class Page(HTMLParser):
@@ -86,6 +91,7 @@ def make_run(output: Path, *, ends: bool = True, error: BaseException | None = N
     record.weight_transport("actor_train", "actor_infer", "shared")
     record.guard_event(GuardEvent(guard="logprob_gap", action="warn", message="gap of 0.2", step=4, time=1.0, since=4))
     record.update(memory=MEMORY)
+    (run.path / "prediction.json").write_text(json.dumps(PREDICTION))
     metrics = MetricsFile(run.metrics)
     for step in range(21):
         row = {"score/mean": step / 20, "score/min": 0.0, "score/max": 1.0 + step, "actor/loss": -0.5, "kl/coef": 0.1}

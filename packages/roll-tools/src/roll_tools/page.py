@@ -22,7 +22,7 @@ from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of
 from roll_tools.rendering import TONES, for_script, template
-from roll_tools.saved_record import SavedRecord, read_findings
+from roll_tools.saved_record import SavedRecord, read_findings, read_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +63,7 @@ def write_report(run: Path) -> Path:
         sections=[section for section in sections if section.title != WEIGHTS],
         weight_charts=[chart for section in sections if section.title == WEIGHTS for chart in section.charts],
         time=tables.time_table(record, metrics),
-        memory=tables.memory_rows(record),
+        memory=tables.memory_rows(read_memory(run_dir)),
         samples_json=for_script(samples),
         samples=samples,
         samples_left_out=samples_left_out,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.placement import Place
-    from roll_core.runtime.planning.memory import RoleMemory
-    from roll_core.runtime.planning.plan import Load, Plan
+    from roll_tools.role_memory import RoleMemory
+    from roll_tools.run_plan import Load, Plan
     from roll_tools.suggestion import Proposal
 
 

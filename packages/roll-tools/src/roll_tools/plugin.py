@@ -54,12 +54,19 @@ def roll_checks() -> Iterator[CheckProvider]:
 
 @hookimpl
 def roll_run_started(run: Run) -> None:
-    """Write `audit.json`, unless the pipeline has no tokenizer."""
+    """Write `audit.json`, unless the pipeline has no tokenizer, and `prediction.json`."""
+    from roll_core.runtime.run.active_run import ActiveRun
+
     if getattr(run, "tokenizer", None) is not None:
         from roll_tools.data_audit import write_audit
 
         with run.stage("data"):
             write_audit(run)
+    if isinstance(run, ActiveRun):
+        from roll_tools.planning import write_prediction
+
+        with run.stage("build roles"):
+            write_prediction(run)
 
 
 @hookimpl

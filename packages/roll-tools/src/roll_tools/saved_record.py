@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,12 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from roll_core.runtime.records.record import is_abandoned, read_record
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from roll_core.runtime.records.run_dir import RunDir
 
 AUDIT = "audit.json"
 """File of a run directory with the findings about its data."""
+PREDICTION = "prediction.json"
+"""File of a run directory with its predicted memory (`run_plan.prediction`)."""
 _NOT_HASHED = ("output_dir:", "exp_name:", "resume_from_checkpoint:")
 _Timestamp = Annotated[float, Field(ge=0, lt=253_402_214_400)]
 """Unix time in seconds that `datetime` can represent."""
@@ -63,9 +67,29 @@ class _ProcessMemory(_Part):
     host: str = "?"
     pid: int | None = None
     measured_bytes: _Amount | None = None
-    predicted_bytes: _Amount | None = None
     device_measured_bytes: _Amount | None = None
-    device_predicted_bytes: _Amount | None = None
+
+
+class Prediction(_Part):
+    """Predicted memory of a run, as `run_plan.prediction` describes it."""
+
+    unknown: list[str] = []
+    on_slots: bool = False
+    phases: list[tuple[str, str, int, int]] = []
+
+    def of(self, roles: Sequence[str]) -> dict[str, int | None]:
+        """Predicted bytes of a process with one worker of each role: the maximum over all phases. None if unknown."""
+        host: Counter[str] = Counter()
+        device: Counter[str] = Counter()
+        for phase, role, on_device, on_host in self.phases:
+            if role in roles:
+                host[phase] += on_host
+                device[phase] += on_device
+        known = bool(host) and not set(roles) & set(self.unknown)
+        return {
+            "predicted_bytes": max(host.values()) if known else None,
+            "device_predicted_bytes": max(device.values()) if known and self.on_slots else None,
+        }
 
 
 class _Plugin(_Part):
@@ -135,11 +159,26 @@ class SavedRecord(_Part):
 
 def read_findings(directory: Path) -> list[Any]:
     """Findings of the run's audit; empty if it has none."""
-    try:
-        found = json.loads((directory / AUDIT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
+    found = _read(directory / AUDIT)
     return found if isinstance(found, list) else []
+
+
+def read_memory(run: RunDir) -> list[dict[str, Any]]:
+    """Measured and predicted memory of the processes of a finished run."""
+    try:
+        prediction = Prediction.model_validate(_read(run.path / PREDICTION) or {})
+    except ValidationError:
+        prediction = Prediction()
+    processes = SavedRecord.of(read_record(run.record)).memory or ()
+    return [row.model_dump() | prediction.of(row.roles) for row in processes]
+
+
+def _read(path: Path) -> Any:
+    """The JSON of a file; None if there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def read_state(run: RunDir) -> tuple[SavedRecord, str]:

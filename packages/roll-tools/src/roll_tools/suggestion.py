@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
-from roll_core.runtime.planning.plan import Plan, plan_with
 from roll_core.spec.providers import TrainProvider
+from roll_tools.run_plan import Plan, plan_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.planning.memory import RoleMemory
     from roll_core.spec.config import RunConfig, WorkerConfig
+    from roll_tools.role_memory import RoleMemory
 
 MAX_KINDS = 3
 """Maximum number of changes of different kinds in a proposal, before all kinds are tried together."""

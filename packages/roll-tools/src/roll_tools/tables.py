@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.ledger import OTHER
@@ -152,20 +152,20 @@ def _summed(steps: Sequence[Mapping[str, float]]) -> list[StageTime]:
     return [StageTime(stage=name, seconds=total[name], entries=entries[name]) for name in order]
 
 
-def memory_rows(record: SavedRecord) -> list[dict[str, str]]:
+def memory_rows(processes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Predicted and measured memory of each process, on host and device."""
     rows = []
-    for row in record.memory or ():
+    for row in processes:
         for where, measured, predicted in (
-            ("host", row.measured_bytes, row.predicted_bytes),
-            ("device", row.device_measured_bytes, row.device_predicted_bytes),
+            ("host", row["measured_bytes"], row["predicted_bytes"]),
+            ("device", row["device_measured_bytes"], row["device_predicted_bytes"]),
         ):
             if measured is None:
                 continue
             rows.append(
                 {
-                    "roles": ", ".join(row.roles),
-                    "process": f"{row.pid} on {row.host}",
+                    "roles": ", ".join(row["roles"]),
+                    "process": f"{row['pid']} on {row['host']}",
                     "where": where,
                     "predicted": "unknown" if predicted is None else f"{predicted / 2**20:,.0f} MiB",
                     "measured": f"{measured / 2**20:,.0f} MiB",

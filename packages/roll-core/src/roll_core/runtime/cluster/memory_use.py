@@ -1,4 +1,4 @@
-"""Peak memory of a worker's process, compared with its memory before the worker was built.
+"""Peak memory of a worker's process, less its memory before the worker was built.
 
 Only anonymous and shared pages count. Pages of files, such as the code of libraries, do not count: the kernel can drop
 them, and their number does not depend on the model.
@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
@@ -79,3 +84,30 @@ def _on_device(device: str) -> int | None:
         return int(torch.accelerator.max_memory_allocated(device))
     except (AttributeError, RuntimeError):  # a torch without this counter, or a device that was never initialized
         return None
+
+
+def by_process(measured: Mapping[str, Iterable[MemoryUse | None]]) -> list[dict[str, Any]]:
+    """One row per process: its roles and ranks, and measured bytes on host and device.
+
+    `measured` maps each role to its memory in the order of ranks, with None for unknown.
+    """
+    processes: defaultdict[tuple[str, int], list[tuple[str, int, MemoryUse]]] = defaultdict(list)
+    for role, uses in measured.items():
+        for rank, use in enumerate(uses):
+            if use is not None:
+                processes[use.host, use.pid].append((role, rank, use))
+    rows = []
+    for (host, pid), workers in processes.items():
+        begun = min(use.begun_bytes for _, _, use in workers)
+        devices = [use.device_bytes for _, _, use in workers if use.device_bytes is not None]
+        rows.append(
+            {
+                "roles": list(dict.fromkeys(role for role, _, _ in workers)),
+                "ranks": [rank for _, rank, _ in workers],
+                "host": host,
+                "pid": pid,
+                "measured_bytes": max(0, max(use.peak_bytes for _, _, use in workers) - begun),
+                "device_measured_bytes": max(devices) if devices else None,
+            }
+        )
+    return rows

@@ -14,8 +14,6 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import executor_of, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
-from roll_core.runtime.planning.memory import vocab_size_of
-from roll_core.runtime.planning.plan import plan_of_run
 from roll_core.runtime.rollout.model_rewards import ModelInput, ModelRewardRole, model_input
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
@@ -30,6 +28,7 @@ from roll_core.runtime.workers.build import (
     role_config,
     separate_processes_reason,
     slots_per_worker,
+    vocab_size_of,
 )
 from roll_core.spec.config import ModelRewardConfig, RewardConfig
 from roll_core.spec.providers import InferCapabilities, RewardProvider
@@ -39,12 +38,10 @@ if TYPE_CHECKING:
 
     from roll_core.config.secrets import Redactor
     from roll_core.runtime.cluster.executors.base import Executor
-    from roll_core.runtime.planning.plan import Plan
     from roll_core.runtime.records.record import RunRecord
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.spec.pipeline import Pipeline
     from roll_core.spec.platform import Platform
-    from roll_core.spec.providers import PipelineProvider
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +54,12 @@ POLLS_OF_LIFE = 10
 async def start_roles(
     run: ActiveRun,
     pipeline: Pipeline[Any],
-    pipeline_record: PipelineProvider,
     platform: Platform,
     record: RunRecord,
     redactor: Redactor,
     stack: AsyncExitStack,
-) -> tuple[Executor, Plan | None]:
-    """Start every role in the order of `Pipeline.roles` and add it to `run`. `stack` closes the roles.
-
-    Returns the executor and the plan, which predicts the roles' memory (see `plan_of_run`).
-    """
+) -> Executor:
+    """Start every role in the order of `Pipeline.roles` and add it to `run`. `stack` closes the roles."""
     config, registry, tokenizer = run.config, run.registry, run.run_dir.tokenizer
     roles = pipeline.roles()
     configs = {role.name: role_config(config, role.name) for role in roles}
@@ -90,7 +83,6 @@ async def start_roles(
         make_executor(chosen, registry.owner(chosen), platform, slots_per_node=per_node)
     )
     record.update(executor=chosen.name)
-    plan = plan_of_run(config, registry, pipeline_record, roles, platform, chosen, places)
     forget_peak()
     log.info("executor %s on platform %s", chosen.name, platform.name)
     groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
@@ -104,9 +96,7 @@ async def start_roles(
             await reward.start()
             continue
         if not role.library:
-            run.vocab_sizes[role.name] = vocab_size_of(
-                model_spec(role, config, tokenizer), config, tokens=len(run.tokenizer)
-            )
+            run.vocab_sizes[role.name] = vocab_size_of(model_spec(role, config, tokenizer), tokens=len(run.tokenizer))
         capabilities = provider_of(role, worker, registry).capabilities
         can_offload = offloads(role, config, registry, platform)
         if isinstance(capabilities, InferCapabilities):
@@ -154,4 +144,4 @@ async def start_roles(
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)
     run.weight_sync = WeightSyncController(run, roles, registry, record, in_process=chosen.in_process)
-    return executor, plan
+    return executor

@@ -42,8 +42,8 @@ from roll_core.errors import (
 from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
+from roll_core.runtime.cluster.memory_use import by_process
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.planning.plan import compared
 from roll_core.runtime.records.best import BestCheckpoint, BestMetric
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.console import Console
@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import Executor
-    from roll_core.runtime.planning.plan import Plan
     from roll_core.runtime.records.checkpoints import Checkpoint
     from roll_core.runtime.records.logs import RunLogging
     from roll_core.runtime.records.record import Outcome
@@ -269,9 +268,7 @@ class _Driver:
             self._check_work_is_left(checkpoint, num_steps)
             stack.push_async_callback(self.pipeline.close)  # after the roles are closed, so that no program runs
             with ledger.stage("build roles"):
-                executor, plan = await start_roles(
-                    run, self.pipeline, self.provider, platform, self.record, self.redactor, stack
-                )
+                executor = await start_roles(run, self.pipeline, platform, self.record, self.redactor, stack)
                 await self.pipeline.setup(run)
                 if self.profiler is not None:
                     self.profiler.check(run)
@@ -300,7 +297,7 @@ class _Driver:
                     await saving.enter_async_context(saver)
                     await self._steps(run, num_steps, executor, saver, checkpoint)
                 await self._export(run)
-                await self._measure_memory(run, plan)
+                await self._measure_memory(run)
                 self._check_files()
             except BaseException as error:
                 failure = error
@@ -566,8 +563,8 @@ class _Driver:
                     shutil.rmtree(self.run_dir.export, ignore_errors=True)  # remove the incomplete export
                     raise
 
-    async def _measure_memory(self, run: ActiveRun, plan: Plan | None) -> None:
-        """Record the measured memory of train and infer roles beside the prediction `plan`.
+    async def _measure_memory(self, run: ActiveRun) -> None:
+        """Record the measured memory of train and infer roles.
 
         Runs after the export, so a worker that fails here loses the measurements and does not fail the run.
         """
@@ -576,7 +573,7 @@ class _Driver:
         except RollError as error:
             log.warning("the memory of the workers was not measured: %s", error)
             return
-        self.record.update(memory=compared(plan, measured))
+        self.record.update(memory=by_process(measured))
 
 
 def _history(checkpoint: Checkpoint | None) -> tuple[Path | None, int]:

@@ -17,22 +17,22 @@ from roll_core.config.weight_transports import load_transport
 from roll_core.data.templates import control_tokens
 from roll_core.errors import ModelError, PluginError, RollError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.workers.build import model_spec, offloads, provider_of
+from roll_core.runtime.workers.build import model_folder, model_spec, offloads, provider_of
 from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
 from roll_core.spec.transport import WeightSizes
-from roll_core.weights.sizes import model_size
+from roll_tools.sizes import model_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.planning.placement import Placement
     from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_core.spec.model import LoraSpec, ModelSize, ModelSpec
     from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving
     from roll_core.spec.providers import InferProvider, TrainProvider
+    from roll_tools.placement import Placement
 
 SPECIAL_TOKENS = 2
 """Number of special tokens of tokenizers that ROLL trains (`data.tokenizers`)."""
@@ -227,7 +227,7 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
         if "vocab_size" not in keys:
             keys["vocab_size"] = _vocab_size(config)
         return model_size(keys, task=spec.task)
-    folder = _folder(spec.path)
+    folder = model_folder(spec.path)
     file = folder / "config.json"
     try:
         keys = json.loads(file.read_text(encoding="utf-8"))
@@ -239,35 +239,6 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
 def _library_size(spec: ModelSpec) -> ModelSize:
     library: ModelLibrary = load_target(spec.library, owner=f"model library {spec.library}")()
     return library.size(spec)
-
-
-def vocab_size_of(spec: ModelSpec, config: RunConfig, *, tokens: int) -> int:
-    """Number of ids that a model can sample: the rows of its embedding, or `tokens` if its size is unknown.
-
-    Embeddings are often padded beyond the `tokens` of the tokenizer.
-    """
-    try:
-        return max(tokens, size_of(spec, config).vocab_size)
-    except RollError:
-        return tokens
-
-
-def _folder(path: str) -> Path:
-    """The model's directory, or its snapshot in the Hugging Face cache. Raises `ModelError` if neither exists."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(path, "config.json")
-        if isinstance(found, str):
-            return Path(found).parent
-        raise ModelError(
-            f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: download its"
-            " config.json, or set random_init with the same sizes"
-        )
-    raise ModelError(f"directory {path} does not exist: start the run that writes it first")
 
 
 def _vocab_size(config: RunConfig) -> int:

@@ -1,0 +1,233 @@
+"""Placement of a run's workers, its weight transports, and the pipeline's plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from roll_core.config.parts import on_a_cluster
+from roll_core.config.weight_transports import TransportChoice, choose_transport
+from roll_core.errors import PlacementError, PluginError, RollError
+from roll_core.plugins.targets import load_target
+from roll_core.runtime.cluster.executors import executor_of
+from roll_core.runtime.cluster.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
+from roll_core.runtime.cluster.platform import select_platform
+from roll_core.runtime.workers.build import provider_of, role_config, separate_processes_reason, slots_per_worker
+from roll_core.spec.pipeline import RoleSpec
+from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
+from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
+from roll_core.weights.device_memory import device_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.cluster.placement import Place
+    from roll_core.spec.config import RunConfig
+    from roll_core.spec.plan import Activity
+    from roll_core.spec.platform import Platform
+    from roll_core.spec.providers import ExecutorProvider, PipelineProvider
+
+HARDEST: dict[str, tuple[Activity, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Placement of every worker, and problems with it."""
+
+    pipeline: PipelinePlan
+    platform: Platform
+    per_node: int
+    """Number of slots per node."""
+    num_nodes: int | None
+    """Number of available nodes; None if it is unknown."""
+    executor: ExecutorProvider
+    places: Mapping[str, tuple[Place, ...]]
+    weights: Mapping[tuple[str, str], TransportChoice] = field(default_factory=dict)
+    """Weight transport by `(trainer, engine)`."""
+    problems: tuple[str, ...] = ()
+    """Reasons why the run would not start."""
+    notes: tuple[str, ...] = ()
+    """Resources that the run would wait for."""
+    here: bool = True
+    """True if the devices are on this host, so that their memory can be queried."""
+
+    @property
+    def nodes(self) -> set[int]:
+        """Indices of the nodes that have workers."""
+        return {place.node for workers in self.places.values() for place in workers}
+
+
+def place(
+    config: RunConfig, provider: PipelineProvider, registry: Registry, *, num_nodes: int | None = None
+) -> Placement:
+    """Place the workers of a config. `num_nodes` is the number of nodes, if the user gives it.
+
+    Most problems are returned in `Placement.problems`. Raises `PlacementError` if no placement can be computed at all.
+    """
+    pipeline = pipeline_plan(provider, config)
+    problems: list[str] = []
+    clustered = on_a_cluster(registry, config.executor)
+    try:
+        platform = select_platform(registry, config.platform, elsewhere=clustered)
+        here = not clustered
+    except PlacementError as error:
+        if config.platform is None:
+            raise
+        platform, here = select_platform(registry, config.platform, elsewhere=True), False
+        if num_nodes is None:
+            problems.append(str(error))
+    per_node = slots_per_node(platform, config.num_gpus_per_node)
+    workers = {role.name: role_config(config, role.name) for role in pipeline.roles}
+    places = place_roles(
+        workers,
+        platform,
+        num_gpus_per_node=config.num_gpus_per_node,
+        slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
+        configured=config.roles(),
+    )
+    apart = separate_processes_reason(pipeline.roles, config, registry)
+    executor = executor_of(config, registry, places, apart)
+    if num_nodes is None and not clustered and here:
+        num_nodes = 1
+    if executor.in_process:
+        for role, each in places.items() if here else ():
+            try:
+                check_local(role, workers[role].kind, each, platform, per_node)
+            except RollError as error:
+                problems.append(str(error))
+        problems += [f"{apart}: executor {executor.name} has only one process"] if apart else ()
+    elif num_nodes is not None:
+        problems += _missing(places, platform, per_node, num_nodes)
+        if here and num_nodes == 1:
+            problems += _not_on_this_host(places, platform, per_node)
+    try:
+        weights = weight_choices(pipeline.roles, config, registry, platform, executor, places)
+    except RollError as error:
+        weights = {}
+        problems += [] if apart else [str(error)]
+    return Placement(
+        pipeline=pipeline,
+        platform=platform,
+        per_node=per_node,
+        num_nodes=num_nodes,
+        executor=executor,
+        places=places,
+        weights=weights,
+        problems=tuple(problems),
+        notes=_waiting(executor, places, platform, num_nodes) if executor.placement_timeout_s and not problems else (),
+        here=here,
+    )
+
+
+def weight_choices(
+    roles: Sequence[RoleSpec],
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    executor: ExecutorProvider,
+    places: Mapping[str, tuple[Place, ...]],
+) -> dict[tuple[str, str], TransportChoice]:
+    """Weight transport by `(trainer, engine)`, before any self-test.
+
+    Raises `UnsupportedError` if no transport connects a pair.
+    """
+    facts = {role.name: _facts(role, config, registry, platform, executor, places[role.name]) for role in roles}
+    return {
+        (role.model_from, role.name): choose_transport(
+            registry, facts[role.model_from], facts[role.name], config.weight_transport
+        )
+        for role in roles
+        if role.kind == "generate" and role.model_from in facts
+    }
+
+
+def _facts(
+    role: RoleSpec,
+    config: RunConfig,
+    registry: Registry,
+    platform: Platform,
+    executor: ExecutorProvider,
+    places: Sequence[Place],
+) -> RoleFacts:
+    """The `RoleFacts` that the workers would report. A worker's first slot stands for its device."""
+    if role.kind == "reward":
+        return RoleFacts(role=role.name, workers=())
+    can = provider_of(role, role_config(config, role.name), registry).capabilities
+    shares_device = device_memory(platform.device_type) is not None and getattr(can, "device_weights", True)
+    workers = tuple(
+        WorkerFacts(
+            host=f"node {place.node}",
+            node=place.node,
+            pid=0 if executor.in_process else hash((role.name, place.rank)),
+            slots=place.slots,
+            device=DeviceFacts(uuid=f"slot {place.slots[0]}" if place.slots and shares_device else ""),
+        )
+        for place in places
+    )
+    directory = config.model_update_dir or ""
+    return RoleFacts(role=role.name, workers=workers, weight_transports=can.weight_transports, directory=directory)
+
+
+def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan:
+    """The pipeline's own plan. If it declares none, assume that its roles work one after the other.
+
+    Raises `PluginError` if the pipeline's plan function fails.
+    """
+    if provider.plan:
+        make = load_target(provider.plan, owner=f"pipeline {provider.name}")
+        try:
+            found: PipelinePlan = make(config)
+        except Exception as error:  # plugin code may raise anything
+            raise PluginError(
+                f"pipeline {provider.name}: {provider.plan} failed: {type(error).__name__}: {error}"
+            ) from error
+        return found
+    roles = tuple(RoleSpec(name=name, kind=worker.kind) for name, worker in config.roles().items())
+    each = [(role.name, act) for role in roles for act in HARDEST.get(role.kind, ())]
+    return PipelinePlan(roles=roles, phases=tuple(Phase(name=f"{name}: {act}", acts={name: act}) for name, act in each))
+
+
+def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int) -> list[str]:
+    """One problem per role with slots beyond the last node: its first missing slot and number of unplaced workers."""
+    found = []
+    for role, workers in places.items():
+        unplaced = [each for each in workers if each.node >= num_nodes and each.slots]
+        if unplaced:
+            slot = next(slot for slot in unplaced[0].slots if slot >= num_nodes * per_node)
+            count = f"{len(unplaced)} of {len(workers)} workers of {role} cannot be placed"
+            found.append(f"{count}: {no_such_slot(role, slot, platform, per_node, num_nodes)}")
+    return found
+
+
+def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int) -> list[str]:
+    """One problem per role with slots beyond this host's devices: `num_gpus_per_node` may exceed the device count."""
+    here = per_node if platform.slots_share_cores else platform.device_count()
+    missing = {role: [slot for slot in slots_of(each) if here <= slot < per_node] for role, each in places.items()}
+    return [
+        f"{role} needs slot {min(slots)}, but this host has {here} slots of platform {platform.name}"
+        f" (num_gpus_per_node is {per_node})"
+        for role, slots in missing.items()
+        if slots
+    ]
+
+
+def _waiting(
+    executor: ExecutorProvider, places: Mapping[str, tuple[Place, ...]], platform: Platform, num_nodes: int | None
+) -> tuple[str, ...]:
+    """A note about slots for which the run may wait: the executor reserves all slots of a run together."""
+    highest: dict[int, int] = {}
+    for workers in places.values():
+        for each in workers:
+            if each.slots:
+                highest[each.node] = max(highest.get(each.node, 0), max(each.local_indices) + 1)
+    if not highest or platform.slots_share_cores:
+        return ()
+    wanted = ", ".join(f"{highest[node]}" for node in sorted(highest))
+    nodes = f"{len(highest)} nodes" if len(highest) > 1 else "one node"
+    unknown = "" if num_nodes is not None else " (the number of nodes of the cluster is unknown: give --nodes N)"
+    return (
+        f"Executor {executor.name} reserves {platform.resource_name} {wanted} on {nodes} together before any role"
+        f" starts{unknown}. If other jobs occupy these slots, the run waits for at most"
+        f" {executor.placement_timeout_s} s. Then it ends and names the missing slots",
+    )
