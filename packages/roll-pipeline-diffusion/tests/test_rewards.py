@@ -137,6 +137,14 @@ def test_text_is_compared_by_edit_distance(functions: Callable[[str], str]) -> N
         rewards.score(images, ["a sign", "a sign"], [{}, {}])
 
 
+def test_the_default_reader_of_text_names_the_library_that_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rapidocr" else name)
+    (key, problem), *others = schemas.ImageTextConfig(reward="image_text").check_code(None, 60).items()
+    assert (key, others) == ("reader", [])
+    assert mentions(problem, "rapidocr", "roll-pipeline-diffusion[ocr]")
+    assert not mentions(problem, "onnxruntime")
+
+
 def test_edit_distance_is_the_shortest_sequence_of_edits() -> None:
     def slow(one: str, other: str) -> int:
         if not one or not other:

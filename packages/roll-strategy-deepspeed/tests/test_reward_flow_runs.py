@@ -20,7 +20,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return flow_runs(tmp_path)
 
 
-@pytest.mark.parametrize(("objective", "stage"), [("refl", 1), ("flow_grpo", 2), ("nft", 3)])
+@pytest.mark.parametrize(("objective", "stage"), [("flow_grpo", 0), ("refl", 1), ("flow_grpo", 2), ("nft", 3)])
 def test_two_ranks_equal_one_of_hf_train(runs, objective, stage):
     config = flow_config(runs, objective, max_steps=2, eval_steps=2, validation=validated(runs))
     expected = runs.learnt(runs.ok(config))
@@ -30,4 +30,4 @@ def test_two_ranks_equal_one_of_hf_train(runs, objective, stage):
     found = runs.learnt(runs.ok(given))
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-7)

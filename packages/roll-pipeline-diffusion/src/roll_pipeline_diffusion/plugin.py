@@ -41,7 +41,7 @@ REWARDS = (
         "image_text",
         "function:TextReward",
         "ImageTextConfig",
-        "Text in an image, read by a function of yours, compared with the text wanted",
+        "Text in an image, read by RapidOCR or a function of yours, compared with the text wanted",
     ),
     (
         "image_function",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 
 
+RAPIDOCR = "roll_pipeline_diffusion.rewards.function:read_text"
 READER = ("image",)
 """Arguments of `image_text`'s reader."""
 FUNCTION = ("images", "prompts", "rows")
@@ -130,8 +132,8 @@ class ImageTextConfig(ImageRewardConfig):
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.function:TextReward"
 
     reward: Literal["image_text"]
-    reader: FunctionName
-    """`module:function` that reads an image: `f(image) -> str`, of `image` `[H, W, 3]` uint8."""
+    reader: FunctionName = RAPIDOCR
+    """`module:function` that reads an image: `f(image) -> str`, of `image` `[H, W, 3]` uint8. Default: RapidOCR."""
     text: str = "text"
     """Column with the text. Rows without it need a quoted text in the prompt."""
     timeout_s: PositiveFloat = 60.0
@@ -139,6 +141,10 @@ class ImageTextConfig(ImageRewardConfig):
 
     @override
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
+        absent = [name for name in ("rapidocr", "onnxruntime") if importlib.util.find_spec(name) is None]
+        if self.reader == RAPIDOCR and absent:
+            message = f"the default reader needs {' and '.join(absent)}: pip install 'roll-pipeline-diffusion[ocr]'"
+            return {"reader": f"{message}, or name a function of yours"}
         return _uncallable(self.reader, READER, "reader", timeout_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -68,8 +69,7 @@ class FunctionReward(DifferentiableReward):
 class TextReward(ImageReward):
     """`max(0, 1 − distance / length)`: edit distance between the text read and the text wanted, of this length.
 
-    Case and blanks do not count, as in Flow-GRPO (arXiv:2505.05470). ROLL has no reader of its own: readers need a
-    library and weights.
+    Case and blanks do not count, as in Flow-GRPO (arXiv:2505.05470).
     """
 
     config: ImageTextConfig
@@ -93,6 +93,20 @@ class TextReward(ImageReward):
         if not isinstance(text, str) or not _letters(text):
             raise DataError(f"column {self.config.text!r} is {text!r}, and prompt {prompt!r} has no quoted text")
         return text
+
+
+@functools.cache
+def _rapidocr() -> Callable[..., Any]:
+    from rapidocr import RapidOCR
+
+    engine: Callable[..., Any] = RapidOCR(params={"Global.log_level": "warning"})
+    return engine
+
+
+def read_text(image: NDArray[np.uint8]) -> str:
+    """Text in an image, `[H, W, 3]`, by RapidOCR, whose wheel contains its weights. Boxes are joined by blanks."""
+    found = _rapidocr()(np.ascontiguousarray(image[..., ::-1]))  # the library expects BGR
+    return " ".join(found.txts or ())
 
 
 def _compare(read: Any, wanted: str) -> Reward:
