@@ -159,6 +159,7 @@ METHODS = {
     pipeline.Tracker: {
         "log!": "(self, step, metrics)",
         "log_config": "(self, config)",
+        "stage": "(self, name)",
         "run_finished": "(self, *, failed, files)",
         "close!": "(self)",
     },

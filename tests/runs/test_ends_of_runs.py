@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -298,3 +301,49 @@ def test_a_worker_that_cannot_say_what_it_took_does_not_spoil_a_run_that_is_done
     assert (result.run_dir.export / "config.json").is_file()
     assert record_of(result.run_dir.path)["memory"] is None
     assert mentions(result.run_dir.log.read_text(encoding="utf-8"), "counter")
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(False, 75), (True, 0)], ids=["closed", "nohup"])
+def test_a_run_whose_terminal_closes_saves_its_step_unless_it_ignores_sighup(local_runs, ignored, code):
+    path = local_runs.folder / "run.yaml"
+    steps = 12 if ignored else 10_000
+    path.write_text(yaml.safe_dump(local_runs.rlvr(max_steps=steps, save_steps=0)), encoding="utf-8")
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", AS_A_SHELL, str(int(ignored)), sys.executable, "-m", "roll_core", "run", str(path)],
+        cwd=local_runs.folder,
+        env=os.environ | {"TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    reader = threading.Thread(target=_read_until, args=(ours, local_runs.folder / "closing"))
+    reader.start()
+    run = wait_for_step(local_runs, process, 2)
+    (local_runs.folder / "closing").touch()
+    reader.join()  # closes the terminal
+    assert process.wait(timeout=100) == code
+    record = record_of(run)
+    assert record["outcome"] == ("finished" if ignored else "preempted")
+    if not ignored:
+        assert "SIGHUP" in record["error"]["message"]
+        assert steps_of(run / "checkpoints", "step-*") == [record["steps_done"]]
+    assert (run / "report.html").is_file()
+
+
+AS_A_SHELL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1] == "1":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _read_until(terminal: int, file: Path) -> None:
+    while not file.exists():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)

@@ -60,7 +60,19 @@ def test_a_run_stopped_by_sigterm_closes_its_trackers_and_the_resumed_run_contin
         assert [int(row["step"]) for row in csv.DictReader(stream) if int(row["step"])] == list(range(1, done + 2))
 
 
-@pytest.mark.parametrize("breaks", ["log", "close"])
+def test_trackers_get_the_stages_of_a_run_within_its_steps(local_runs, install, monkeypatch):
+    monkeypatch.syspath_prepend(str(install(PLUGIN)))
+    local_runs.registry = load_registry()
+    result = local_runs.ok(local_runs.rlvr(max_steps=2, save_steps=1, track_with=["recording"]))
+    stages = json.loads((result.run_dir.path / "trackers" / "stages.json").read_text(encoding="utf-8"))
+    assert stages.count("/step") == 2
+    for inner in ("rollout", "train"):
+        assert stages.count(f"/step/{inner}") == 2
+    assert {stage.split("/")[1] for stage in stages} >= {"step", "checkpoint", "export"}
+    assert all(f"time/{name}" in row for row in result.history for name in ("rollout", "train", "step"))
+
+
+@pytest.mark.parametrize("breaks", ["log", "close", "stage"])
 def test_an_error_of_a_tracker_names_its_package_and_fails_a_complete_run(local_runs, install, monkeypatch, breaks):
     monkeypatch.syspath_prepend(str(install(PLUGIN)))
     local_runs.registry = load_registry()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 from roll_core.spec.config import Config
 from roll_core.spec.hooks import hookimpl
@@ -25,12 +27,27 @@ class RecordingTracker(Tracker):
         self.events = json.loads(self.file.read_text()) if self.file.is_file() else []
         self.file.parent.mkdir(exist_ok=True)
         self.breaks = options.get("breaks", "")
+        self.open_stage = ContextVar("open_stage", default="")
+        self.stages = []
         self._add(f"open {run_name}")
 
     def log(self, step, metrics):
         self._add(f"step {step}")
         if self.breaks == "log":
             raise ConnectionError("no route to host")
+
+    @contextlib.contextmanager
+    def stage(self, name):
+        outer = self.open_stage.get()
+        self.open_stage.set(path := f"{outer}/{name}")
+        if self.breaks == "stage":
+            raise ConnectionError("no route to host")
+        try:
+            yield
+        finally:
+            self.open_stage.set(outer)
+            self.stages.append(path)
+            (self.file.parent / "stages.json").write_text(json.dumps(self.stages))
 
     def log_config(self, config):
         (self.file.parent / "config.json").write_text(json.dumps(config))

@@ -46,6 +46,40 @@ def test_sigterm_waits_for_what_is_in_progress():
 
 
 @pytest.mark.parametrize(
+    "numbers", [[signal.SIGHUP], [signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM]], ids=str
+)
+def test_sighup_waits_for_what_is_in_progress_however_often_it_arrives(numbers):
+    stop = StopSignals(60.0)
+
+    async def main() -> None:
+        stop.defer = True
+        for number in numbers:
+            signalled(number)
+            await asyncio.sleep(0.05)
+        assert stop.requested
+        raise stop.saved("step 3 is saved")
+
+    with raises_error(RunPreemptedError, "SIGHUP", "step 3"):
+        stop.run(main())
+
+
+def test_an_ignored_sighup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopSignals(60.0)
+
+    async def main() -> None:
+        signalled(signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert not stop.requested
+
+    try:
+        stop.run(main())
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
     ("grace_s", "numbers", "facts"),
     [
         (60.0, [signal.SIGTERM, signal.SIGTERM], ("SIGTERM",)),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roll_executor_ray.instance import sigterm_blocked_in_children
+from roll_executor_ray.instance import stop_signals_blocked_in_children
 from roll_testing.errors import raises_error
 
 SLEEPER = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
@@ -23,10 +23,10 @@ print("ready", found, flush=True)  # last: whoever reads it kills this process
 """
 HOST = """
 import os, subprocess, sys, threading, time
-from roll_core.runtime.cluster.executors.worker_main import ignore_sigterm
+from roll_core.runtime.cluster.executors.worker_main import ignore_stop_signals
 
 def work():  # not in the main thread, as in Ray's processes
-    ignore_sigterm()
+    ignore_stop_signals()
     inner = threading.Thread(target=lambda: ended.append(child_after_sigterm()))
     inner.start()
     inner.join()
@@ -69,8 +69,8 @@ def processes():
         process.communicate()
 
 
-def test_children_ignore_sigterm_only_if_they_were_started_meanwhile(processes):
-    with sigterm_blocked_in_children():
+def test_children_ignore_stop_signals_only_if_they_were_started_meanwhile(processes):
+    with stop_signals_blocked_in_children():
         processes.append(started(SLEEPER))
     processes.append(started(SLEEPER))
     assert [says(process) for process in processes] == ["ready", "ready"]
@@ -80,14 +80,14 @@ def test_children_ignore_sigterm_only_if_they_were_started_meanwhile(processes):
 
 
 def test_grandchildren_inherit_the_block(processes):
-    with sigterm_blocked_in_children():
+    with stop_signals_blocked_in_children():
         processes.append(started([sys.executable, "-c", WITH_CHILD]))
     assert says(processes[0]) == "ready None"
 
 
 def test_the_mask_of_this_thread_is_as_before():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    with raises_error(ValueError, "inside"), sigterm_blocked_in_children():
+    with raises_error(ValueError, "inside"), stop_signals_blocked_in_children():
         raise ValueError("inside")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
 
@@ -96,7 +96,7 @@ def test_the_mask_of_this_thread_is_as_before():
 def test_a_worker_ignores_sigterm_but_its_children_do_not(processes, blocked):
     """The block is inherited from a private Ray, but not from the user's."""
     if blocked:
-        with sigterm_blocked_in_children():
+        with stop_signals_blocked_in_children():
             processes.append(started([sys.executable, "-c", HOST]))
     else:
         processes.append(started([sys.executable, "-c", HOST]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
+import gzip
 import json
 import math
 import pickle
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -255,6 +258,106 @@ def test_trackio_stores_metrics_and_continues_a_run(tmp_path, monkeypatch):
     second.close()
     logs = SQLiteStorage.get_logs("p", "grpo-001")
     assert [(row["step"], row["score/mean"]) for row in logs] == [(1, 0.5), (2, 0.6), (2, 0.75)]
+
+
+def spans_of(folder: Path) -> dict[str, dict]:
+    spans = [json.loads(line) for line in (folder / "spans.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len({span["context"]["trace_id"] for span in spans}) == 1
+    return {span["name"]: span for span in spans}
+
+
+@pytest.mark.engine("opentelemetry.sdk")
+def test_opentelemetry_nests_stages_also_of_concurrent_tasks_and_links_a_resumed_run(tmp_path):
+    from roll_trackers.opentelemetry_tracker import OpenTelemetryTracker
+
+    folder = run_dir(tmp_path)
+    tracker = OpenTelemetryTracker(folder, "grpo/001", {"exporter": "file", "service_name": "ours"})
+
+    async def work(name: str) -> None:
+        with tracker.stage(name):
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        with tracker.stage("step"):
+            with tracker.stage("rollout"):
+                late = asyncio.create_task(outlives())
+                await asyncio.gather(work("reward"), work("generate"))
+            with pytest.raises(ValueError, match="a-secret"), tracker.stage("train"):
+                raise ValueError("a-secret")
+            tracker.log(7, {"score/mean": 0.5})
+        go.set()
+        await late
+
+    async def outlives() -> None:
+        await go.wait()
+        await work("late")
+
+    go = asyncio.Event()
+    asyncio.run(main())
+    end(tracker, folder, failed=True)
+    spans = spans_of(folder)
+    ids = {span["context"]["span_id"]: name for name, span in spans.items()}
+    parents = {name: ids.get(span["parent_id"]) for name, span in spans.items()}
+    assert parents == {
+        "run": None, "step": "run", "rollout": "step", "reward": "rollout", "generate": "rollout", "train": "step",
+        "late": "run",
+    }  # fmt: skip
+    assert spans["run"]["attributes"] == {"roll.run": "grpo/001"}
+    assert spans["step"]["attributes"] == {"roll.step": 7}
+    assert spans["run"]["resource"]["attributes"]["service.name"] == "ours"
+    assert {name: span["status"]["status_code"] for name, span in spans.items() if name in ("run", "train")} == {
+        "run": "ERROR", "train": "ERROR",
+    }  # fmt: skip
+    assert "a-secret" not in (folder / "spans.jsonl").read_text(encoding="utf-8")
+
+    new = continued(folder, tmp_path)
+    end(OpenTelemetryTracker(new, "grpo/002", {"exporter": "file"}), new, failed=False)
+    second = spans_of(new)["run"]
+    assert second["status"]["status_code"] == "OK"
+    assert second["links"][0]["context"] == spans["run"]["context"] | {"trace_state": "[]"}
+    assert second["context"]["trace_id"] != spans["run"]["context"]["trace_id"]
+
+
+@pytest.mark.engine("opentelemetry.sdk")
+def test_opentelemetry_sends_spans_to_a_collector_and_ends_without_one(tmp_path):
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    from roll_trackers.opentelemetry_tracker import OpenTelemetryTracker
+
+    bodies = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words): ...
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        folder = run_dir(tmp_path)
+        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        tracker = OpenTelemetryTracker(folder, "grpo/001", {"endpoint": url})
+        with tracker.stage("step"):
+            pass
+        end(tracker, folder, failed=False)
+        server.shutdown()
+    found = [
+        span.name
+        for body in bodies
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    assert found == ["step", "run"]
+    begin = time.monotonic()
+    new = run_dir(tmp_path, "003")
+    end(OpenTelemetryTracker(new, "grpo/003", {"endpoint": url}), new, failed=False)
+    assert time.monotonic() - begin < 40
 
 
 @pytest.mark.engine("prometheus_client")

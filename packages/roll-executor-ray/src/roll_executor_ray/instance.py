@@ -4,12 +4,13 @@ Ray is the user's if this process is already connected, or if `RAY_ADDRESS` is s
 clients that know its secret, and keeps its files in its own scratch directory. It ends with the executor, or with the
 driver, however the driver exits.
 
-SIGTERM must not reach Ray and the workers, even if it is sent to every process of a group or job. Only the driver
-handles it: it ends the step in progress, for which it needs its workers, and then Ray.
+SIGTERM and SIGHUP must not reach Ray and the workers, even if every process of a group or job receives them, as from a
+closed terminal. Only the driver handles them: it ends the step in progress, for which it needs its workers, and then
+Ray.
 
-    driver ── starts, with SIGTERM blocked ──► Ray's processes ──► workers' processes: they inherit the block
-                                                                       └─ ignore SIGTERM and lift the block, so their
-                                                                          children do not inherit it (`ignore_sigterm`)
+    driver ── starts, with both blocked ─────► Ray's processes ──► workers' processes: they inherit the block
+                                                                       └─ `ignore_stop_signals`: ignore both, and lift
+                                                                          the block, which children would inherit
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class RayInstance:
         address = os.environ.get("RAY_ADDRESS", "").removeprefix("local")
         _check_reachable(address)
         self.scratch.mkdir(mode=0o700)
-        with sigterm_blocked_in_children():
+        with stop_signals_blocked_in_children():
             self._reaper = orphan_cleanup.start_reaper(self.mark, self.scratch)
         self._set_environment(alone=not address)
         import ray
@@ -102,7 +103,7 @@ class RayInstance:
                 ray.init(address=address, namespace=f"roll-{self.mark}", logging_level=logging.WARNING)
             else:
                 self.single_host = True
-                with sigterm_blocked_in_children():
+                with stop_signals_blocked_in_children():
                     self._start()
         except Exception as error:  # Ray raises many exception types
             what = f"connecting to Ray at RAY_ADDRESS={address}" if address else "starting Ray on this host"
@@ -203,9 +204,9 @@ class RayInstance:
 
 
 @contextlib.contextmanager
-def sigterm_blocked_in_children() -> Iterator[None]:
-    """Block SIGTERM in processes that this thread starts within the `with` statement, and in their descendants."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def stop_signals_blocked_in_children() -> Iterator[None]:
+    """Block both signals in processes that this thread starts within the `with` statement, and in their descendants."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -55,6 +55,17 @@ class PrometheusOptions(Config):
     """Address to listen on. The endpoint has no authentication: other hosts can read it with `0.0.0.0`."""
 
 
+class OpenTelemetryOptions(Config):
+    """Options of the tracker `opentelemetry`."""
+
+    exporter: Literal["otlp", "file"] = "otlp"
+    """`otlp` sends spans to a collector by HTTP; `file` writes `spans.jsonl` in the run directory."""
+    endpoint: str | None = None
+    """URL of the collector's traces. Default: `OTEL_EXPORTER_OTLP_ENDPOINT`, else `http://localhost:4318/v1/traces`."""
+    service_name: str = "roll"
+    """The attribute `service.name` of all spans."""
+
+
 class SwanlabOptions(RunOptions):
     """Options of the tracker `swanlab`."""
 

@@ -37,6 +37,13 @@ def roll_trackers() -> Iterator[TrackerProvider]:
             summary=summary,
         )
     yield TrackerProvider(
+        name="opentelemetry",
+        target="roll_trackers.opentelemetry_tracker:OpenTelemetryTracker",
+        config="roll_trackers.config:OpenTelemetryOptions",
+        needs=("opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"),
+        summary="spans of run, steps and stages, to a collector (OTLP) or a file",
+    )
+    yield TrackerProvider(
         name="csv",
         target="roll_trackers.csv_tracker:CsvTracker",
         summary="metrics.csv in the run directory, one row per step",

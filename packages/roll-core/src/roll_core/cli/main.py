@@ -79,7 +79,7 @@ def command_line() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: done. 1: failed. 2: user error. 75: stopped by SIGTERM with everything saved. 130: interrupted.
+    0: done. 1: failed. 2: user error. 75: stopped by SIGTERM or SIGHUP with everything saved. 130: interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if show_traceback := words[:1] == ["--traceback"]:
@@ -141,13 +141,16 @@ def _run(words: list[str]) -> int:
         "run", "Run one config after the other. A later run may start from the model of an earlier one."
     )
     configs, overrides, disabled, files = _configs(parser, words)
-    previous = signal.signal(signal.SIGTERM, _on_sigterm)
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, _on_stop_signal)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, _on_stop_signal)
     try:
         from roll_core.cli.run import run_configs
 
         return run_configs(configs, overrides, disabled, files=files)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _check(words: list[str]) -> int:
@@ -244,13 +247,17 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM arrived before the run handles it. Not an `Exception`, so that no imported module swallows it."""
+    """A stop signal arrived before the run handles it. Not an `Exception`, so that no imported module swallows it."""
 
     exit_code = RunPreemptedError.exit_code
 
 
-def _on_sigterm(number: int, frame: object) -> None:
-    raise _TerminatedError("stopped by SIGTERM before the run started: nothing was saved")
+def _on_stop_signal(number: int, frame: object) -> None:
+    if number == signal.SIGHUP:
+        from roll_core.runtime.records.console import detach_closed_terminal
+
+        detach_closed_terminal()
+    raise _TerminatedError(f"stopped by {signal.Signals(number).name} before the run started: nothing was saved")
 
 
 def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str], bool]:

@@ -11,6 +11,7 @@ so `step` reads like the algorithm's pseudo-code, and everything that pipelines 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -513,6 +514,13 @@ class Tracker(ABC):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record the resolved configuration, with secrets removed."""
+
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """Context manager around each stage of the driver, such as `rollout`, and around each `step`.
+
+        Stages nest, and stages of several asyncio tasks overlap. Stages before the trackers are opened are not passed.
+        """
+        return nullcontext()
 
     def run_finished(self, *, failed: bool, files: Sequence[Path]) -> None:
         """Record the end of the run. `failed` is true after an error, Ctrl-C or SIGTERM.

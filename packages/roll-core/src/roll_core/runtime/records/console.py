@@ -7,10 +7,13 @@ warning: guard logprob_gap: …
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import math
 import os
 import sys
+import termios
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from rich.text import Text
 from roll_core.runtime.records.ledger import OTHER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from roll_core.runtime.records.ledger import LedgerRow
 
@@ -61,6 +64,31 @@ HEADLINES = (
 """Metrics of the progress line, in order. A value stays until a newer one replaces it."""
 
 
+def detach_closed_terminal() -> None:
+    """Send stdout and stderr to the null device if their terminal was closed, so that writing to them cannot fail."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no file behind the stream
+            number = stream.fileno()
+            try:
+                termios.tcgetattr(number)
+            except termios.error as error:
+                if error.args[0] == errno.EIO:
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, number)
+                    os.close(null)
+
+
+@contextlib.contextmanager
+def _terminal_may_close() -> Iterator[None]:
+    """Lose the output instead of raising an error if the terminal is closed: the run continues until it is stopped."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        detach_closed_terminal()
+
+
 class Console:
     """Console of one run. Call `start`, then `step` for each step, then `finish`; call `close` in any case."""
 
@@ -87,6 +115,7 @@ class Console:
         self._ends: deque[tuple[int, float]] = deque(maxlen=_ESTIMATED_FROM + 1)
         """Number and end of the last steps."""
 
+    @_terminal_may_close()
     def line(self, text: str, style: str = "") -> None:
         """Print a line, above the progress bar if there is one."""
         self._rich.print(Text(text, style=style))
@@ -95,6 +124,7 @@ class Console:
         """Print a warning, above the progress bar if there is one."""
         self.line(text, style="yellow")
 
+    @_terminal_may_close()
     def start(
         self,
         *,
@@ -132,11 +162,13 @@ class Console:
         self._progress.add_task("", total=total_steps, completed=done, stage="")
         self._progress.start()
 
+    @_terminal_may_close()
     def stage(self, name: str) -> None:
         """Show the current stage beside the progress bar. No effect without a terminal."""
         if self._progress is not None:
             self._progress.update(_TASK, stage=name)
 
+    @_terminal_may_close()
     def step(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
         """Show that step `step` is complete, with its metrics. It ended at the monotonic time `at` (default: now)."""
         self._take(metrics)
@@ -146,6 +178,7 @@ class Console:
         elif not self._terminal:
             self.line(self._plain_line(step, metrics))
 
+    @_terminal_may_close()
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of an evaluation on held-out data after `step` steps."""
         self._take(metrics)
@@ -169,6 +202,7 @@ class Console:
             parts.append(f"eta_s={remaining:.0f}")
         return " ".join(parts)
 
+    @_terminal_may_close()
     def finish(
         self,
         *,
@@ -194,11 +228,12 @@ class Console:
             # No wrapping, so that commands and paths can be copied.
             self._rich.print(Text(f"{label:<{width}}  ", style="dim").append(value, style="not dim"), soft_wrap=True)
 
+    @_terminal_may_close()
     def close(self) -> None:
         """Remove the progress bar. Idempotent."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()
 
     def _take(self, metrics: Mapping[str, float]) -> None:
         for headline in HEADLINES:

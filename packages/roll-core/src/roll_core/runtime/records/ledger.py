@@ -23,6 +23,7 @@ import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 OTHER = "other"
 
@@ -72,6 +73,8 @@ class Ledger:
         name is empty outside all stages.
         """
         self._on_change = on_change
+        self.observe: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
+        """Context manager that is entered with the name of each stage, around it. For trackers that record spans."""
         self._clock = clock
         self._lock = threading.Lock()
         self._current: ContextVar[_OpenStage | None] = ContextVar("stage", default=None)
@@ -106,7 +109,8 @@ class Ledger:
         self._current.set(stage)
         self._on_change(name)
         try:
-            yield
+            with self.observe(name):
+                yield
         finally:
             with self._lock:
                 self._settle()

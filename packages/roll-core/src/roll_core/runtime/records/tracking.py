@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -110,6 +111,7 @@ class Trackers:
     def __init__(self) -> None:
         """Create an empty group; see `opened`."""
         self._open: dict[str, Tracker] = {}
+        self._deferred: TrackerError | None = None
 
     @classmethod
     def opened(cls, factories: Mapping[str, Callable[[], Tracker]]) -> Self:
@@ -151,10 +153,51 @@ class Trackers:
         for name, tracker in self._open.items():
             with _errors_of(name, f"failed to record step {step}"):
                 tracker.log(step, metrics)
+        self._raise_deferred()
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Enter the stage of all trackers, for `Ledger.observe`.
+
+        The next `log`, or `finish`, raises the error of a tracker: code inside the stage must not get it.
+        """
+        with contextlib.ExitStack() as stack:
+            for owner, tracker in self._open.items():
+                stack.enter_context(self._in_stage(tracker, name, owner))
+            yield
+
+    @contextlib.contextmanager
+    def _in_stage(self, tracker: Tracker, name: str, owner: str) -> Iterator[None]:
+        entered = None
+        with self._deferred_errors_of(owner, name):
+            stage = tracker.stage(name)
+            stage.__enter__()
+            entered = stage
+        try:
+            yield
+        finally:
+            if entered is not None:
+                raised = sys.exc_info()
+                with self._deferred_errors_of(owner, name):
+                    entered.__exit__(*raised)
+
+    @contextlib.contextmanager
+    def _deferred_errors_of(self, owner: str, stage: str) -> Iterator[None]:
+        try:
+            with _errors_of(owner, f"failed to record the stage {stage}"):
+                yield
+        except TrackerError as error:
+            self._deferred = self._deferred or error
+
+    def _raise_deferred(self) -> None:
+        error, self._deferred = self._deferred, None
+        if error is not None:
+            raise error
 
     def finish(self, *, failed: bool, files: Sequence[Path]) -> None:
         """Pass the end of the run to all trackers and close them, then raise `TrackerError` for one that failed."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._raise_deferred)
             stack.callback(self.close)
             for name, tracker in self._open.items():
                 stack.enter_context(_errors_of(name, "failed to record the end of the run"))

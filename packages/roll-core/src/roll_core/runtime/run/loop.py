@@ -64,7 +64,7 @@ from roll_core.runtime.run.assemble import start_roles
 from roll_core.runtime.run.profiling import StepProfiler
 from roll_core.runtime.run.resuming import check_fits, load_run
 from roll_core.runtime.run.saving import RunSaver
-from roll_core.runtime.run.stopping import StopSignals, ignoring_sigterm
+from roll_core.runtime.run.stopping import StopSignals, ignoring_stop_signals
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
 from roll_core.runtime.run.uploading import CheckpointUploader
 from roll_core.spec.providers import TrackerProvider
@@ -163,7 +163,8 @@ def execute(
             with ledger.stage("report"):
                 return advice, outcome, events.run_recorded(run_dir.path)
 
-        with ignoring_sigterm(), driver.trackers:
+        ledger.observe = contextlib.nullcontext  # a tracker that fails must not prevent the report
+        with ignoring_stop_signals(), driver.trackers:
             advice, outcome, written = completed()
             try:
                 driver.trackers.finish(failed=error is not None, files=run_dir.uploads())
@@ -233,7 +234,7 @@ class _Driver:
         self.steps_done = 0
         self.last_metrics: dict[str, float] = {}
         self.evaluation_due = False
-        """True if SIGTERM interrupted the evaluation of the last step, in this run or in the resumed run."""
+        """True if SIGTERM or SIGHUP interrupted the evaluation of the last step, in this run or in the resumed run."""
 
     async def main(self) -> None:
         """Run from loading libraries to the final export and memory measurement."""
@@ -433,6 +434,7 @@ class _Driver:
             tracker: type[Tracker] = load_target(provider.target, owner=owner)
             factories[owner] = partial(tracker, run_dir.path, run_dir.name, config.tracker_kwargs.get(name, {}))
         self.trackers = Trackers.opened(factories)
+        self.ledger.observe = self.trackers.stage
         self.trackers.log_config(self.redactor.value(config.model_dump(mode="json")))
 
     async def _steps(
@@ -456,7 +458,7 @@ class _Driver:
                     self.best_metric.check()
         while run.step < num_steps:
             if self.stop.requested:
-                # SIGTERM arrived before or during the save of this step.
+                # SIGTERM or SIGHUP arrived before or during the save of this step.
                 await self._finish_saving(run, saver)
                 raise self.stop.saved(f"step {run.step} is saved" if run.step else "no step was done yet")
             saver.check()
@@ -464,30 +466,9 @@ class _Driver:
                 self.uploader.check()
                 run.log(self.uploader.take_metrics())
             ledger.start_step()
-            if self.profiler is not None:
-                await self.profiler.before_step(run)
-            try:
-                await _watched(executor, self.pipeline.step(run))
-            except NonFiniteError as error:
-                self.guards.failed("non_finite", error)
-                raise
-            except WorkerDiedError as error:
-                self.guards.failed("dead_worker", error)
-                raise
-            metrics = run.take_metrics()
-            for stage, name in TOKENS_OF_STAGES:
-                if name in metrics:
-                    ledger.count_tokens(stage, int(metrics[name]))
-            run.step += 1
-            self.steps_done = self.guards.step = run.step
-            self.record.step(run.step)
+            with self.trackers.stage("step"):
+                metrics = await self._step(run, num_steps, executor)
             last = run.step == num_steps
-            if self.profiler is not None:
-                await self.profiler.after_step(run, last=last or self.stop.requested)
-            if config.eval_steps and (run.step % config.eval_steps == 0 or last):
-                metrics |= await self._evaluate(run)
-            metrics |= await run.engine_metrics() | ledger.step_times()
-            self._record(run.step, metrics)
             self.console.step(run.step, metrics)
             self.events.step_finished(run, run.step, metrics)
             self._check_files()
@@ -501,12 +482,41 @@ class _Driver:
         if self.evaluation_due:
             raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left")
 
+    async def _step(self, run: ActiveRun, num_steps: int, executor: Executor) -> dict[str, float]:
+        """Run the next step and its evaluation, and record its metrics. Returns them."""
+        config = self.config
+        if self.profiler is not None:
+            await self.profiler.before_step(run)
+        try:
+            await _watched(executor, self.pipeline.step(run))
+        except NonFiniteError as error:
+            self.guards.failed("non_finite", error)
+            raise
+        except WorkerDiedError as error:
+            self.guards.failed("dead_worker", error)
+            raise
+        metrics = run.take_metrics()
+        for stage, name in TOKENS_OF_STAGES:
+            if name in metrics:
+                self.ledger.count_tokens(stage, int(metrics[name]))
+        run.step += 1
+        self.steps_done = self.guards.step = run.step
+        self.record.step(run.step)
+        last = run.step == num_steps
+        if self.profiler is not None:
+            await self.profiler.after_step(run, last=last or self.stop.requested)
+        if config.eval_steps and (run.step % config.eval_steps == 0 or last):
+            metrics |= await self._evaluate(run)
+        metrics |= await run.engine_metrics() | self.ledger.step_times()
+        self._record(run.step, metrics)
+        return metrics
+
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
             found = await self.stop.unless_requested(self.pipeline.evaluate(run))
             self.evaluation_due = found is None
             if self.evaluation_due:
-                log.info("SIGTERM: the resumed run will repeat the evaluation of step %d", run.step)
+                log.info("the resumed run will repeat the evaluation of step %d", run.step)
             metrics = dict(found or {}) | run.take_metrics()
         if metrics:
             self.console.evaluated(

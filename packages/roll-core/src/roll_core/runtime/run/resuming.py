@@ -49,7 +49,7 @@ class SavedRun:
     pipeline_state: Mapping[str, Any]
     roles: Mapping[str, SavedRole]
     evaluation_due: bool = False
-    """True if SIGTERM interrupted the evaluation of this step. The resuming run evaluates before its first step."""
+    """True if a signal interrupted the evaluation of this step. The resuming run evaluates before its first step."""
     best: Mapping[str, Any] | None = None
     """The best checkpoint up to this step, which may be this one: a `BestCheckpoint` as a mapping."""
 

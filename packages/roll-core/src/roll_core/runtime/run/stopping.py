@@ -1,12 +1,15 @@
-"""Early stop of a run: immediately on a failure or Ctrl-C, after a checkpoint on SIGTERM.
+"""Early stop of a run: immediately on a failure or Ctrl-C, after a checkpoint on SIGTERM or SIGHUP.
 
     a background task or callback fails ────────────────────────► the run is cancelled        its exception
     SIGINT ─────────────────────────────────────────────────────► the run is cancelled        RunInterruptedError
     SIGTERM ─► the step in progress ends ─► checkpoint ─► end                                 RunPreemptedError
        └─ a second one, or `grace_s` have passed ───────────────► the run is cancelled        RunInterruptedError
 
-Before the run, `roll_core.cli.main` handles SIGTERM. After the run, SIGTERM is ignored until the record and the report
-are written.
+SIGHUP, which a closed terminal sends, has the effect of the first SIGTERM; a second one has none, because both the
+kernel and the shell send it. `nohup` still works: an ignored SIGHUP stays ignored.
+
+Before the run, `roll_core.cli.main` handles both. After the run, both are ignored until the record and the report are
+written.
 
 A cluster scheduler that preempts a job sends SIGTERM first and SIGKILL later.
 """
@@ -19,10 +22,12 @@ import contextvars
 import logging
 import signal
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.cluster.concurrency import end_on_failure
+from roll_core.runtime.records.console import detach_closed_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -31,6 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SIGNAL_POLL_S = 0.2
+_SAVE = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the run after a checkpoint."""
 
 
 class StopSignals:
@@ -42,6 +49,8 @@ class StopSignals:
         self.defer = False
         """True once the run has state to save, so that SIGTERM waits for a checkpoint. Set by the run."""
         self._requested = asyncio.Event()
+        self._received: list[signal.Signals] = []
+        """SIGTERM and SIGHUP, in the order of their first arrival."""
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -50,7 +59,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """True after a SIGTERM: the run saves a checkpoint and ends."""
+        """True after SIGTERM or SIGHUP: the run saves a checkpoint and ends."""
         return self._requested.is_set()
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
@@ -62,7 +71,7 @@ class StopSignals:
         If this thread runs an event loop already, as in a notebook, the coroutine runs on another thread. This thread
         blocks and passes Ctrl-C on.
         """
-        before = {number: _handler(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: _handler(number) for number in (signal.SIGINT, *_SAVE)}
         try:
             if _is_in_a_loop():
                 self._run_on_a_thread(main)
@@ -75,7 +84,7 @@ class StopSignals:
     def saved(self, what: str) -> RunPreemptedError:
         """Cancel the SIGTERM deadline and return the error that ends the run. Call it once the state is saved."""
         self._call_off()
-        return RunPreemptedError(f"stopped by SIGTERM; {what}")
+        return RunPreemptedError(f"stopped by {self._received[0].name}; {what}")
 
     async def unless_requested(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Await optional `work` and return its result. Cancels it and returns None if SIGTERM arrives first."""
@@ -128,7 +137,10 @@ class StopSignals:
             raise self._error
         end_on_failure(self._cancel)
         handled = []
-        handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._on_sigterm, signal.SIGINT: self._on_sigint}
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGINT: self._on_sigint,
+            **{number: partial(self._on_stop, number) for number in _SAVE if not is_ignored_hangup(number)},
+        }
         for number, handler in handlers.items():
             # Only the main thread may handle signals; a run in another thread (notebook, test) has no handlers.
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
@@ -148,23 +160,31 @@ class StopSignals:
     def _on_sigint(self) -> None:
         self._cancel(RunInterruptedError("stopped by SIGINT"))
 
-    def _on_sigterm(self) -> None:
-        if self.requested:
+    def _on_stop(self, number: signal.Signals) -> None:
+        if number is signal.SIGHUP:
+            detach_closed_terminal()
+        again = number in self._received
+        if not again:
+            self._received.append(number)
+        name = number.name
+        if again and number is signal.SIGTERM:
             self._cancel(RunInterruptedError("stopped by a second SIGTERM, before the checkpoint was complete"))
+        elif self.requested:
+            pass
         elif not self.grace_s:
-            self._cancel(RunInterruptedError("stopped by SIGTERM; preemption_timeout is 0, so nothing was saved"))
+            self._cancel(RunInterruptedError(f"stopped by {name}; preemption_timeout is 0, so nothing was saved"))
         elif not self.defer:
-            self._cancel(RunPreemptedError("stopped by SIGTERM before the first step; there was nothing to save"))
+            self._cancel(RunPreemptedError(f"stopped by {name} before the first step; there was nothing to save"))
         else:
-            log.info("SIGTERM: the run writes a checkpoint after this step and ends, within %g s", self.grace_s)
+            log.info("%s: the run writes a checkpoint after this step and ends, within %g s", name, self.grace_s)
             self._deadline = asyncio.get_running_loop().call_later(self.grace_s, self._too_late)
         self._requested.set()
 
     def _too_late(self) -> None:
         self._cancel(
             RunInterruptedError(
-                f"stopped by SIGTERM: the step in progress was not completed and saved within preemption_timeout ="
-                f" {self.grace_s:g} s; the run can resume from the previous checkpoint"
+                f"stopped by {self._received[0].name}: the step in progress was not completed and saved within"
+                f" preemption_timeout = {self.grace_s:g} s; the run can resume from the previous checkpoint"
             )
         )
 
@@ -183,14 +203,21 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def ignoring_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM in the block, in which a run writes its record and report (about a second)."""
-    before = _handler(signal.SIGTERM)
-    _handle(signal.SIGTERM, signal.SIG_IGN)
+def ignoring_stop_signals() -> Iterator[None]:
+    """Ignore SIGTERM and SIGHUP in the block, in which a run writes its record and report (about a second)."""
+    before = {number: _handler(number) for number in _SAVE}
+    for number in _SAVE:
+        _handle(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        _handle(signal.SIGTERM, before)
+        for number, handler in before.items():
+            _handle(number, handler)
+
+
+def is_ignored_hangup(number: int) -> bool:
+    """True for SIGHUP if this process ignores it, as under `nohup`."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _is_in_a_loop() -> bool:

@@ -32,21 +32,22 @@ log = logging.getLogger(__name__)
 _HEAD = struct.Struct("!QQ")
 
 
-def ignore_sigterm() -> None:
-    """Ignore SIGTERM in this process. Children of this thread, and of threads that it starts, still receive it.
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM and SIGHUP in this process. Children of this thread and of its threads still receive them.
 
     Python lets only the main thread set a handler, which may belong to the executor's library. faulthandler sets its
     handler from any thread; it writes a traceback, here to the null device.
     """
     null = os.open(os.devnull, os.O_WRONLY)  # stays open for the life of the process
-    faulthandler.register(signal.SIGTERM, file=null, all_threads=False, chain=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        faulthandler.register(number, file=null, all_threads=False, chain=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
 
 
 def prepare_process(name: str, level: int, crash_file: str = "") -> None:
     """Set up the log and signals of a worker's process, and the file for its crash report."""
     logging.basicConfig(level=level, format=f"%(levelname)s {name} %(name)s: %(message)s", force=True)
-    ignore_sigterm()
+    ignore_stop_signals()
     if crash_file and Path(crash_file).parent.is_dir():
         # The file stays open for the life of the process: the signal handler writes the crash report to it.
         faulthandler.enable(Path(crash_file).open("w"))  # noqa: SIM115
