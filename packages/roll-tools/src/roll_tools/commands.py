@@ -178,6 +178,24 @@ def watch(words: Sequence[str], registry: Registry) -> int:
     return follow(options.run)
 
 
+def push(words: Sequence[str], registry: Registry) -> int:
+    """Upload the model of a run to the Hugging Face Hub, with a model card."""
+    parser = command_parser(
+        "push",
+        "Upload the exported model of a run to the Hugging Face Hub. Writes a model card beside the model, unless there"
+        " is one: edit it after --dry-run.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory, or that of an experiment: its newest run")
+    parser.add_argument("repo", metavar="OWNER/NAME", help="repository; created if there is none")
+    parser.add_argument("--model", metavar="DIR", type=Path, help="model to upload (default: the run's export)")
+    parser.add_argument("--private", action="store_true", help="create the repository as private")
+    parser.add_argument("--dry-run", action="store_true", help="write the card and list the files; send nothing")
+    options = parser.parse_args(words)
+    from roll_tools.hub import push_model
+
+    return push_model(options.run, options.repo, model=options.model, private=options.private, dry_run=options.dry_run)
+
+
 def report(words: Sequence[str], registry: Registry) -> int:
     """Write the report of a run again, or a page that compares several runs."""
     parser = command_parser(

@@ -27,6 +27,7 @@ def roll_commands() -> Iterator[CommandProvider]:
         ("envs", "List environments, or play an episode of one in the terminal"),
         ("runs", "List runs with state, step, score, config hash and age"),
         ("watch", "Follow a run in the terminal until it ends"),
+        ("push", "Upload the model of a run to the Hugging Face Hub, with a model card"),
         ("report", "Write report.html of a run again, or a page that compares several runs"),
     ):
         yield CommandProvider(name=name, target=f"roll_tools.commands:{name}", summary=summary)

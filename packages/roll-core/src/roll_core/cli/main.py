@@ -45,6 +45,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   runs [DIR] [--json]               list runs with state, step, score, config hash and age
   watch RUN                         follow a run in the terminal until it ends
   report RUN...                     write report.html of a run again, or a page that compares several runs
+  push RUN OWNER/NAME               upload the model of a run to the Hugging Face Hub, with a model card
   envs list | play NAME             list environments, or play an episode of one in the terminal
 
 command of roll-migrate:
