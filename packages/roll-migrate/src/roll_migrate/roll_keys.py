@@ -174,7 +174,7 @@ REWARD: Table = {
         change("kept for `judge`; not needed for a rule; otherwise replaced by your function", values.judge_api),
     ),
     "judge_prompt": change("`judge` needs the text of the prompt; ROLL's value is a name", values.judge_prompt),
-    "code_url": change("`code` runs programs on the worker's host, or by `sandbox_command`", values.code_url),
+    "code_url": change("`code` runs programs here, by `sandbox_command` or by `sandbox_url`", values.code_url),
 }
 
 VALIDATION: Table = {

@@ -657,7 +657,7 @@ def judge_prompt(value: Any, key: Key) -> Outcome:
 def code_url(value: Any, key: Key) -> Outcome:
     """The service in which ROLL runs programs."""
     if reward_of(key.at(*key.role)) == "code" and value:
-        return Outcome("differs", (), "programs run in a sandbox on the worker's host, or by sandbox_command")
+        return Outcome("differs", (), "programs run in a sandbox: see sandbox_command and sandbox_url")
     return of_reward_worker(value, key)
 
 

@@ -20,7 +20,7 @@ def sandbox(context: CheckContext) -> Iterator[CheckResult]:
     from roll_rewards.sandbox import Limits, Sandbox, probe
 
     rewards = getattr(context.config, "rewards", {})
-    needed = any(each.reward == "code" and not each.sandbox_command for each in rewards.values())
+    needed = any(each.reward == "code" and not (each.sandbox_command or each.sandbox_url) for each in rewards.values())
     problem = probe()
     if problem:
         yield CheckResult(

@@ -17,6 +17,7 @@ from roll_core.types import Reward
 from roll_rewards import guest
 from roll_rewards.code_tests import CallTest, CodeTest, StdinTest, last_program, read_tests, same_text, same_value
 from roll_rewards.config import isolation_problem
+from roll_rewards.remote_sandbox import RemoteSandbox
 from roll_rewards.sandbox import Limits, ProgramEnded, Sandbox, describe
 
 if TYPE_CHECKING:
@@ -43,20 +44,25 @@ class CodeReward(RewardFunction):
         config = self.config
         for key, message in isolation_problem(config).items():
             raise ConfigError([ConfigProblem("reward code", key, message, "see docs/rewards.md", code="ROLL-C041")])
-        self._sandbox = Sandbox(
-            Limits(
-                cpu_s=config.case_timeout_s,
-                memory_mb=config.memory_limit_mb,
-                output_kb=config.output_limit_kb,
-                scratch_mb=config.scratch_limit_mb,
-            ),
-            processes=config.processes,
-            command=config.sandbox_command,
-            accept_missing=config.accept_missing_isolation,
+        limits = Limits(
+            cpu_s=config.case_timeout_s,
+            memory_mb=config.memory_limit_mb,
+            output_kb=config.output_limit_kb,
+            scratch_mb=config.scratch_limit_mb,
         )
+        self._sandbox: Sandbox | RemoteSandbox
+        if config.sandbox_url:
+            self._sandbox = RemoteSandbox(config.sandbox_url, limits, processes=config.processes)
+        else:
+            self._sandbox = Sandbox(
+                limits,
+                processes=config.processes,
+                command=config.sandbox_command,
+                accept_missing=config.accept_missing_isolation,
+            )
         # Otherwise a container that cannot start would look like a wrong program. Once in a process: each episode of
         # `rewarded_task` starts a reward.
-        tested: tuple[str | Limits, ...] = (*config.sandbox_command, self._sandbox.limits)
+        tested: tuple[str | Limits, ...] = (*config.sandbox_command, config.sandbox_url, limits)
         if tested in _TESTED:
             return
         try:
@@ -67,7 +73,8 @@ class CodeReward(RewardFunction):
         if problem:
             self._sandbox.close()
             is_slow = problem.startswith("exceeded")
-            key = "sandbox_command" if config.sandbox_command else "case_timeout_s" if is_slow else "memory_limit_mb"
+            elsewhere = "sandbox_command" if config.sandbox_command else "sandbox_url" if config.sandbox_url else ""
+            key = elsewhere or ("case_timeout_s" if is_slow else "memory_limit_mb")
             message = f"a program that prints one word did not run: {problem}"
             raise ConfigError([ConfigProblem("reward code", key, message, "see docs/rewards.md", code="ROLL-C041")])
         _TESTED.add(tested)

@@ -48,8 +48,18 @@ class CodeConfig(RewardConfig):
     sandbox_command: list[str] = Field(default_factory=list)
     """Command that starts a Python interpreter in a container or on another host, for example `[docker, run, --rm, -i,
     --network=none, 'python:3.12-slim', python3]`. Default: a restricted process on this host."""
+    sandbox_url: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
+    """URL of a service that runs programs by the API `run_code` of SandboxFusion, for example
+    `http://localhost:8080/run_code`. It isolates them; outputs are compared here. Runs no test code."""
     accept_missing_isolation: bool = False
     """If true, programs run with whatever isolation this host gives, which may be none."""
+
+    @model_validator(mode="after")
+    def _runs_in_one_place(self) -> CodeConfig:
+        if self.sandbox_url and (self.sandbox_command or self.accept_missing_isolation):
+            other = "sandbox_command" if self.sandbox_command else "accept_missing_isolation"
+            raise ValueError(f"{other} has no effect with sandbox_url: remove one of them")
+        return self
 
     @override
     def columns(self) -> Mapping[str, str]:
@@ -57,7 +67,7 @@ class CodeConfig(RewardConfig):
 
     @override
     def check_row(self, row: Mapping[str, Any]) -> Mapping[str, str]:
-        from roll_rewards.code_tests import read_tests, syntax_problem
+        from roll_rewards.code_tests import CodeTest, read_tests, syntax_problem
 
         if self.test_cases not in row:  # `columns` finds it
             return {}
@@ -66,7 +76,12 @@ class CodeConfig(RewardConfig):
         except ValueError as error:
             return {"test_cases": str(error)}
         # The interpreter of a command may know another syntax.
-        problem = "" if self.sandbox_command else next(filter(None, map(syntax_problem, tests)), "")
+        elsewhere = self.sandbox_command or self.sandbox_url
+        problem = "" if elsewhere else next(filter(None, map(syntax_problem, tests)), "")
+        if self.sandbox_url and any(isinstance(each, CodeTest) for each in tests):
+            from roll_rewards.remote_sandbox import NO_TEST_CODE
+
+            problem = NO_TEST_CODE
         return {"test_cases": problem} if problem else {}
 
     @override
@@ -81,7 +96,7 @@ def isolation_problem(config: CodeConfig) -> dict[str, str]:
         return (
             {} if found else {"sandbox_command": f"no program {config.sandbox_command[0]!r} on this host: install it"}
         )
-    if config.accept_missing_isolation:
+    if config.accept_missing_isolation or config.sandbox_url:
         return {}
     from roll_rewards.sandbox import probe
 

@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from roll_rewards.config import HttpConfig, JudgeConfig
 
 MAX_REPLY = 4 << 20
-"""Bytes of a reply."""
+"""Maximum bytes of a reply."""
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+
+
+class ReplyTooLargeError(RewardFailure):
+    """A reply has more bytes than allowed."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -40,7 +44,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float) -> Any:
+def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, max_reply: int = MAX_REPLY) -> Any:
     """Send JSON and return the JSON of the reply. Raises `RewardFailure` with the status or the cause."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -50,14 +54,14 @@ def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float) -> An
     request = urllib.request.Request(url, data=data, headers=headers, method="POST")
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s) as reply:
-            body = reply.read(MAX_REPLY + 1)
+            body = reply.read(max_reply + 1)
     except urllib.error.HTTPError as error:
         with error:
             raise RewardFailure(f"{url}: status {error.code}: {error.read(300)!r}") from error
     except (OSError, ValueError) as error:
         raise RewardFailure(f"{url}: {error}") from error
-    if len(body) > MAX_REPLY:
-        raise RewardFailure(f"{url}: a reply of more than {MAX_REPLY} bytes")
+    if len(body) > max_reply:
+        raise ReplyTooLargeError(f"{url}: a reply of more than {max_reply} bytes")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
