@@ -24,11 +24,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, RESULTS, write_result
+from common import REPOSITORY, RESULTS, machine, write_result
 
 from roll_core.builtin.plugin import roll_advantage_estimators, roll_policy_losses
 
@@ -95,6 +96,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         name, mode, rate = key.split(", ")[:3]
         runs.setdefault(name, {}).setdefault(mode, {}).setdefault(rate, []).append(each)
     head = "".join(f" {mode}: accuracy | steps to {GOAL} |" for mode in MODES)
+    cpus = Counter(each["cpu"] for each in found.values() if "cpu" in each)
     rates = sorted({rate for modes in runs.values() for each in modes.values() for rate in each}, key=float)
     lines = [
         f"`./run bench algorithms --learning-rates {' '.join(rates)}`, which runs for each seed and method:",
@@ -104,6 +106,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "",
         *(f"- {mode}: {'`' + ' '.join(keys) + '`' if keys else 'no further keys'}" for mode, keys in MODES.items()),
         "",
+        *(["Processors (runs): " + ", ".join(f"{cpu} ({n})" for cpu, n in cpus.items()) + ".", ""] if cpus else []),
         f"Accuracy on held-out problems after the last step, mean ± deviation over seeds (their number), and the mean"
         f" step at which it first reaches {GOAL} (seeds that reach it), evaluated every {EVAL_STEPS} steps.",
         "",
@@ -176,7 +179,7 @@ def main() -> None:
                     *MODES[mode],
                     *known[name],
                 )
-                found[key] = measured(lines)
+                found[key] = measured(lines) | {"cpu": machine()["cpu"]}
             except KeyboardInterrupt:  # SIGTERM too: no result of the method
                 raise
             except Exception as error:
