@@ -100,8 +100,12 @@ class Kit:
 
     def dtypes(self) -> tuple[str, ...]:
         """Return the dtypes that both the strategy and the platform support."""
-        platform = self.platform_here()
-        return tuple(each for each in self.provider.capabilities.dtypes if not platform.supports(each))
+        known = self._once("dtypes")
+        if self.name not in known:
+            platform = self.platform_here()
+            known[self.name] = tuple(each for each in self.provider.capabilities.dtypes if not platform.supports(each))
+        supported: tuple[str, ...] = known[self.name]
+        return supported
 
     def need(self, has: bool, what: str) -> None:
         """Skip the test if `has` is False, because the part does not declare `what`."""
