@@ -15,6 +15,7 @@ from roll_core.plugins.targets import data_file
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import read_metrics
 from roll_core.spec.providers import PipelineProvider
+from shared_tests.docs import undocumented
 
 STARTERS = {
     each.starter.rpartition(":")[2]: each for each in load_registry().providers(PipelineProvider) if each.starter
@@ -87,6 +88,7 @@ def test_a_written_run_runs_at_once(kind, here, capfd):
     for run in runs:
         last = read_metrics(RunDir.open(run).metrics)[-1]
         assert last["step"] == 1
+        assert undocumented(last) == []
         assert 0 <= last["val/score/mean"] <= 1  # the reward of the new folder scored the validation prompts
         assert list((run / "export").iterdir())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
@@ -21,6 +22,7 @@ class NoWorkers:
     role = "actor_infer"
     world_size = 0
     survives_all = True
+    spec = SimpleNamespace(places=())
 
 
 class Role(GroupInferRole):
@@ -153,6 +155,7 @@ class Group:
 
     role = "actor_infer"
     survives_all = False
+    spec = SimpleNamespace(places=())
 
     def __init__(self, dying, survives=True):
         self.world_size, self.dying, self.survives = 3, dying, survives

@@ -1,0 +1,31 @@
+"""Blocks of code and lists of names on the pages of docs/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def code_of(page: str, language: str) -> list[str]:
+    """The blocks of a page in a language, in order."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def undocumented(metrics: Iterable[str]) -> list[str]:
+    """Metrics of a run that docs/metrics.md does not list. `<name>` on the page stands for one or more words."""
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    listed = [
+        re.compile(re.sub(r"<\w+>", ".+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">")))
+        for name in re.findall(r"`([a-z_][\w<>/]*)`", text)
+    ]
+
+    def is_listed(metric: str) -> bool:
+        name = metric.removeprefix("val/")
+        short = name.partition("/")[2] if name.startswith(("actor/", "critic/", "train/")) else name
+        return any(pattern.fullmatch(each) for pattern in listed for each in (metric, name, short))
+
+    return sorted(metric for metric in metrics if not is_listed(metric))
