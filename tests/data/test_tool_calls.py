@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.tool_calls import TOOL_FORMATS, parse_tool_calls, tool_format_of, without_reasoning
+from roll_core.data.tool_calls import (
+    TOOL_FORMATS,
+    SettledParts,
+    parse_tool_calls,
+    settled_parts,
+    tool_format_of,
+    without_reasoning,
+)
 from shared_tests.tool_calls import DEEPSEEK, render
 
 FORMATS = [each for each in TOOL_FORMATS if each != "none"]
@@ -89,6 +96,36 @@ def test_no_reply_raises(format: str, parts: list[str], opened: bool) -> None:
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
         call["function"]["arguments"].encode()
         assert call["function"]["name"]
+
+
+@given(
+    format=st.sampled_from(TOOL_FORMATS),
+    parts=st.lists(st.sampled_from([each for each in FRAGMENTS if len(each) < 99]) | st.text(max_size=5), max_size=8),
+    begin=st.sampled_from(["", "<think>", "\n<think>\na</think>\n\n", "<|channel|>final<|message|>"]),
+    opened=st.booleans(),
+)
+def test_what_a_stream_shows_is_how_the_reply_begins(format: str, parts: list[str], begin: str, opened: bool) -> None:
+    text = begin + "".join(parts)
+    parsed = parse_tool_calls(text, format, reasoning_open=opened)
+    whole = SettledParts(parsed.reasoning, parsed.content)
+    if format != "harmony" and "</think>" in text.partition("<think>")[0] and not opened:
+        return  # the end of reasoning that never began
+    for end in range(len(text) + 1):
+        found = settled_parts(text[:end], format, reasoning_open=opened)
+        assert whole.extends(found), text[:end]
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_a_stream_holds_little_back(format: str) -> None:
+    """All but a few characters of plain text, and all reasoning."""
+    begin = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
+    begin = begin if format == "harmony" else "<think>{}</think>"
+    reasoning, content = "add one and two\nthen three", "The sum is\n\n6 < 7"
+    found = settled_parts(begin.partition("{}")[0] + reasoning, format)
+    assert found == (reasoning, "")
+    assert settled_parts(begin.format(reasoning) + content + " or", format) == (reasoning, content + " or")
+    assert settled_parts(begin.format(reasoning) + content + " or STO", format, stop=("STOP",)).content.endswith("or ")
+    assert settled_parts(begin.format(reasoning) + "é\ufffd", format).content == "é"
 
 
 @given(text=st.text().filter(lambda text: "think>" not in text and "{" not in text), format=st.sampled_from(FORMATS))

@@ -180,7 +180,7 @@ METHODS = {
         "restore": "(self, state)",
     },
     rollout.RolloutContext: {
-        "generate!": "(self, prompt_ids, *, n=1, params=None, key='')",
+        "generate!": "(self, prompt_ids, *, n=1, params=None, key='', on_progress=None)",
         "score!": "(self, group)",
     },
 }

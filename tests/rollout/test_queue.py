@@ -81,6 +81,32 @@ def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_ro
     in_virtual_time(main)
 
 
+def test_a_streamed_request_sees_its_tokens_grow_over_pauses_and_a_lost_replica():
+    async def main():
+        replicas = [engine(str(i)) for i in range(2)]
+        queue = RequestQueue(replicas)
+        seen = []
+        pending = queue.submit(request("streamed", n=2), on_progress=seen.append)
+        silent = queue.submit(request("silent", n=2))
+        await asyncio.sleep(0.4)
+        async with queue.paused(in_flight=False):
+            pass
+        await asyncio.sleep(0.4)
+        slot = next(iter(pending.running.values()))
+        queue.remove(slot.replica)
+        check(await pending.done, 2)
+        check(await silent.done, 2)
+        await asyncio.sleep(1)
+        for index in range(2):
+            tokens = [[] if each[index] is None else each[index].token_ids.tolist() for each in seen]
+            lengths = [len(each) for each in tokens]
+            assert lengths == sorted(lengths)
+            assert all(each == right_tokens("streamed", index)[: len(each)] for each in tokens)
+        assert len(seen) > 5
+
+    in_virtual_time(main)
+
+
 def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits():
     class Fussy(SimulatedEngine):
         def submit(self, requests, on_result):

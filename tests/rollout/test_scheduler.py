@@ -532,9 +532,9 @@ def test_draws_depend_on_the_step_in_which_a_group_was_begun_and_not_on_what_els
     seeds = {}
 
     class Recording(RequestQueue):
-        def submit(self, request, sampled=None):
+        def submit(self, request, sampled=None, **others):
             seeds.setdefault(self.label, {})[request.id] = request.params.seed
-            return super().submit(request, sampled)
+            return super().submit(request, sampled, **others)
 
     async def main():
         for label in ("one", "other"):

@@ -62,6 +62,15 @@ def play(task, session, high: int = 9, turns: int = 2, fails: str = ""):
     return sum(map(ord, reply)) % 10 / 10
 
 
+def stream(task, session):
+    """Counts the pieces of a stream."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "go"}], "stream": True}
+    headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{session.base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return float(sum(b'"content": "' in line for line in response))
+
+
 async def reply(task, session):
     """Writes the replies for an environment."""
     return await asyncio.to_thread(call, session.base_url, session.api_key, list(session.messages))
@@ -102,6 +111,17 @@ def test_an_agent_that_knows_only_the_endpoint_is_trained(own: AgenticRuns) -> N
     sample = own.samples(result)[0]
     assert sample["turns"][0]["context"] == "Guess a number from 1 to 5."
     assert sample["turns"][-1]["reward"] == pytest.approx(sample["reward"])
+
+
+@pytest.mark.slow
+def test_a_stream_of_a_run_has_several_pieces(own: AgenticRuns) -> None:
+    """The engine reports tokens while it samples; a reply in one piece would have the opening and its text."""
+    custom = {"talk": {"agent": "my_agent:stream", "isolation": "thread"}}
+    config = own.config(custom_envs=custom, max_steps=1, response_length=180, max_tokens_per_step=180)
+    config["actor_train"]["model_args"]["random_init"] |= {"num_hidden_layers": 12}
+    result = own.ok(config)
+    assert max(sample["reward"] for sample in own.samples(result)) > 3
+    assert "agent/talk/incomplete" not in own.metrics(result)[0]
 
 
 def test_agents_run_in_processes(own: AgenticRuns) -> None:

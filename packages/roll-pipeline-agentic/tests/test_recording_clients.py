@@ -251,13 +251,18 @@ def test_an_idempotency_key_names_one_call(tokenizer: Any) -> None:
 
 def test_a_stream_that_breaks_makes_the_record_incomplete(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client got a part of the reply and did not repeat its request."""
-    whole = ChatCompletions.events
+    whole = ChatCompletions.stream
 
     def broken(*arguments: Any) -> Any:
-        yield next(whole(*arguments))
-        raise ConnectionResetError
+        stream = whole(*arguments)
 
-    monkeypatch.setattr(ChatCompletions, "events", broken)
+        def end(replies: Any) -> Any:
+            raise ConnectionResetError
+
+        stream.end = end  # type: ignore[method-assign]
+        return stream
+
+    monkeypatch.setattr(ChatCompletions, "stream", broken)
 
     async def main() -> None:
         async with endpoint(tokenizer, "Four.") as on:
@@ -268,6 +273,142 @@ def test_a_stream_that_breaks_makes_the_record_incomplete(tokenizer: Any, monkey
                     pass
             assert not (await on.recorder.finish()).turns
             assert on.recorder.problem
+
+    run(main())
+
+
+REASONED = "<think>\nTwo and two.\n</think>\n\nLet me look.\n" + CALL
+
+
+async def _streamed_by_chat(on: Endpoint) -> Any:
+    tools = [{"type": "function", "function": WEATHER}]
+    text, reasoning, calls = [], [], []
+    async for chunk in await on.openai.chat.completions.create(
+        model="any", messages=[user("a")], tools=tools, stream=True
+    ):
+        delta = chunk.choices[0].delta
+        text += [delta.content] if delta.content else []
+        reasoning += [more] if (more := getattr(delta, "reasoning_content", None)) else []
+        calls += [(each.function.name, each.function.arguments) for each in delta.tool_calls or ()]
+        yield text, reasoning, calls
+
+
+async def _streamed_by_responses(on: Endpoint) -> Any:
+    tools: Any = [{"type": "function", **WEATHER}]
+    text, reasoning, calls = [], [], []
+    async with on.openai.responses.stream(model="any", input=[user("a")], tools=tools) as events:
+        async for each in events:
+            text += [each.delta] if each.type == "response.output_text.delta" else []
+            reasoning += [each.delta] if each.type == "response.reasoning_text.delta" else []
+            if each.type == "response.output_item.done" and each.item.type == "function_call":
+                calls.append((each.item.name, each.item.arguments))
+            yield text, reasoning, calls
+        final = await events.get_final_response()
+        assert [each.type for each in final.output] == ["reasoning", "message", "function_call"]
+        assert final.output_text == "".join(text)
+
+
+async def _streamed_by_messages(on: Endpoint) -> Any:
+    tool = {"name": "weather", "description": WEATHER["description"], "input_schema": WEATHER["parameters"]}
+    text, reasoning, calls = [], [], []
+    async with on.anthropic.messages.stream(model="any", max_tokens=200, messages=[user("a")], tools=[tool]) as events:
+        async for each in events:
+            text += [each.text] if each.type == "text" else []
+            reasoning += [each.thinking] if each.type == "thinking" else []
+            if each.type == "content_block_stop" and each.content_block.type == "tool_use":
+                calls.append((each.content_block.name, json.dumps(each.content_block.input)))
+            yield text, reasoning, calls
+        final = await events.get_final_message()
+        assert [each.type for each in final.content] == ["thinking", "text", "tool_use"]
+        assert final.stop_reason == "tool_use"
+        assert (final.usage.input_tokens, final.usage.output_tokens) == (
+            len(on.policy.calls[0].prompt_ids),
+            len(on.policy.calls[0].outputs[0].token_ids),
+        )
+
+
+@pytest.mark.parametrize("dialect", [_streamed_by_chat, _streamed_by_responses, _streamed_by_messages])
+def test_a_stream_has_reasoning_and_text_before_the_reply_is_complete(tokenizer: Any, dialect: Any) -> None:
+    """Tokens arrive one by one; the tool call, which only its end makes valid, arrives at the end."""
+
+    async def main() -> None:
+        async with endpoint(tokenizer, REASONED) as on:
+            on.policy.num_reported = REASONED.index("<tool_call>") + 20
+            on.policy.open.clear()
+            text, reasoning, calls = [], [], []
+            async for text, reasoning, calls in dialect(on):  # noqa: B007
+                if "".join(text) == "Let me look.":
+                    assert calls == [] or on.policy.open.is_set()
+                    on.policy.open.set()
+            assert len(text) > 5
+            assert len(reasoning) > 5
+            assert "".join(reasoning) == "Two and two."
+            assert "".join(text) == "Let me look."
+            assert [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", {"city": "Ulm"})]
+            assert len((await on.recorder.finish()).turns) == 1
+            assert not on.recorder.problem
+
+    run(main())
+
+
+def test_a_stop_string_never_appears_in_a_stream(tokenizer: Any) -> None:
+    async def main() -> None:
+        async with endpoint(tokenizer, "Six STO and STOP") as on:
+            texts = [
+                chunk.choices[0].delta.content or ""
+                async for chunk in await on.openai.chat.completions.create(
+                    model="any", messages=[user("a")], stop="STOP", stream=True
+                )
+            ]
+            assert "".join(texts) == "Six STO and "
+            assert len(texts) > 4
+            assert not on.recorder.problem
+
+    run(main())
+
+
+def test_a_stray_end_of_reasoning_stays_in_a_streamed_reply(tokenizer: Any) -> None:
+    """The client has the text before it already: the turn continues with the text that the client has."""
+
+    async def main() -> None:
+        async with endpoint(tokenizer, "One and two.</think>Three.", "Four.") as on:
+            messages = [user("a")]
+            texts = [
+                chunk.choices[0].delta.content or ""
+                async for chunk in await on.openai.chat.completions.create(model="any", messages=messages, stream=True)
+            ]
+            assert "".join(texts) == "One and two.</think>Three."
+            messages += [{"role": "assistant", "content": "".join(texts)}, user("b")]
+            await on.openai.chat.completions.create(model="any", messages=messages)
+            assert chain(await on.recorder.finish()) == [None, 0]
+            assert not on.recorder.problem
+
+    run(main())
+
+
+def test_the_engine_fails_in_the_middle_of_a_stream(tokenizer: Any) -> None:
+    async def main() -> None:
+        async with endpoint(tokenizer, "Four.") as on:
+            whole = on.policy.generate
+
+            async def broken(*arguments: Any, on_progress: Any, **more: Any) -> Any:
+                await whole(*arguments, on_progress=on_progress, **more)
+                raise RuntimeError("replica is gone")
+
+            on.policy.generate = broken  # type: ignore[method-assign]
+            seen = []
+
+            async def read() -> None:
+                async for chunk in await on.openai.chat.completions.create(
+                    model="any", messages=[user("a")], stream=True
+                ):
+                    seen.append(chunk.choices[0].delta.content or "")
+
+            with pytest.raises(openai.APIError):
+                await read()
+            assert "".join(seen) == "Four."[: len("".join(seen))]
+            assert seen
+            assert on.recorder.failed.is_set()
 
     run(main())
 

@@ -15,11 +15,13 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from roll_core.data.rollouts import record_turn
+from roll_core.data.tool_calls import SettledParts
 from roll_core.errors import DataError
 from roll_core.types import Rollout
 from roll_pipeline_agentic.calls import digest_of, state_of
@@ -59,6 +61,8 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that the run's own replace."""
+    stream: bool = False
+    """True if the client receives parts of the reply while it is generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +97,21 @@ class Call:
     """A request and its replies. Repeated requests share it. It continues if its clients disconnect."""
 
     digest: str
+    number: int
+    """Number of the call in its rollout."""
     task: asyncio.Task[list[ChatReply]]
+    parts: list[SettledParts] = field(default_factory=list)
+    """Of a stream: the parts of each reply so far, which further tokens do not change."""
+    progressed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done as soon as `parts` change; then there is a new one."""
     turns: list[int] = field(default_factory=list)
     """Turns that it sampled."""
     connections: int = 0
     """Clients that wait for the replies or receive them."""
     delivered: bool = False
     """True once the replies were written completely to a connection."""
-    cut: bool = False
-    """True if a connection closed in the middle of the replies."""
+    begun: bool = False
+    """True once a part of the replies was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +179,7 @@ class Recorder:
         if found := self._repeated(digest, retried=retried):
             self.counts["repeated_calls"] += 1
             return found
-        call = Call(digest, asyncio.ensure_future(self._generate(request)))
+        call = Call(digest, len(self._calls), asyncio.ensure_future(self._generate(request)))
         call.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if no client waits
         self._calls.append(call)
         if key:
@@ -191,21 +201,38 @@ class Recorder:
         self._num_started += 1
         self._count_running(1)
         try:
+            call = next(call for call in self._calls if call.task is asyncio.current_task())
             completion = await self._context.generate(
                 chat.ids,
                 n=request.n,
                 params=replace(params, max_new_tokens=budget, stop=(*params.stop, *request.stop)),
                 key=f"{self._key}/{number}",
+                on_progress=partial(self._progress, call, request, chat) if request.stream else None,
             )
-            call = next(call for call in self._calls if call.task is asyncio.current_task())
             state = state_of(None, request.messages[begin:])
-            return [self._record(call, request, chat, output, continued, state) for output in completion.outputs]
+            return [
+                self._record(call, request, chat, at, output, continued, state)
+                for at, output in enumerate(completion.outputs)
+            ]
         except Exception as error:  # of the engine or the runtime; it ends the run
             self.error = self.error or error
             self.failed.set()
             raise
         finally:
             self._count_running(-1)
+
+    def _progress(
+        self, call: Call, request: ChatRequest, chat: EncodedChat, outputs: Sequence[CompletionOutput | None]
+    ) -> None:
+        """Show the clients of a stream what further tokens do not change."""
+        empty = SettledParts("", "")
+        before = call.parts or [empty] * len(outputs)
+        ids = [None if each is None else each.token_ids for each in outputs]
+        found = [empty if each is None else self._encoder.settled(each, chat, request.stop) for each in ids]
+        call.parts = [new if new.extends(old) else old for new, old in zip(found, before, strict=True)]
+        if call.parts != before:
+            progressed, call.progressed = call.progressed, asyncio.get_running_loop().create_future()
+            progressed.set_result(None)
 
     def _prompt(self, request: ChatRequest) -> tuple[EncodedChat, int, int, int | None]:
         """The encoded conversation, the maximum number of new tokens, and the turn whose reply it continues.
@@ -272,11 +299,12 @@ class Recorder:
         call: Call,
         request: ChatRequest,
         chat: EncodedChat,
+        at: int,
         output: CompletionOutput,
         continued: int | None,
         state: State,
     ) -> ChatReply:
-        """Record an output as a turn, and convert it to a reply."""
+        """Record the output `at` of a call as a turn, and convert it to a reply."""
         if not len(output.token_ids) or output.finish_reason == "abort":
             number = len(output.token_ids)
             self.incomplete(f"the engine returned a response of {number} tokens ({output.finish_reason})")
@@ -287,9 +315,14 @@ class Recorder:
         self._sequences.append(np.concatenate([chat.ids, output.token_ids]))
         call.turns.append(index)
         message = self._message(output.token_ids, chat)
+        sent = call.parts[at] if call.parts else SettledParts("", "")
+        if not _parts(message).extends(sent):  # a later </think> made reasoning of content that was streamed
+            message = {"role": "assistant", "content": self._encoder.reply_text(output.token_ids)}
         stop = next((each for each in request.stop if each in str(message["content"])), None)
         if stop is not None:
             message["content"] = str(message["content"]).partition(stop)[0]
+        if not _parts(message).extends(sent):
+            self.incomplete(f"the reply {message['content']!r:.80} does not begin as its stream: {sent.content!r:.80}")
         conversation = _digests([*request.messages, message], request.tools)[-1]
         self._replies[conversation] = _Reply(chat, index)
         self._known.add(_digest(_canonical(message)))
@@ -346,7 +379,7 @@ class Recorder:
             call.task.cancel()
         await asyncio.gather(*(call.task for call in self._calls), return_exceptions=True)
         for call in self._calls:
-            if call.cut and not call.delivered:
+            if call.begun and not call.delivered:
                 self.incomplete("a connection closed in the middle of a reply, and the request was not repeated")
         kept = {turn for call in self._calls if call.delivered for turn in call.turns}
         for index in sorted(kept, reverse=True):
@@ -375,6 +408,10 @@ class Recorder:
 def _was_refused(call: Call) -> bool:
     """True if the call ended with an error, so that an equal request is a new call."""
     return call.task.done() and (call.task.cancelled() or call.task.exception() is not None)
+
+
+def _parts(message: Message) -> SettledParts:
+    return SettledParts(str(message.get("reasoning_content", "")), str(message["content"]))
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Requests and replies of OpenAI's chat completions and responses, and of Anthropic's messages.
 
-Each dialect is a function that parses a request's body into a `ChatRequest`, one that renders replies, and one that
-renders them as server-sent events. Parameters that only change sampling are replaced by those of the run. Parameters
+Each dialect parses a request's body into a `ChatRequest`, renders replies, and renders them as server-sent events while
+they are generated. Parameters that only change sampling are replaced by those of the run. Parameters
 that the endpoint cannot honour are rejected.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from typing_extensions import override
 
+from roll_core.data.tool_calls import SettledParts
 from roll_pipeline_agentic.recording import ChatRequest, RequestError
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class Dialect(ABC):
         """The body of the reply."""
 
     @abstractmethod
-    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        """The reply as server-sent events."""
+    def stream(self, id: str, body: Body) -> ReplyStream:
+        """The server-sent events of a call."""
 
     def error(self, error: RequestError) -> Body:
         """The body of an error."""
@@ -103,6 +104,7 @@ class ChatCompletions(Dialect):
             max_tokens=_count(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             sampling=_sampling(body),
+            stream=bool(body.get("stream")),
         )
 
     @override
@@ -116,32 +118,14 @@ class ChatCompletions(Dialect):
             }
             for index, each in enumerate(replies)
         ]
-        return self._frame(id, body, "chat.completion") | {"choices": choices, "usage": _usage(replies)}
+        return self.frame(id, body, "chat.completion") | {"choices": choices, "usage": _usage(replies)}
 
     @override
-    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        frame = self._frame(id, body, "chat.completion.chunk")
+    def stream(self, id: str, body: Body) -> ReplyStream:
+        return _ChatStream(self, id, body)
 
-        def chunk(index: int, delta: Body, finish: str | None = None) -> Event:
-            choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
-            return "", frame | {"choices": [choice]}
-
-        for index, each in enumerate(replies):
-            message = _outgoing(each.message)
-            calls = message.get("tool_calls", [])
-            yield chunk(index, {"role": "assistant", "content": ""})
-            if message.get("reasoning_content"):
-                yield chunk(index, {"reasoning_content": message["reasoning_content"]})
-            if message["content"]:
-                yield chunk(index, {"content": message["content"]})
-            for number, call in enumerate(calls):
-                yield chunk(index, {"tool_calls": [{"index": number, **call}]})
-            yield chunk(index, {}, each.finish_reason)
-        if (body.get("stream_options") or {}).get("include_usage"):
-            yield "", frame | {"choices": [], "usage": _usage(replies)}
-        yield "", "[DONE]"
-
-    def _frame(self, id: str, body: Body, kind: str) -> Body:
+    def frame(self, id: str, body: Body, kind: str) -> Body:
+        """Keys of a completion besides its choices."""
         return {"id": f"chatcmpl-{id}", "object": kind, "created": int(time.time()), "model": _model(body)}
 
 
@@ -175,6 +159,7 @@ class Responses(Dialect):
             tools=() if body.get("tool_choice") == "none" else tuple(tools),
             max_tokens=_count(body.get("max_output_tokens"), "max_output_tokens"),
             sampling=_sampling(body),
+            stream=bool(body.get("stream")),
         )
 
     @override
@@ -184,16 +169,10 @@ class Responses(Dialect):
         status = "incomplete" if cut else "completed"
         output: list[Body] = []
         if reasoning := message.get("reasoning_content"):
-            content = [{"type": "reasoning_text", "text": reasoning}]
-            output.append({"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": content})
+            output.append(_reasoning_item(id, reasoning))
         if message["content"] or not message.get("tool_calls"):
-            content = [{"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}]
-            item = {"type": "message", "id": f"msg_{id}", "status": status, "role": "assistant", "content": content}
-            output.append(item)
-        for number, call in enumerate(message.get("tool_calls", [])):
-            function = call["function"]
-            names = {"id": f"fc_{id}_{number}", "call_id": call["id"], "status": "completed"}
-            output.append({"type": "function_call", **names, **function})
+            output.append(_message_item(id, message["content"] or "", status))
+        output += [_call_item(id, number, call) for number, call in enumerate(message.get("tool_calls", []))]
         usage = {
             "input_tokens": found.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -201,7 +180,7 @@ class Responses(Dialect):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": found.prompt_tokens + found.completion_tokens,
         }
-        return self._frame(id, body) | {
+        return self.frame(id, body) | {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": output,
@@ -209,38 +188,11 @@ class Responses(Dialect):
         }
 
     @override
-    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        number = 0
+    def stream(self, id: str, body: Body) -> ReplyStream:
+        return _ResponsesStream(self, id, body)
 
-        def event(kind: str, **data: Any) -> Event:
-            nonlocal number
-            number += 1
-            return kind, {"type": kind, "sequence_number": number - 1, **data}
-
-        whole = self.reply(id, body, replies)
-        begun = self._frame(id, body) | {"status": "in_progress", "output": [], "usage": None}
-        yield event("response.created", response=begun)
-        yield event("response.in_progress", response=begun)
-        for index, item in enumerate(whole["output"]):
-            at = {"output_index": index, "item_id": item["id"]}
-            empty = item | {"content": []} if "content" in item else item | {"arguments": ""}
-            yield event("response.output_item.added", output_index=index, item=empty)
-            if item["type"] == "function_call":
-                yield event("response.function_call_arguments.delta", delta=item["arguments"], **at)
-                yield event(
-                    "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"], **at
-                )
-            elif item["type"] == "message":
-                (part,) = item["content"]
-                at["content_index"] = 0
-                yield event("response.content_part.added", part=part | {"text": ""}, **at)
-                yield event("response.output_text.delta", delta=part["text"], logprobs=[], **at)
-                yield event("response.output_text.done", text=part["text"], logprobs=[], **at)
-                yield event("response.content_part.done", part=part, **at)
-            yield event("response.output_item.done", output_index=index, item=item)
-        yield event(f"response.{whole['status']}", response=whole)
-
-    def _frame(self, id: str, body: Body) -> Body:
+    def frame(self, id: str, body: Body) -> Body:
+        """Keys of a response besides its output."""
         return {
             "id": f"resp_{id}",
             "object": "response",
@@ -287,6 +239,7 @@ class Messages(Dialect):
             max_tokens=_count(body["max_tokens"], "max_tokens"),
             stop=tuple(body.get("stop_sequences") or ()),
             sampling=_sampling(body),
+            stream=bool(body.get("stream")),
         )
 
     @override
@@ -298,9 +251,7 @@ class Messages(Dialect):
             content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
-        for call in message.get("tool_calls", []):
-            function = call["function"]
-            content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": _object(function)})
+        content += [_tool_use(call) for call in message.get("tool_calls", [])]
         reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[found.finish_reason]
         return {
             "id": f"msg_{id}",
@@ -314,28 +265,8 @@ class Messages(Dialect):
         }
 
     @override
-    def events(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        def event(kind: str, **data: Any) -> Event:
-            return kind, {"type": kind, **data}
-
-        whole = self.reply(id, body, replies)
-        begun: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-        begun["usage"] = whole["usage"] | {"output_tokens": 0}
-        yield event("message_start", message=whole | begun)
-        for index, block in enumerate(whole["content"]):
-            empty: Body
-            if block["type"] == "tool_use":
-                empty = {"input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            else:
-                name = block["type"]
-                empty, delta = {name: ""}, {"type": f"{name}_delta", name: block[name]}
-            yield event("content_block_start", index=index, content_block=block | empty)
-            yield event("content_block_delta", index=index, delta=delta)
-            yield event("content_block_stop", index=index)
-        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield event("message_delta", delta=end, usage=whole["usage"])
-        yield event("message_stop")
+    def stream(self, id: str, body: Body) -> ReplyStream:
+        return _MessagesStream(self, id, body)
 
     @override
     def error(self, error: RequestError) -> Body:
@@ -344,6 +275,256 @@ class Messages(Dialect):
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 """All APIs of the endpoint."""
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+class ReplyStream(ABC):
+    """Server-sent events of one call for one connection. Tool calls follow when their reply is complete."""
+
+    def __init__(self, dialect: Any, id: str, body: Body) -> None:
+        self._dialect, self._id, self._body = dialect, id, body
+        self._sent: dict[int, SettledParts] = {}
+
+    def progress(self, parts: Sequence[SettledParts]) -> Iterator[Event]:
+        """Events for what the replies have more than before."""
+        for index, each in enumerate(parts):
+            before = self._sent.get(index, SettledParts("", ""))
+            if each == before or not each.extends(before):
+                continue
+            if not self._sent:
+                yield from self._begin()
+            if index not in self._sent:
+                yield from self._begin_reply(index)
+            self._sent[index] = each
+            for kind, new, old in (("reasoning", each.reasoning, before.reasoning), ("text", *each[1:], *before[1:])):
+                if len(new) > len(old):
+                    yield from self._delta(index, kind, new[len(old) :])
+
+    def end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        """The remaining events."""
+        parts = [SettledParts(each.message.get("reasoning_content", ""), each.message["content"]) for each in replies]
+        yield from self.progress(parts)
+        if not self._sent:
+            yield from self._begin()
+        for index, each in enumerate(replies):
+            if index not in self._sent:
+                yield from self._begin_reply(index)
+            yield from self._end_reply(index, each)
+        yield from self._end(replies)
+
+    def failed(self, error: RequestError) -> Iterator[Event]:
+        """The event of an error in the middle of the stream."""
+        yield "error", self._dialect.error(error)
+
+    def _begin(self) -> Iterator[Event]:
+        yield from ()
+
+    def _begin_reply(self, index: int) -> Iterator[Event]:
+        yield from ()
+
+    @abstractmethod
+    def _delta(self, index: int, kind: str, text: str) -> Iterator[Event]:
+        """More `reasoning` or `text`."""
+
+    @abstractmethod
+    def _end_reply(self, index: int, reply: ChatReply) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _end(self, replies: Sequence[ChatReply]) -> Iterator[Event]: ...
+
+
+class _ChatStream(ReplyStream):
+    def _chunk(self, index: int, delta: Body, finish: str | None = None) -> Event:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return "", self._frame() | {"choices": [choice]}
+
+    def _frame(self) -> Body:
+        return cast("Body", self._dialect.frame(self._id, self._body, "chat.completion.chunk"))
+
+    @override
+    def failed(self, error: RequestError) -> Iterator[Event]:
+        yield "", self._dialect.error(error)
+
+    @override
+    def _begin_reply(self, index: int) -> Iterator[Event]:
+        yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    @override
+    def _delta(self, index: int, kind: str, text: str) -> Iterator[Event]:
+        yield self._chunk(index, {"content" if kind == "text" else "reasoning_content": text})
+
+    @override
+    def _end_reply(self, index: int, reply: ChatReply) -> Iterator[Event]:
+        for number, call in enumerate(_outgoing(reply.message).get("tool_calls", [])):
+            yield self._chunk(index, {"tool_calls": [{"index": number, **call}]})
+        yield self._chunk(index, {}, reply.finish_reason)
+
+    @override
+    def _end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        if (self._body.get("stream_options") or {}).get("include_usage"):
+            yield "", self._frame() | {"choices": [], "usage": _usage(replies)}
+        yield "", "[DONE]"
+
+
+class _BlockStream(ReplyStream):
+    """The stream of one reply whose reasoning, text and tool calls are blocks, one after the other."""
+
+    def __init__(self, dialect: Any, id: str, body: Body) -> None:
+        super().__init__(dialect, id, body)
+        self._kind = self._text = ""
+        """Kind and text of the open block."""
+        self._index = -1
+        """Number of the block."""
+        self._number = 0
+        """Number of the event."""
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._number += 1
+        return kind, {"type": kind, **data}
+
+    @override
+    def _delta(self, index: int, kind: str, text: str) -> Iterator[Event]:
+        if kind != self._kind:
+            yield from self._close()
+            self._kind, self._text = kind, ""
+            self._index += 1
+            yield from self._open_block()
+        self._text += text
+        yield self._block_delta(text)
+
+    def _close(self) -> Iterator[Event]:
+        if self._kind:
+            yield from self._close_block()
+        self._kind = ""
+
+    @abstractmethod
+    def _open_block(self) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _block_delta(self, text: str) -> Event: ...
+
+    @abstractmethod
+    def _close_block(self) -> Iterator[Event]: ...
+
+    @override
+    def _end_reply(self, index: int, reply: ChatReply) -> Iterator[Event]:
+        yield from self._close()
+        for number, call in enumerate(_outgoing(reply.message).get("tool_calls", [])):
+            self._index += 1
+            yield from self._call_block(number, call)
+
+    @abstractmethod
+    def _call_block(self, number: int, call: Body) -> Iterator[Event]: ...
+
+
+class _ResponsesStream(_BlockStream):
+    @override
+    def _event(self, kind: str, **data: Any) -> Event:
+        kind, found = super()._event(kind, **data)
+        return kind, found | {"sequence_number": self._number - 1}
+
+    @override
+    def failed(self, error: RequestError) -> Iterator[Event]:
+        yield self._event("error", code=error.code or error.kind, message=str(error), param=None)
+
+    @override
+    def _begin(self) -> Iterator[Event]:
+        begun = self._dialect.frame(self._id, self._body) | {"status": "in_progress", "output": [], "usage": None}
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+
+    def _item(self, status: str) -> Body:
+        """The open block with its text so far."""
+        if self._kind == "reasoning":
+            return _reasoning_item(self._id, self._text)
+        return _message_item(self._id, self._text, status)
+
+    @property
+    def _at(self) -> Body:
+        return {"output_index": self._index, "item_id": self._item("")["id"], "content_index": 0}
+
+    @override
+    def _open_block(self) -> Iterator[Event]:
+        item = self._item("in_progress")
+        (part,) = item["content"]
+        yield self._event("response.output_item.added", output_index=self._index, item=item | {"content": []})
+        yield self._event("response.content_part.added", part=part, **self._at)
+
+    @override
+    def _block_delta(self, text: str) -> Event:
+        if self._kind == "reasoning":
+            return self._event("response.reasoning_text.delta", delta=text, **self._at)
+        return self._event("response.output_text.delta", delta=text, logprobs=[], **self._at)
+
+    @override
+    def _close_block(self) -> Iterator[Event]:
+        item = self._item("completed")
+        (part,) = item["content"]
+        if self._kind == "reasoning":
+            yield self._event("response.reasoning_text.done", text=self._text, **self._at)
+        else:
+            yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._at)
+        yield self._event("response.content_part.done", part=part, **self._at)
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @override
+    def _call_block(self, number: int, call: Body) -> Iterator[Event]:
+        item = _call_item(self._id, number, call)
+        arguments, name = item["arguments"], item["name"]
+        at = {"output_index": self._index, "item_id": item["id"]}
+        yield self._event("response.output_item.added", output_index=self._index, item=item | {"arguments": ""})
+        yield self._event("response.function_call_arguments.delta", delta=arguments, **at)
+        yield self._event("response.function_call_arguments.done", arguments=arguments, name=name, **at)
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @override
+    def _end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        whole = self._dialect.reply(self._id, self._body, replies)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+
+class _MessagesStream(_BlockStream):
+    @override
+    def _begin(self) -> Iterator[Event]:
+        message = {"id": f"msg_{self._id}", "type": "message", "role": "assistant", "model": _model(self._body)}
+        begun: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the numbers
+        yield self._event("message_start", message=message | begun | {"usage": usage})
+
+    @property
+    def _name(self) -> str:
+        return "text" if self._kind == "text" else "thinking"
+
+    @override
+    def _open_block(self) -> Iterator[Event]:
+        block = {"type": self._name, self._name: ""} | ({} if self._kind == "text" else {"signature": ""})
+        yield self._event("content_block_start", index=self._index, content_block=block)
+
+    @override
+    def _block_delta(self, text: str) -> Event:
+        delta = {"type": f"{self._name}_delta", self._name: text}
+        return self._event("content_block_delta", index=self._index, delta=delta)
+
+    @override
+    def _close_block(self) -> Iterator[Event]:
+        yield self._event("content_block_stop", index=self._index)
+
+    @override
+    def _call_block(self, number: int, call: Body) -> Iterator[Event]:
+        block = _tool_use(call)
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield self._event("content_block_start", index=self._index, content_block=block | {"input": {}})
+        yield self._event("content_block_delta", index=self._index, delta=delta)
+        yield self._event("content_block_stop", index=self._index)
+
+    @override
+    def _end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
+        whole = self._dialect.reply(self._id, self._body, replies)
+        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield self._event("message_delta", delta=end, usage=whole["usage"])
+        yield self._event("message_stop")
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -445,6 +626,26 @@ def _outgoing(message: Message) -> Body:
     if reasoning := message.get("reasoning_content"):
         found["reasoning_content"] = reasoning
     return found
+
+
+def _reasoning_item(id: str, text: str) -> Body:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": content}
+
+
+def _message_item(id: str, text: str, status: str) -> Body:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"type": "message", "id": f"msg_{id}", "status": status, "role": "assistant", "content": content}
+
+
+def _call_item(id: str, number: int, call: Body) -> Body:
+    names = {"id": f"fc_{id}_{number}", "call_id": call["id"], "status": "completed"}
+    return {"type": "function_call", **names, **call["function"]}
+
+
+def _tool_use(call: Body) -> Body:
+    function = call["function"]
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _object(function)}
 
 
 def _json(function: Mapping[str, Any]) -> str:

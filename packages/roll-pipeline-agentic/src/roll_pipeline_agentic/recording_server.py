@@ -4,8 +4,8 @@
       │                                                          │
       └──◄── response or server-sent events ◄────────────────────┘ then the call counts as delivered
 
-Each rollout has a secret of its own, which expires with it. Replies are generated completely before the first byte of a
-response, also of a stream.
+Each rollout has a secret of its own, which expires with it. A stream begins with the first token that the client may
+see; until then an error has a status of its own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import logging
 import secrets
 import socket
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from roll_core.errors import UnsupportedError
 from roll_pipeline_agentic.recording import RequestError
 from roll_pipeline_agentic.recording_dialects import DIALECTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from aiohttp import web
 
     from roll_pipeline_agentic.recording import Call, ChatReply, Recorder
-    from roll_pipeline_agentic.recording_dialects import Dialect, Event
+    from roll_pipeline_agentic.recording_dialects import Dialect, Event, ReplyStream
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +127,11 @@ class RecordingServer:
                 return await self._answer(dialect, request)
             except RequestError as error:
                 return web.json_response(dialect.error(error), status=error.status)
-            except ConnectionError:
-                raise
+            except ConnectionError as error:  # the client disconnected
+                raise asyncio.CancelledError from error
             except Exception as error:
                 log.info("a call of an agent failed", exc_info=error)
-                failure = RequestError(f"the policy could not reply: {error}", status=500, kind="api_error")
+                failure = _policy_failed(error)
                 # Clients repeat a failed request; here it would fail again.
                 return web.json_response(dialect.error(failure), status=500, headers={"x-should-retry": "false"})
 
@@ -151,41 +151,72 @@ class RecordingServer:
             key=request.headers.get("Idempotency-Key", ""),
             retried=request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
         )
+        id = f"{call.digest[:8]}{call.number:04x}"
+
+        async def replies() -> list[ChatReply]:
+            found = await asyncio.shield(call.task)
+            carried = parsed.messages[1 if body.get("instructions") else 0 :]
+            recorder.conversations[f"resp_{id}"] = [*carried, *(each.message for each in found)]
+            return found
+
         call.connections += 1
         try:
-            replies = await asyncio.shield(call.task)
-            id = call.digest[:8] + "".join(f"{turn:04x}" for turn in call.turns[:1])
-            carried = parsed.messages[1 if body.get("instructions") else 0 :]
-            recorder.conversations[f"resp_{id}"] = [*carried, *(each.message for each in replies)]
-            return await self._write(dialect, request, call, id, body, replies)
+            if parsed.stream:
+                return await self._stream(request, call, dialect.stream(id, body), replies)
+            found = json.dumps(dialect.reply(id, body, await replies())).encode()
+            response = await self._begin(request, call, "application/json")
+            await response.write(found)
+            return await self._end(response, call)
         finally:
             call.connections -= 1
 
-    async def _write(
-        self, dialect: Dialect, request: web.Request, call: Call, id: str, body: Any, replies: list[ChatReply]
+    async def _stream(
+        self, request: web.Request, call: Call, stream: ReplyStream, replies: Callable[[], Awaitable[list[ChatReply]]]
     ) -> web.StreamResponse:
-        """Write the replies, and count the call as delivered once all bytes are on their way."""
+        """Write replies while they are generated. The first bytes are those of the first token."""
+        response: web.StreamResponse | None = None
+        while not call.task.done():
+            progressed = call.progressed
+            if events := [*stream.progress(call.parts)]:
+                response = response or await self._begin(request, call, "text/event-stream")
+                await response.write(_encoded(events))
+            await asyncio.wait(
+                [call.task, cast("asyncio.Future[Any]", progressed)], return_when=asyncio.FIRST_COMPLETED
+            )
+        try:
+            events = [*stream.end(await replies())]
+        except Exception as error:
+            if response is None:
+                raise
+            await response.write(_encoded(stream.failed(_policy_failed(error))))
+            await response.write_eof()
+            return response
+        response = response or await self._begin(request, call, "text/event-stream")
+        await response.write(_encoded(events))
+        return await self._end(response, call)
+
+    async def _begin(self, request: web.Request, call: Call, kind: str) -> web.StreamResponse:
         from aiohttp import web
 
-        streams = bool(body.get("stream"))
-        kind = "text/event-stream" if streams else "application/json"
         response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        try:
-            await response.prepare(request)
-            if streams:
-                for event in dialect.events(id, body, replies):
-                    await response.write(_encoded(event))
-            else:
-                await response.write(json.dumps(dialect.reply(id, body, replies)).encode())
-            await response.write_eof()
-        except BaseException:  # the connection closed
-            call.cut |= response.prepared
-            raise
+        await response.prepare(request)
+        call.begun = True
+        return response
+
+    async def _end(self, response: web.StreamResponse, call: Call) -> web.StreamResponse:
+        """Count the call as delivered: all bytes are on their way."""
+        await response.write_eof()
         call.delivered = True
         return response
 
 
-def _encoded(event: Event) -> bytes:
-    name, data = event
-    text = data if isinstance(data, str) else json.dumps(data)
-    return f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n".encode()
+def _policy_failed(error: BaseException) -> RequestError:
+    return RequestError(f"the policy could not reply: {error}", status=500, kind="api_error")
+
+
+def _encoded(events: Iterable[Event]) -> bytes:
+    found = ""
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data)
+        found += f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n"
+    return found.encode()

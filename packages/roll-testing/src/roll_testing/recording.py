@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -35,7 +35,7 @@ from roll_core.spec.rollout import RolloutContext
 from roll_core.types import Completion, CompletionOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from roll_core.spec.environment import Message
@@ -74,15 +74,30 @@ class ScriptedPolicy(RolloutContext):
         self.open = asyncio.Event()
         self.open.set()
         self.arrived = asyncio.Event()
+        self.num_reported = 0
+        """Tokens of a reply that a stream gets before `open` is set."""
 
     @override
     async def generate(
-        self, prompt_ids: TokenIds, *, n: int = 1, params: SamplingParams | None = None, key: str = ""
+        self,
+        prompt_ids: TokenIds,
+        *,
+        n: int = 1,
+        params: SamplingParams | None = None,
+        key: str = "",
+        on_progress: Callable[[Sequence[CompletionOutput | None]], None] | None = None,
     ) -> Completion:
         self.arrived.set()
-        await self.open.wait()
+        if on_progress is None or not self.num_reported:
+            await self.open.wait()
         outputs = tuple(self._output(self.replies.pop(0) if self.replies else "number", at) for at in range(n))
         self.calls.append(Sampled(prompt_ids, n, outputs))
+        if on_progress is not None:
+            for number in range(1, max(len(each.token_ids) for each in outputs)):
+                if number > self.num_reported:
+                    await self.open.wait()
+                on_progress([_first(output, number) for output in outputs])
+                await asyncio.sleep(0)
         return Completion(id=key, outputs=outputs)
 
     def _output(self, text: str, at: int) -> CompletionOutput:
@@ -100,6 +115,16 @@ class ScriptedPolicy(RolloutContext):
         return group
 
 
+def _first(output: CompletionOutput, number: int) -> CompletionOutput:
+    """The first tokens of an output that is not complete."""
+    return CompletionOutput(
+        token_ids=output.token_ids[:number],
+        logprobs=output.logprobs[:number],
+        versions=output.versions[:number],
+        finish_reason="abort",
+    )
+
+
 def user(text: str) -> Message:
     """A message of the user."""
     return {"role": "user", "content": text}
@@ -107,6 +132,9 @@ def user(text: str) -> Message:
 
 class RecordingConformance:
     """Tests that every recording endpoint must pass."""
+
+    first_bytes_s: ClassVar[float] = TIMEOUT_S
+    """Seconds until the first tokens of a stream arrive."""
 
     def rollout(
         self, context: RolloutContext, encoder: ChatEncoder, *, calls: int, tokens: int
@@ -194,11 +222,58 @@ class RecordingConformance:
             return text, await self._finished(recorded)
 
         _, (text, rollout) = self._run(play, ["the number is higher"])
-        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        assert lines[-1] == "[DONE]"
-        deltas = [choice["delta"] for line in lines[:-1] for choice in json.loads(line)["choices"]]
-        assert "".join(delta.get("content") or "" for delta in deltas) == "the number is higher"
+        assert _streamed(text) == "the number is higher"
         assert len(rollout.turns) == 1
+
+    def test_a_stream_shows_tokens_while_they_are_sampled(self) -> None:
+        """The client has the first words before the policy samples the last ones."""
+
+        async def play(policy: ScriptedPolicy, recorded: RecordedRollout) -> tuple[str, Rollout]:
+            policy.open.clear()
+            policy.num_reported = len("the number ")
+            first, connection = await self._first_bytes(recorded, {"messages": [user("the question")], "stream": True})
+            policy.open.set()
+            with connection:
+                await asyncio.to_thread(_read_all, connection)
+            return first, await self._finished(recorded)
+
+        _, (first, rollout) = self._run(play, ["the number is higher"])
+        assert '"content": "t' in first.replace('"content":"', '"content": "')
+        assert "higher" not in first
+        assert len(rollout.turns) == 1
+
+    def test_a_stream_that_broke_is_sent_whole_to_a_repeated_request(self) -> None:
+        """A client disconnects in the middle of a stream and sends its request again: one turn, the whole reply."""
+
+        async def play(policy: ScriptedPolicy, recorded: RecordedRollout) -> tuple[str, Rollout]:
+            body = {"messages": [user("the question")], "stream": True}
+            policy.open.clear()
+            policy.num_reported = len("the number ")
+            _, connection = await self._first_bytes(recorded, body)
+            connection.close()
+            await asyncio.sleep(0.1)
+            policy.open.set()
+            _, text = await self._post(recorded, body, {"x-stainless-retry-count": "1"})
+            return text, await self._finished(recorded)
+
+        policy, (text, rollout) = self._run(play, ["the number is higher"])
+        assert _streamed(text) == "the number is higher"
+        assert len(policy.calls) == len(rollout.turns) == 1
+
+    def test_a_stream_that_broke_is_incomplete(self) -> None:
+        """A client disconnects in the middle of a stream: it knows a part of a reply, which is no turn."""
+
+        async def play(policy: ScriptedPolicy, recorded: RecordedRollout) -> str:
+            policy.open.clear()
+            policy.num_reported = len("the number ")
+            _, connection = await self._first_bytes(recorded, {"messages": [user("the question")], "stream": True})
+            connection.close()
+            await asyncio.sleep(0.1)
+            policy.open.set()
+            await self._post(recorded, {"messages": [user("the answer")]})
+            return (await recorded.finish())[1]
+
+        assert self._run(play, ["the number is higher", "lower"])[1], "the record counts as complete"
 
     def test_a_repeated_request_is_sampled_once(self) -> None:
         """A request that the client marks as repeated gets the recorded reply."""
@@ -381,6 +456,27 @@ class RecordingConformance:
 
     async def _disconnect(self, recorded: RecordedRollout, body: dict[str, Any], arrived: asyncio.Event) -> None:
         """Send a request, and close the connection once the policy has it."""
+        connection = await self._connected(recorded, body)
+        await arrived.wait()
+        connection.close()
+
+    async def _first_bytes(self, recorded: RecordedRollout, body: dict[str, Any]) -> tuple[str, socket.socket]:
+        """What arrives of a stream until its first content, and the open connection."""
+        connection = await self._connected(recorded, body)
+        connection.settimeout(self.first_bytes_s)
+        text = ""
+        try:
+            while not any(f'"content":{blank}"{first}' in text for blank in ("", " ") for first in "tn"):
+                part = await asyncio.to_thread(connection.recv, 1 << 16)
+                assert part, f"the connection closed after {text!r}"
+                text += part.decode()
+        except BaseException:
+            connection.close()
+            raise
+        return text, connection
+
+    async def _connected(self, recorded: RecordedRollout, body: dict[str, Any]) -> socket.socket:
+        """A connection on which a request was sent."""
         url, raw = urlsplit(recorded.base_url), json.dumps({"model": "policy", **body}).encode()
         head = (
             f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
@@ -392,9 +488,7 @@ class RecordingConformance:
             connection.sendall(head.encode() + raw)
             return connection
 
-        connection = await asyncio.to_thread(send)
-        await arrived.wait()
-        connection.close()
+        return await asyncio.to_thread(send)
 
     def _trained_texts(self, row: Any) -> list[tuple[int, ...]]:
         """Runs of trained tokens of a row."""
@@ -405,6 +499,19 @@ class RecordingConformance:
             elif found[-1]:
                 found.append([])
         return [tuple(each) for each in found if each]
+
+
+def _streamed(text: str) -> str:
+    """The content of a stream of chat completions."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    deltas = [choice["delta"] for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def _read_all(connection: socket.socket) -> None:
+    while b"[DONE]" not in connection.recv(1 << 16):
+        pass
 
 
 @cache

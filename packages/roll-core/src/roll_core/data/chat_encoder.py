@@ -19,7 +19,7 @@ import numpy as np
 
 from roll_core.data.encode import Encoder
 from roll_core.data.templates import JinjaTemplate
-from roll_core.data.tool_calls import parse_tool_calls, tool_format_of, without_reasoning
+from roll_core.data.tool_calls import parse_tool_calls, settled_parts, tool_format_of, without_reasoning
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.tool_calls import ParsedReply
+    from roll_core.data.tool_calls import ParsedReply, SettledParts
     from roll_core.spec.config import DataArguments
     from roll_core.spec.environment import Message
     from roll_core.types import TokenIds
@@ -95,12 +95,22 @@ class ChatEncoder:
         messages = chat.messages if chat else ()
         num_calls = sum(len(each.get("tool_calls") or ()) for each in messages)
         return parse_tool_calls(
-            self._text(self._unended(ids)),
+            self.reply_text(ids),
             self.tool_format,
             tools=chat.tools if chat else (),
             reasoning_open=chat is not None and _opens_reasoning(chat.text),
             first_id=max(num_calls, sum(each["role"] == "tool" for each in messages)),
         )
+
+    def settled(self, ids: TokenIds, chat: EncodedChat, stop: Sequence[str] = ()) -> SettledParts:
+        """The parts of the reply that `ids` begin which no further token changes, up to a `stop` string."""
+        return settled_parts(
+            self.reply_text(ids), self.tool_format, reasoning_open=_opens_reasoning(chat.text), stop=stop
+        )
+
+    def reply_text(self, ids: TokenIds) -> str:
+        """The text of a sampled reply, without the tokens that end the turn."""
+        return self._text(self._unended(ids))
 
     def reply(self, ids: TokenIds, chat: EncodedChat | None = None) -> Message:
         """The message of a sampled reply, for `encode`: what the chat template renders by keys, and else its text.
@@ -108,7 +118,7 @@ class ChatEncoder:
         Has the keys `tool_calls` and `reasoning_content` of OpenAI's API if the reply and the template have them. Give
         its prompt `chat` to number tool calls over the conversation.
         """
-        parsed, text = self.parse(ids, chat), self._text(self._unended(ids))
+        parsed, text = self.parse(ids, chat), self.reply_text(ids)
         if not parsed.tool_calls and not parsed.reasoning and self.tool_format != "harmony":
             return {"role": "assistant", "content": text}
         is_open = chat is not None and _opens_reasoning(chat.text)
@@ -152,7 +162,7 @@ class ChatEncoder:
         message = self.reply(reply_ids, chat)
         has_reasoning = bool(self.parse(reply_ids, chat).reasoning)
         if self._thinking == "template" or not has_reasoning:
-            yield {"role": "assistant", "content": self._text(self._unended(reply_ids))}
+            yield {"role": "assistant", "content": self.reply_text(reply_ids)}
         if self._thinking != "keep" or not has_reasoning:
             yield message
             return
@@ -192,7 +202,7 @@ class ChatEncoder:
 
     def _is_reply(self, text: str, chat: EncodedChat, reply_ids: TokenIds) -> bool:
         """True if a rendering up to the end of the reply is `chat` and a reply of the same meaning."""
-        sampled = self._text(self._unended(reply_ids))
+        sampled = self.reply_text(reply_ids)
         if self._thinking == "keep":
             is_open = _opens_reasoning(chat.text)
             before = _squeezed(without_reasoning(chat.text))

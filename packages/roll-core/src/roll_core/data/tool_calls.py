@@ -85,6 +85,40 @@ def parse_tool_calls(
     return ParsedReply(found.content, calls, found.reasoning, found.error)
 
 
+class SettledParts(NamedTuple):
+    """Parts of a reply that is still generated."""
+
+    reasoning: str
+    content: str
+
+    def extends(self, other: SettledParts) -> bool:
+        """True if both parts begin with those of `other`."""
+        return self.reasoning.startswith(other.reasoning) and self.content.startswith(other.content)
+
+
+def settled_parts(text: str, format: str, *, reasoning_open: bool = False, stop: Sequence[str] = ()) -> SettledParts:
+    """The beginnings of reasoning and content that `parse_tool_calls` returns for `text` and everything that begins so.
+
+    They end before a tool call, and before characters that may belong to a mark, to a string of `stop` or to a
+    character of several tokens. A `</think>` without `<think>` is not expected.
+    """
+    text = text.rstrip("\ufffd")
+    if format == "harmony":
+        reasoning, content = _settled_harmony(text)
+    else:
+        if "<think>".startswith(text.lstrip()):
+            return SettledParts("", "")
+        text = text if "</think>" in text else _before(text, ("</think>",))
+        content, reasoning, _ = _split_reasoning(text, open=reasoning_open)
+        marks = _CALL_MARKS[format]
+        first = content.lstrip()
+        whole = format == "llama3_json" and any(first.startswith(each) or each.startswith(first) for each in marks)
+        # The parser strips line breaks around the content if there are tool calls.
+        is_open = whole or (content.startswith("\n") and bool(marks))
+        content = "" if is_open else _before(content, () if format == "llama3_json" else marks)
+    return SettledParts(reasoning, _before(content.rstrip("\n") if format != "none" else content, stop))
+
+
 def tool_format_of(chat_template: str | None) -> ToolFormat:
     """The format that a chat template describes to the model; `none` if it knows no tool calls."""
     text = chat_template or ""
@@ -150,6 +184,35 @@ def _string_parameters(tools: Sequence[Mapping[str, Any]]) -> set[tuple[str, str
             if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
                 found.add((str(function.get("name")), str(name)))
     return found
+
+
+def _before(text: str, marks: Sequence[str]) -> str:
+    """The text before the first mark and before characters at its end with which a mark begins."""
+    for mark in marks:
+        text = text.partition(mark)[0]
+    longest = max(map(len, marks), default=1) - 1
+    for number in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-number:]) for mark in marks):
+            return text[:-number]
+    return text
+
+
+def _settled_harmony(text: str) -> tuple[str, str]:
+    """Reasoning and content of the messages of gpt-oss up to a tool call, or up to reasoning after content."""
+    reasoning: list[str] = []
+    content = ""
+    *whole, last = text.removeprefix("<|start|>assistant").split("<|start|>assistant")
+    for message in [*whole, last]:
+        header, separator, body = message.partition("<|message|>")
+        channel = re.search(r"<\|channel\|>(\w+)", header)
+        if not separator or channel is None or " to=" in header or (content and channel[1] == "analysis"):
+            break
+        body = _before(body, ("<|end|>", "<|call|>", "<|return|>", "<|start|>assistant"))
+        if channel[1] == "analysis":
+            reasoning.append(body)
+        else:
+            content += body
+    return "\n".join(reasoning), content
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -308,6 +371,18 @@ _PARSERS: dict[str, Callable[[str, set[tuple[str, str]]], _Found]] = {
     "deepseek": _deepseek,
     "glm45": _tagged("<tool_call>", "</tool_call>", _glm45_call),
 }
+
+
+_CALL_MARKS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>",),
+    "llama3_json": ("{", "<|python_tag|>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>",),
+    "glm45": ("<tool_call>",),
+}
+"""Where tool calls begin. Of `llama3_json` only at the beginning of a reply."""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.spec.config import RewardConfig
-    from roll_core.types import Completion, Floats, Group, Reward, Sample, SamplingParams, TokenIds
+    from roll_core.types import Completion, CompletionOutput, Floats, Group, Reward, Sample, SamplingParams, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,21 @@ class RolloutContext(ABC):
 
     @abstractmethod
     async def generate(
-        self, prompt_ids: TokenIds, *, n: int = 1, params: SamplingParams | None = None, key: str = ""
+        self,
+        prompt_ids: TokenIds,
+        *,
+        n: int = 1,
+        params: SamplingParams | None = None,
+        key: str = "",
+        on_progress: Callable[[Sequence[CompletionOutput | None]], None] | None = None,
     ) -> Completion:
         """Sample `n` responses to a prompt, by default with the plan's `params`.
 
         `key` identifies the call within its group, for example `<trajectory>/<turn>`. Seeds derive from it. If a
         restored program repeats a call with the same key, it gets the tokens that were already sampled for it.
+
+        `on_progress` receives the outputs so far, a few times per second, if the engine reports progress. Tokens are
+        only appended. An output is None before its first token.
         """
 
     @abstractmethod

@@ -78,7 +78,13 @@ class GroupContext(RolloutContext):
 
     @override
     async def generate(
-        self, prompt_ids: TokenIds, *, n: int = 1, params: SamplingParams | None = None, key: str = ""
+        self,
+        prompt_ids: TokenIds,
+        *,
+        n: int = 1,
+        params: SamplingParams | None = None,
+        key: str = "",
+        on_progress: Callable[[Outputs], None] | None = None,
     ) -> Completion:
         if key in self._finished or key in self._pending:
             raise ContractError(f"the rollout program of {self._prompt.id} calls generate twice with key {key!r}")
@@ -99,7 +105,9 @@ class GroupContext(RolloutContext):
             # The same in later steps and epochs.
             routing_key=prompt.row or prompt.id,
         )
-        pending = self._pending[key] = self._queue.submit(request, self._restored.pop(key, None))
+        pending = self._pending[key] = self._queue.submit(
+            request, self._restored.pop(key, None), on_progress=on_progress
+        )
         try:
             completion = await pending.done
         finally:

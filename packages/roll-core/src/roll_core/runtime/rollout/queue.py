@@ -108,9 +108,16 @@ class RequestQueue:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, request: GenerateRequest, sampled: Outputs | None = None, *, replica: Replica | None = None
+        self,
+        request: GenerateRequest,
+        sampled: Outputs | None = None,
+        *,
+        replica: Replica | None = None,
+        on_progress: Callable[[Outputs], None] | None = None,
     ) -> PendingRequest:
         """Queue a request; its `done` future gets the completion. `sampled` outputs are continued.
+
+        While it runs, its replica is polled for tokens often if there is an `on_progress`.
 
         A request for a specific `replica` is submitted there even beyond `max_running`. It fails with `WorkerDiedError`
         if the replica is lost.
@@ -125,6 +132,7 @@ class RequestQueue:
                 output.add(part, request.params.max_new_tokens)
         loop = asyncio.get_running_loop()
         pending = PendingRequest(request, next(self._numbers), outputs, loop.create_future(), replica)
+        pending.on_progress = on_progress
         pending.done.add_done_callback(retrieve)
         self._requests[request.id] = pending
         if all(output.complete for output in outputs):

@@ -59,6 +59,8 @@ POLLS = 4
 """A progress poll times out after `replica_timeout / POLLS`, since engines report only between two steps."""
 PAUSES = 20
 """Pause between two polls, in multiples of the last poll's duration. Progress of a full engine is a large payload."""
+STREAM_S, STREAM_PAUSES = 0.05, 4
+"""Seconds between two polls of a replica with streamed requests, and their `PAUSES`."""
 
 
 class Replica(ABC):
@@ -282,12 +284,15 @@ class HealthMonitor:
         self._timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
         self._limit_s = max(poll_s, timeouts.token_s / POLLS)
         self._tasks: dict[ReplicaSlot, asyncio.Task[None]] = {}
+        self._streams: dict[ReplicaSlot, asyncio.Task[None]] = {}
         self._suspended = 0
 
     def start(self, slot: ReplicaSlot) -> None:
         """Start health checks of a slot that has work."""
         if self._poll_s and slot not in self._tasks:
             self._tasks[slot] = background(self._watch(slot), name=f"{slot.replica.name}: progress")
+        if _has_streams(slot) and slot not in self._streams:
+            self._streams[slot] = background(self._stream(slot), name=f"{slot.replica.name}: streams")
 
     def heartbeat(self, slot: ReplicaSlot) -> None:
         """Reset a slot's time without a heartbeat."""
@@ -306,7 +311,7 @@ class HealthMonitor:
 
     async def close(self) -> None:
         """Stop polling."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._streams.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -327,6 +332,16 @@ class HealthMonitor:
                     return
         finally:
             del self._tasks[slot]
+
+    async def _stream(self, slot: ReplicaSlot) -> None:
+        """Poll a replica while it has streamed requests."""
+        try:
+            pause_s = STREAM_S
+            while slot.alive and slot.reports and _has_streams(slot):
+                await asyncio.sleep(pause_s)
+                pause_s = max(STREAM_S, STREAM_PAUSES * await self._poll(slot))
+        finally:
+            del self._streams[slot]
 
     async def _poll(self, slot: ReplicaSlot) -> float:
         """Poll and store the slot's progress. Returns the duration in seconds."""
@@ -367,3 +382,7 @@ class HealthMonitor:
             f"{work} waited {silent_s:.0f} s for a result, rpc_timeout allows {limit_s:g} s (its engine does not report"
             " progress)"
         )
+
+
+def _has_streams(slot: ReplicaSlot) -> bool:
+    return any(sub.parent.on_progress is not None for sub in slot.running.values())

@@ -99,6 +99,8 @@ class PendingRequest:
     """`ReplicaSlot` of each running sub-request, by the request id that the replica received."""
     prompt_logprobs: Floats | None = None
     prompt_topk: TopTokens | None = None
+    on_progress: Callable[[Outputs], None] | None = None
+    """Receives the outputs so far, including what replicas report of running ones."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a pausing request is paused or finished."""
 
@@ -106,6 +108,16 @@ class PendingRequest:
     def sampled(self) -> list[CompletionOutput | None]:
         """The outputs so far, possibly partial or None."""
         return [output.sampled for output in self.outputs]
+
+    @property
+    def reported(self) -> list[CompletionOutput | None]:
+        """The outputs with what replicas report of running ones."""
+        found = self.sampled
+        for id, slot in self.running.items():
+            sub: SubRequest = slot.running[id]
+            for output, part in zip(sub.outputs, sub.reported, strict=False):
+                found[output.index] = part if output.sampled is None else joined(output.sampled, part)
+        return found
 
     @property
     def wants_tokens(self) -> bool:
@@ -151,9 +163,14 @@ class SubRequest:
 
     def report(self, outputs: Sequence[CompletionOutput]) -> bool:
         """Store progress. True if it has more tokens than the report before."""
-        before = sum(len(output.token_ids) for output in self.reported)
-        self.reported = outputs
-        return sum(len(output.token_ids) for output in outputs) > before
+        before, after = (sum(len(each.token_ids) for each in found) for found in (self.reported, outputs))
+        if after >= before:  # two polls may be answered in the other order
+            self.reported = outputs
+        if after <= before:
+            return False
+        if self.parent.on_progress is not None:
+            self.parent.on_progress(self.parent.reported)
+        return True
 
 
 def joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
