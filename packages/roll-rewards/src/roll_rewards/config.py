@@ -15,6 +15,8 @@ from roll_core.spec.config import Config, NonNegativeInt, PositiveFloat, Positiv
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+NO_TEST_CODE = "test code needs two programs that exchange values, which sandbox_url cannot run: set sandbox_command"
+
 
 class CodeConfig(RewardConfig):
     """`reward: code`: the share of tests that the response's program passes, in a sandbox."""
@@ -79,8 +81,6 @@ class CodeConfig(RewardConfig):
         elsewhere = self.sandbox_command or self.sandbox_url
         problem = "" if elsewhere else next(filter(None, map(syntax_problem, tests)), "")
         if self.sandbox_url and any(isinstance(each, CodeTest) for each in tests):
-            from roll_rewards.remote_sandbox import NO_TEST_CODE
-
             problem = NO_TEST_CODE
         return {"test_cases": problem} if problem else {}
 

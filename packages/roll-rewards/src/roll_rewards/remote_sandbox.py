@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RewardFailure
 from roll_rewards import guest
+from roll_rewards.config import NO_TEST_CODE
 from roll_rewards.sandbox import START_S, Limits, Outcome, ProgramEnded, describe
 from roll_rewards.services import ReplyTooLargeError, post
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 GUEST = Path(guest.__file__)
 KILLED = -9
-NO_TEST_CODE = "test code needs two programs that exchange values, which sandbox_url cannot run: set sandbox_command"
 
 
 class RemoteSandbox:
