@@ -130,6 +130,17 @@ def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolatio
 
 
 @BOTH
+def test_an_exception_names_the_columns_that_are_empty_in_the_row(reward_of, asking, isolation):
+    reward = reward_of("def f(prompt, response, answer, source, hint=None): return len(answer)", isolation=isolation)
+    with raises_error(RewardFailure, "TypeError", "answer", "hint") as caught:
+        reward.score(asking("x", answer=None, source="book", hint=None))
+    assert "source" not in str(caught.value)
+    with raises_error(RewardFailure, "TypeError") as caught:
+        reward.score(asking("x", answer=1, source="book", hint="none"))
+    assert "hint" not in str(caught.value)
+
+
+@BOTH
 def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, isolation, tmp_path):
     reward = reward_of(
         """

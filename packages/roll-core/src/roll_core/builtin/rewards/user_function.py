@@ -55,7 +55,13 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
 
         def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
             chosen = {key: value for key, value in metadata.items() if accepts(key)}
-            return reward_values(function(prompt, response, **chosen), name)
+            try:
+                answer = function(prompt, response, **chosen)
+            except Exception as error:
+                if empty := [key for key, value in chosen.items() if value is None]:
+                    error.add_note(f"the row has no value for {', '.join(empty)}")
+                raise
+            return reward_values(answer, name)
 
         return score
     return adapter(name, function, options.get("columns"))

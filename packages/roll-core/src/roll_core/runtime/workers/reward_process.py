@@ -108,7 +108,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def describe(error: BaseException) -> str:
-    """One-line description: `ValueError: no such unit (rewards.py:12 in score)`.
+    """One-line description: `ValueError: no such unit (rewards.py:12 in score)`, and the error's notes.
 
     A `RewardFailure` gives only its message.
     """
@@ -117,7 +117,8 @@ def describe(error: BaseException) -> str:
         return text or "the function gave no reason"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+    notes = "".join(f"; {' '.join(str(note).split())[:500]}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}{notes}"
 
 
 def failure_of(error: BaseException, limit_mb: int | None) -> dict[str, str]:
