@@ -46,7 +46,7 @@ def test_the_tutorials_reward_data_and_plugin_are_trained_with(here, tmp_path):
     roll_core(here, "check first/rlvr.yaml")
     roll_core(here, "run first/rlvr.yaml", *SHORT)
     last = read_metrics(here / "first" / "output" / "rlvr" / "001" / "metrics.jsonl")[-1]
-    assert {"reward/sorted/exact/mean", "reward/sorted/length/mean"} <= last.keys()
+    assert {"reward/sorted/exact/mean", "reward/sorted/right/mean"} <= last.keys()
     assert last["score/mean"] >= last["reward/sorted/exact/mean"]
 
     (rows,), (config,) = code_of("own-data.md", "python"), code_of("own-data.md", "yaml")
