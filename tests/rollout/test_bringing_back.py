@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import pytest
 from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
@@ -22,7 +21,6 @@ class NoWorkers:
     role = "actor_infer"
     world_size = 0
     survives_all = True
-    spec = SimpleNamespace(places=())
 
 
 class Role(GroupInferRole):
@@ -155,7 +153,6 @@ class Group:
 
     role = "actor_infer"
     survives_all = False
-    spec = SimpleNamespace(places=())
 
     def __init__(self, dying, survives=True):
         self.world_size, self.dying, self.survives = 3, dying, survives

@@ -336,8 +336,7 @@ def test_a_run_whose_terminal_closes_saves_its_step_unless_it_ignores_sighup(loc
 AS_A_SHELL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-if sys.argv[1] == "1":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "1" else signal.SIG_DFL)
 os.execv(sys.argv[2], sys.argv[2:])
 """
 

@@ -35,7 +35,7 @@ class EchoQueue:
     def __init__(self):
         self.requests = []
 
-    def submit(self, request, sampled=None):
+    def submit(self, request, sampled=None, **others):
         if not self.requests:
             asyncio.get_running_loop().call_later(0.01, self.complete)
         outputs = tuple(

@@ -45,10 +45,18 @@ def test_sigterm_waits_for_what_is_in_progress():
     assert seen == [True]
 
 
+@pytest.fixture
+def heard_sighup():
+    """SIGHUP has its default effect, also where `nohup` has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     "numbers", [[signal.SIGHUP], [signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM]], ids=str
 )
-def test_sighup_waits_for_what_is_in_progress_however_often_it_arrives(numbers):
+def test_sighup_waits_for_what_is_in_progress_however_often_it_arrives(numbers, heard_sighup):
     stop = StopSignals(60.0)
 
     async def main() -> None:

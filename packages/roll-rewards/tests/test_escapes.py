@@ -267,7 +267,14 @@ def children(parent):
     """Servers, keepers and boxes that a process has started."""
     own = str(Path(sandbox.__file__).with_name("box.py"))
     started = psutil.Process(parent).children(recursive=True)
-    return [each for each in started if each.is_running() and own in each.cmdline()]
+    return [each for each in started if own in command(each)]
+
+
+def command(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return []
 
 
 @NEEDS_ISOLATION

@@ -8,6 +8,7 @@ import logging
 import math
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -82,7 +83,6 @@ class GroupTrainRole(TrainRole):
         `averages`: it keeps a moving average of its parameters, which programs may use.
         """
         self.name, self.config, self.group, self.trains = name, config, group, trains
-        self.slots = slots_of(group.spec.places)
         self._workers = WorkerStub[TrainWorker](group)
         self.capabilities = capabilities or TrainCapabilities()
         self.movable = (TRAINED if trains else WEIGHTS) if offloads else frozenset[str]()
@@ -99,6 +99,11 @@ class GroupTrainRole(TrainRole):
         Later versions may have the same or different values: momentum and weight decay change weights without a
         gradient. An optimizer step therefore increments the version even if its gradient is zero.
         """
+
+    @cached_property
+    def slots(self) -> frozenset[int]:
+        """Slots of the role's workers."""
+        return slots_of(self.group.spec.places)
 
     async def offload(self, parts: frozenset[str]) -> None:
         """Offload parts of every rank to the host."""
@@ -348,7 +353,6 @@ class GroupInferRole(InferRole):
         `restart` restarts all replicas and publishes weights to them. It is called once no replica is alive.
         """
         self.name, self.config, self.group = name, config, group
-        self.slots = slots_of(group.spec.places)
         self._workers = WorkerStub[InferWorker](group)
         self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
@@ -371,6 +375,11 @@ class GroupInferRole(InferRole):
         """Reward models that share its slots. They are on the slots during rollouts."""
         self.has_weights = True
         """False after the engines slept, until the next publish."""
+
+    @cached_property
+    def slots(self) -> frozenset[int]:
+        """Slots of the role's workers."""
+        return slots_of(self.group.spec.places)
 
     @property
     def movable(self) -> frozenset[str]:
