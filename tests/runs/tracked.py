@@ -62,7 +62,9 @@ class RecordingTracker(Tracker):
 
     def _add(self, event):
         self.events.append(event)
-        self.file.write_text(json.dumps(self.events))
+        written = self.file.with_suffix(".new")
+        written.write_text(json.dumps(self.events))
+        written.replace(self.file)  # at once, for readers beside the run
 
 
 @hookimpl

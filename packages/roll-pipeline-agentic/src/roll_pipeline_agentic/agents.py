@@ -51,6 +51,8 @@ NEVER_S = 1e9
 """Deadline of a call that `AgentHost` ends itself."""
 MAX_STDERR = 2000
 """Characters of a command's standard error in its failure."""
+KILL_S = 10.0
+"""Seconds to wait for the end of a killed process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,12 +316,24 @@ class CommandAgent(Agent):
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # already exited
                 os.killpg(process.pid, signal.SIGKILL)
-            if process.returncode is None:
-                await process.wait()
+            await _ended(process)
         if process.returncode:
             tail = errors.decode(errors="replace").strip()[-MAX_STDERR:]
             raise RuntimeError(f"{self.command[0]} exited with code {process.returncode}: {tail}")
         return output.decode(errors="replace").strip()
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for a killed process at most `KILL_S`, also if the caller is cancelled again: then its pipes are closed."""
+    ended, loop = asyncio.ensure_future(process.wait()), asyncio.get_running_loop()
+    deadline, cancelled = loop.time() + KILL_S, False
+    while not ended.done() and loop.time() < deadline:
+        try:
+            await asyncio.wait({ended}, timeout=deadline - loop.time())
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def variables(session: Session) -> dict[str, str]:
