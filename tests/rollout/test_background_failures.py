@@ -48,7 +48,6 @@ itself or by whoever it is handed to."""
 THREADS = {
     ("cluster/concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
     ("examination.py", "guarded"): "of `roll-core doctor`: waits with a limit of its own",
-    ("environments.py", "_line"): "of `roll-core envs play`: reads stdin, and Ctrl-C ends the wait",
     ("cluster/executors/worker_main.py", "main"): "ends the process",
     ("cluster/executors/host.py", "__init__"): "exceptions are answers: see below",
     ("run/stopping.py", "_run_on_a_thread"): "raised in the calling thread",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,16 +143,38 @@ def envs(words: Sequence[str], registry: Registry) -> int:
     parser = command_parser("envs", "List the environments of installed packages, or play an episode of one.")
     actions = parser.add_subparsers(dest="action", metavar="list | play", required=True)
     actions.add_parser("list", help="list environments with the keys of env_config", allow_abbrev=False)
-    playing = actions.add_parser("play", help="play an episode; each line is a reply", allow_abbrev=False)
+    playing = actions.add_parser(
+        "play", help="play an episode; each line is a reply, or a model replies", allow_abbrev=False
+    )
     playing.add_argument("name", metavar="NAME", help="environment, or your own class as module:Class")
     playing.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="keys of env_config")
     playing.add_argument("--seed", type=int, default=0, help="seed of the episode (default: 0)")
+    playing.add_argument(
+        "--engine",
+        metavar="URL",
+        type=_url,
+        help="a model replies: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1; its key is the"
+        " environment variable OPENAI_API_KEY",
+    )
+    playing.add_argument("--model", default="", help="name of the model (default: the first that the API lists)")
+    playing.add_argument(
+        "--max-turns", metavar="N", type=_count, help="end the episode after N turns (default with --engine: 32)"
+    )
     options = parser.parse_args(words)
     from roll_tools.environments import list_environments, play_environment
 
     if options.action == "list":
         return list_environments(registry)
-    return play_environment(options.name, options.settings, registry, seed=options.seed)
+    if options.model and not options.engine:
+        playing.error("--model has no effect without --engine")
+    engine, max_turns = None, options.max_turns
+    if options.engine:
+        from roll_tools.engine_player import EnginePlayer
+
+        engine, max_turns = EnginePlayer(options.engine, options.model), max_turns or 32
+    return play_environment(
+        options.name, options.settings, registry, seed=options.seed, engine=engine, max_turns=max_turns
+    )
 
 
 def runs(words: Sequence[str], registry: Registry) -> int:
@@ -230,6 +253,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"found {text}, expected a whole number > 0")
     return int(text)
+
+
+def _url(text: str) -> str:
+    """Type of an argument: the address of an HTTP server."""
+    if not re.fullmatch(r"https?://[^/\s]\S*", text):
+        raise argparse.ArgumentTypeError(f"found {text}, expected http://HOST or https://HOST")
+    return text
 
 
 def _amount(text: str) -> float:

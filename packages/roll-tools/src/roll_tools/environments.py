@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import itertools
 import json
 import sys
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,18 @@ from roll_core.config.overrides import parse_settings
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
+from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.spec.config import Config
 from roll_core.spec.environment import Environment, Reply
 from roll_core.spec.providers import EnvironmentProvider
+from roll_tools.engine_player import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.plugins.registry import Registry
     from roll_core.spec.environment import Message
+    from roll_tools.engine_player import EnginePlayer
 
 
 def list_environments(registry: Registry) -> int:
@@ -41,8 +43,19 @@ def list_environments(registry: Registry) -> int:
     return 0
 
 
-def play_environment(name: str, settings: Sequence[str], registry: Registry, *, seed: int) -> int:
-    """Play one episode with replies from stdin. `settings` are `KEY=VALUE` of `env_config`, values in YAML."""
+def play_environment(
+    name: str,
+    settings: Sequence[str],
+    registry: Registry,
+    *,
+    seed: int,
+    engine: EnginePlayer | None = None,
+    max_turns: int | None = None,
+) -> int:
+    """Play one episode with replies from `engine`, otherwise from stdin.
+
+    `settings` are `KEY=VALUE` of `env_config`, values in YAML. `max_turns` ends the episode.
+    """
     provider = registry.find(EnvironmentProvider, name)
     owner = registry.owner(provider)
     schema = options_schema(provider) if is_user_function(provider) else schema_of(provider, Config, owner=owner)
@@ -63,40 +76,38 @@ def play_environment(name: str, settings: Sequence[str], registry: Registry, *, 
         ]
         raise ConfigError(problems) from error
     cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
-    return asyncio.run(_play(cls(**given.model_dump(mode="json")), owner, seed))
+    return asyncio.run(_play(cls(**given.model_dump(mode="json")), owner, seed, engine, max_turns))
 
 
-async def _play(environment: Environment, owner: str, seed: int) -> int:
+async def _play(
+    environment: Environment, owner: str, seed: int, engine: EnginePlayer | None, max_turns: int | None
+) -> int:
     totals: Counter[str] = Counter()
     stage = "reset"
     try:
         opening = await _result(environment.reset({}, seed))
         for tool in opening.tools:
             sys.stdout.write(f"[tool] {json.dumps(tool['function'])}\n")
-        if opening.tools:
+        if opening.tools and engine is None:
             sys.stdout.write('To call a tool: /call NAME {"argument": …}\n')
         player = opening.player or next(iter(opening.players), "")
-        _show(opening.messages, player)
-        while True:
-            oracle = getattr(environment, "oracle", None)
-            sys.stdout.write("reply (/hint for the oracle's)> " if oracle else "reply> ")
-            sys.stdout.flush()
-            line = await _line()
-            if not line:
+        _show(opening.messages, player, engine)
+        for number in itertools.count(1):
+            reply = await (_typed(environment) if engine is None else engine.reply(opening.tools, player))
+            if reply is None:
                 sys.stdout.write("\n")
                 return 0
-            if oracle and line.strip() == "/hint":
-                sys.stdout.write("".join(f"[hint] {each}\n" for each in oracle()))
-                continue
+            if engine is not None:
+                _show_reply(reply)
             stage = "step"
-            turn = await _result(environment.step(_reply(line.rstrip("\n"))))
+            turn = await _result(environment.step(reply))
             totals.update({player: turn.reward or 0.0})
             totals.update(turn.rewards)
             given = f"reward {turn.reward}" + "".join(f", {name} {reward}" for name, reward in turn.rewards.items())
             sys.stdout.write(f"[turn] {given}, state {turn.state}, metrics {dict(turn.metrics)}\n")
             player = turn.player or player
-            _show(turn.messages, player)
-            if turn.done or turn.truncated:
+            _show(turn.messages, player, engine)
+            if turn.done or turn.truncated or number == max_turns:
                 break
         stage = "score"
         score = await _result(environment.score())
@@ -106,28 +117,24 @@ async def _play(environment: Environment, owner: str, seed: int) -> int:
         found = ", ".join(f"{name}{' ' if name else ''}{total:g}" for name, total in totals.items())
         sys.stdout.write(f"[end] {'done' if turn.done else 'truncated'}, total reward {found}\n")
         return 0
+    except EngineError:
+        raise
     except Exception as error:  # user code
         raise EnvironmentFailure(f"{owner}: {stage}: {type(error).__name__}: {error}") from error
     finally:
         await _result(environment.close())
 
 
-async def _line() -> str:
-    """The next line of stdin. A daemon thread reads it, so that Ctrl-C ends the command without another line."""
-    loop = asyncio.get_running_loop()
-    read: asyncio.Future[str] = loop.create_future()
-
-    def finish(line: str) -> None:
-        if not read.done():
-            read.set_result(line)
-
-    def wait() -> None:
-        line = sys.stdin.readline()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, line)
-
-    threading.Thread(target=wait, name="stdin", daemon=True).start()
-    return await read
+async def _typed(environment: Environment) -> Reply | None:
+    """The next reply from stdin; None at its end. A daemon thread reads: Ctrl-C needs no further line."""
+    oracle = getattr(environment, "oracle", None)
+    while True:
+        sys.stdout.write("reply (/hint for the oracle's)> " if oracle else "reply> ")
+        sys.stdout.flush()
+        line = await in_daemon_thread(sys.stdin.readline, name="stdin")
+        if oracle is None or line.strip() != "/hint":
+            return _reply(line.rstrip("\n")) if line else None
+        sys.stdout.write("".join(f"[hint] {each}\n" for each in oracle()))
 
 
 def _reply(line: str) -> Reply:
@@ -139,10 +146,22 @@ def _reply(line: str) -> Reply:
     return Reply(text="", tool_calls=[{"id": "call00000", "type": "function", "function": function}])
 
 
+def _show_reply(reply: Reply) -> None:
+    if reply.reasoning:
+        sys.stdout.write(f"[reasoning] {reply.reasoning}\n")
+    if reply.text:
+        sys.stdout.write(f"[reply] {reply.text}\n")
+    for each in reply.tool_calls:
+        sys.stdout.write(f"[call] {json.dumps(each.get('function'))}\n")
+
+
 async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _show(messages: Sequence[Message], player: str) -> None:
+def _show(messages: Sequence[Message], player: str, engine: EnginePlayer | None) -> None:
+    """Show messages, and add them to the conversation of an engine."""
     for each in messages:
         sys.stdout.write(f"[{each['role']}{' to ' if player else ''}{player}] {each['content']}\n")
+    if engine is not None:
+        engine.add(messages, player)
