@@ -63,6 +63,53 @@ def test_a_name_that_gymnasium_does_not_know_is_located() -> None:
         config.GymnasiumConfig(id="FrozenLaake-v1")
 
 
+CONFIG = """\
+pipeline: agentic
+tokenizer: {kind: byte}
+prompt_length: 64
+rollout_batch_size: 128
+custom_envs:
+  env: {environment: text_game}
+train_env_manager: {group_size: 2}
+actor_train:
+  model_args: {random_init: {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}}
+  strategy_args: {strategy_name: hf_train}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "requirement"),
+    [
+        ("environment: gymnasium, env_config: {id: CartPole-v1}", "gymnasium", "roll-environments[gymnasium]"),
+        ('environment: gymnasium, env_config: {make: "gem:make", id: "game:x"}', "gem", "gem-llm"),
+        ('environment: tools, env_config: {class: "helpers_environments:Counter"}', "transformers", "[tools]"),
+        ("environment: mcp, env_config: {command: [x], reward_tool: y}", "mcp", "roll-environments[mcp]"),
+        ('environment: openenv, env_config: {url: "http://x", action: y}', "websockets", "[openenv]"),
+        ("agent: verifiers, agent_config: {env: {}}", "verifiers", "verifiers>=0.4,<0.5"),
+        ("environment: reasoning_gym, env_config: {dataset: x}", "reasoning_gym", "[reasoning-gym]"),
+        ("environment: textarena, env_config: {id: x}", "textarena", "roll-environments[textarena]"),
+    ],
+)
+def test_a_missing_package_is_located_with_what_to_install(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    entry: str,
+    module: str,
+    requirement: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.replace("environment: text_game", entry))
+    assert cli.main(["check", str(file)]) == 2
+    shown = capsys.readouterr().err
+    key = f"custom_envs.env.{'agent_config' if 'agent_config' in entry else 'env_config'}"
+    assert mentions(shown, f"{file}:6:", "ROLL-C014", key, module, "pip", requirement)
+    assert shown.count("ROLL-C") == 1
+
+
 def test_environments_are_listed_with_package_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["envs", "list"]) == 0
     shown = capsys.readouterr().out

@@ -63,6 +63,7 @@ class ToolsConfig(Config):
 
     @model_validator(mode="after")
     def _has_reset_and_a_reward(self) -> ToolsConfig:
+        _installed("transformers", "roll-environments[tools]")
         found = load(self.target)
         if not isinstance(found, type):
             return self
@@ -97,7 +98,7 @@ class GymnasiumConfig(Config):
     @model_validator(mode="after")
     def _can_be_made(self) -> GymnasiumConfig:
         if self.make == "gymnasium:make":
-            _installed("gymnasium", "gymnasium")
+            _installed("gymnasium", "roll-environments[gymnasium]")
             if self.id is None:
                 raise ValueError("id is missing, expected the name of a gymnasium environment")
             import gymnasium
@@ -107,7 +108,12 @@ class GymnasiumConfig(Config):
             except gymnasium.error.Error as error:
                 raise ValueError(f"id: {error}") from error
         else:
-            importable(self.make)
+            try:
+                importable(self.make)
+            except ValueError:
+                if self.make.startswith("gem:"):
+                    _installed("gem", "gem-llm")
+                raise
         if self.observation not in ("text", "render"):
             importable(self.observation)
         return self
@@ -125,7 +131,7 @@ class ReasoningGymConfig(Config):
 
     @model_validator(mode="after")
     def _exists(self) -> ReasoningGymConfig:
-        _installed("reasoning_gym", "reasoning-gym")
+        _installed("reasoning_gym", "roll-environments[reasoning-gym]")
         return self
 
 
@@ -147,7 +153,7 @@ class TextArenaConfig(Config):
 
     @model_validator(mode="after")
     def _has_players(self) -> TextArenaConfig:
-        _installed("textarena", "textarena")
+        _installed("textarena", "roll-environments[textarena]")
         if self.player >= self.num_players:
             raise ValueError(f"player is {self.player}, expected less than num_players {self.num_players}")
         if self.self_play and (self.player or self.opponent is not None):
@@ -180,7 +186,7 @@ class McpConfig(Config):
 
     @model_validator(mode="after")
     def _is_complete(self) -> McpConfig:
-        _installed("mcp", "mcp")
+        _installed("mcp", "roll-environments[mcp]")
         if bool(self.command) == (self.url is not None):
             raise ValueError("expected either command or url")
         if (self.reward_tool is None) == (self.reward is None):
@@ -208,7 +214,7 @@ class OpenEnvConfig(Config):
 
     @model_validator(mode="after")
     def _is_complete(self) -> OpenEnvConfig:
-        _installed("websockets", "openenv")
+        _installed("websockets", "roll-environments[openenv]")
         if bool(self.command) == (self.url is not None):
             raise ValueError("expected either url or command")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
@@ -228,8 +234,7 @@ class VerifiersConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_loaded(self) -> VerifiersConfig:
-        if importlib.util.find_spec("verifiers") is None:
-            raise ValueError("verifiers is not installed: pip install 'verifiers>=0.4,<0.5'")
+        _installed("verifiers", "verifiers>=0.4,<0.5")
         from roll_environments.verifiers_adapter import env_config, select_config
 
         for key, check in (("env", env_config), ("select", select_config)):
@@ -240,6 +245,7 @@ class VerifiersConfig(Config):
         return self
 
 
-def _installed(module: str, extra: str) -> None:
+def _installed(module: str, requirement: str) -> None:
+    """Raises `ValueError` with the requirement that brings a module, if it cannot be found."""
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"{module} is not installed: pip install 'roll-environments[{extra}]'")
+        raise ValueError(f"{module} is not installed: pip install '{requirement}'")
