@@ -1,5 +1,7 @@
 """The formulas of the plugins' strategies, by hand on a model of round numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from roll_core.config.loading import strategy_config
@@ -274,3 +276,11 @@ def test_what_vllm_gives_back_asleep(keys, on_host, gone):
 def test_a_moving_average_is_shared_like_the_optimizers_state(name, keys, ranks):
     with_average, without = (train(name, keys, "score", averages=each)["optimizer"] for each in (True, False))
     assert with_average - without == 4 * P // ranks
+
+
+@pytest.mark.parametrize("name", ["hf_train", "fsdp2_train", "deepspeed_train"])
+def test_a_model_without_a_vocabulary_needs_no_head(name):
+    numbers = {"task": "flow", "train_tokens": 4096}
+    without, one_word = (train(name, {}, model=replace(MODEL, vocab_size=each), **numbers) for each in (0, 1))
+    assert without == one_word
+    assert without["activations"] > 0

@@ -188,6 +188,8 @@ def _training(
     if question.trained_parameters <= question.added_parameters or moment == "end":
         return
     head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
+    if moment == "head" and not head:  # a model without a head may have no vocabulary
+        return
     if moment == "head":
         # Of several chunks it is accumulated in float32, next to the gradient of one chunk.
         chunk = chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host)
