@@ -103,6 +103,7 @@ def test_a_config_is_accepted(text, overrides):
         (GRPO, ["actor_train.model_args.random_init.in_channels=16"], "actor_train.model_args"),  # no VAE
         (GRPO, ["actor_train.model_args.random_init._class_name=UNet2DModel"], "actor_train.model_args"),
         (GRPO, ["actor_train.data_args.file_name=null"], ""),
+        (GRPO, ["actor_train.data_args.query=input"], "actor_train.data_args.query"),
         (GRPO, ["actor_train.data_args.file_name=none.jsonl"], "actor_train.data_args.file_name"),
     ],
 )

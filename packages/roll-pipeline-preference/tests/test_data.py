@@ -92,6 +92,14 @@ def test_the_prompt_of_chats_is_what_both_share_and_earlier_turns_are_not_learnt
     assert parts(rejected, loaded[2]) == (prompt, "go<|im_end|><eos>")
 
 
+def test_a_query_follows_a_prompts_text_and_no_messages(load):
+    loaded = load(
+        [{"prompt": HISTORY, "chosen": "ciao", "rejected": "go", "more": "x"}], template="chatml", query="more"
+    )
+    with raises_error(DataError, "pairs.jsonl row 1", "query", "more"):
+        pairs(loaded)
+
+
 def test_a_system_column_comes_first(load):
     loaded = load([PAIR | {"how": "Add."}], template="chatml", system="how")
     prompt, _ = parts(pairs(loaded)[0][0], loaded[2])

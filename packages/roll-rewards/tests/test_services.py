@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -50,6 +51,21 @@ def server():
 
 def chat(content):
     return {"choices": [{"message": {"role": "assistant", "content": content}}]}
+
+
+def test_a_reply_that_is_not_http_is_a_failure(reward, requesting):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"SSH-2.0-OpenSSH" * 9 + b"\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(RewardFailure):
+            reward(HttpReward, HttpConfig, "http", url=url).score(requesting("answer", "prompt"))
 
 
 def test_an_endpoint_receives_the_sample_and_returns_a_value(server, reward, requesting):

@@ -108,6 +108,11 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     def _data_are_given(self) -> RewardFlowConfig:
         if not self.actor_train.data_args.file_name:
             raise ValueError("actor_train.data_args.file_name is missing: name the files with the rows")
+        parts = {"actor_train": self.actor_train, "validation": self.validation}
+        for name, part in parts.items():
+            if part is not None and part.data_args.query is not None:
+                message = "the prompts of images have no query: join the columns in the data"
+                raise invalid(message, part.data_args.query, name, "data_args", "query")
         return self
 
     @model_validator(mode="after")

@@ -81,6 +81,8 @@ def _conversation(row: Row, column: str, data: DataArguments, rows: Rows) -> lis
     need_column(column, rows)
     source = data.messages or data.prompt
     prompt_is_chat = isinstance(row.values.get(source), list)
+    if data.query is not None and (prompt_is_chat or isinstance(row.values.get(column), list)):
+        raise DataError(f"{row.where}: query: {data.query} follows a prompt's text, but the row has messages")
     as_chat = data.model_copy(update={"messages": source})
     if isinstance(row.values.get(column), list):
         own = data.model_copy(update={"messages": column, "system": None if prompt_is_chat else data.system})

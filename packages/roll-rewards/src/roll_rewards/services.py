@@ -12,6 +12,7 @@ import re
 import urllib.error
 import urllib.request
 from collections import Counter
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -58,8 +59,8 @@ def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, ma
     except urllib.error.HTTPError as error:
         with error:
             raise RewardFailure(f"{url}: status {error.code}: {error.read(300)!r}") from error
-    except (OSError, ValueError) as error:
-        raise RewardFailure(f"{url}: {error}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise RewardFailure(f"{url}: {type(error).__name__}: {error}") from error
     if len(body) > max_reply:
         raise ReplyTooLargeError(f"{url}: a reply of more than {max_reply} bytes")
     try:
