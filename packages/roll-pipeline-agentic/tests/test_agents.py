@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import socket
 import sys
@@ -11,6 +13,8 @@ import psutil
 import pytest
 
 from roll_core.errors import ConfigError, EnvironmentsFailedError, UnsupportedError
+from roll_core.spec.agent import Session
+from roll_pipeline_agentic.agents import CommandAgent
 
 if TYPE_CHECKING:
     from conftest import AgenticRuns
@@ -246,3 +250,25 @@ def test_mistakes_are_located(own: AgenticRuns, given: dict[str, object], key: s
         own.run(own.config(**given))
     (problem,) = error.value.problems
     assert key.startswith(problem.key)
+
+
+@pytest.mark.parametrize("turns", range(1, 7))
+def test_a_program_that_is_cancelled_twice_has_ended_and_its_pipes_are_closed(tmp_path, turns):
+    started = tmp_path / "started"
+    code = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    agent = CommandAgent(command=[sys.executable, "-c", code], env={})
+
+    async def main():
+        running = asyncio.create_task(agent.run({}, Session(base_url="http://127.0.0.1/v1", api_key="k", seed=0)))
+        while not (started.is_file() and started.read_text()):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        for _ in range(turns):  # it kills the program and waits for its end
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not psutil.pid_exists(int(started.read_text()))
+
+    asyncio.run(main())
+    gc.collect()  # an open transport would warn, which is an error
