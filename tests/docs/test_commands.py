@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
+from shared_tests.docs import RLVR_CONFIG
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -26,21 +27,6 @@ PAGES = [
 PLACEHOLDERS = {"CONFIG": "run.yaml", "KIND": "reward", "FILE": "roll.yaml", "RUN": "run"}
 OTHERS = ("key=value", "KEY=VALUE", "...", "…")
 """Words for overrides that the reader chooses."""
-BASE = """\
-pipeline: rlvr
-pretrain: Qwen/Qwen3-0.6B
-max_steps: 1
-actor_train:
-  training_args: {per_device_train_batch_size: 1}
-  data_args: {file_name: prompts.jsonl}
-  strategy_args: {strategy_name: hf_train}
-  device_mapping: [0]
-actor_infer:
-  strategy_args: {strategy_name: hf_infer}
-  device_mapping: [0]
-rewards:
-  math: {reward: math_rule}
-"""
 SFT = """\
 pipeline: sft
 pretrain: Qwen/Qwen3-0.6B
@@ -61,7 +47,7 @@ SHORT = {
 """The rest of commands that a sentence names without arguments."""
 OF_THE_TUTORIAL = {"first/letters.yaml", "play/agentic.yaml"}
 """Configs that the tutorial writes; `test_tutorial.py` runs their commands."""
-CONFIGS = {"grpo.yaml": BASE, "sums.yaml": BASE, "sft.yaml": SFT}
+CONFIGS = {"grpo.yaml": RLVR_CONFIG, "sums.yaml": RLVR_CONFIG, "sft.yaml": SFT}
 """What an override of a config that the reader writes is checked against."""
 
 

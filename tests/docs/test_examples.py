@@ -42,6 +42,7 @@ from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
 from roll_core.types import TrainSequence
 from roll_testing.runs import Runs
+from shared_tests.docs import RLVR_CONFIG
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -79,24 +80,6 @@ def run(code, **names):
 
 # -- YAML --------------------------------------------------------------------------------------------------------------
 
-BASE = """\
-pipeline: rlvr
-pretrain: Qwen/Qwen3-0.6B
-rollout_batch_size: 64
-num_return_sequences_in_group: 8
-max_steps: 1
-actor_train:
-  training_args: {per_device_train_batch_size: 1}
-  data_args: {file_name: prompts.jsonl}
-  strategy_args: {strategy_name: hf_train}
-  device_mapping: [0]
-actor_infer:
-  strategy_args: {strategy_name: hf_infer}
-  device_mapping: [0]
-rewards:
-  math: {reward: math_rule}
-"""
-"""What a part of a config is merged into."""
 FRAGMENTS = {
     "common.yaml": "seed: 7\n",
     "optim.yaml": "learning_rate: 1.0e-6\n",
@@ -146,7 +129,7 @@ def test_a_yaml_example_is_a_config_or_a_part_of_one(text, tmp_path, monkeypatch
         else:
             role = "@actor_train" if part.startswith(OF_A_ROLE) else ""
             Path("run.yaml").write_text(f"defaults: [base, part{role}]\n", encoding="utf-8")
-            Path("base.yaml").write_text(BASE, encoding="utf-8")
+            Path("base.yaml").write_text(RLVR_CONFIG, encoding="utf-8")
             Path("part.yaml").write_text(part, encoding="utf-8")
         assert load("run.yaml", (), load_registry()).config.pipeline
 
@@ -234,7 +217,7 @@ def test_the_palindrome_is_a_package_that_scores(site, tmp_path, monkeypatch):
     record = checked(site, providers.RewardProvider, "palindrome")
     monkeypatch.chdir(tmp_path)
     Path("part.yaml").write_text(example(page, "reward: palindrome", "yaml"), encoding="utf-8")
-    Path("base.yaml").write_text(BASE, encoding="utf-8")
+    Path("base.yaml").write_text(RLVR_CONFIG, encoding="utf-8")
     Path("run.yaml").write_text("defaults: [base, part]\n", encoding="utf-8")
     config = load("run.yaml", (), load_registry()).config
 
@@ -305,7 +288,7 @@ def test_an_estimator_has_keys_of_its_own_and_compares_the_responses_of_a_group(
     record = checked(site, providers.AdvantageProvider, "ranked")
 
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(BASE, encoding="utf-8")
+    Path("run.yaml").write_text(RLVR_CONFIG, encoding="utf-8")
     config = load("run.yaml", ("adv_estimator=ranked", "adv_options.scale=0.5"), load_registry()).config
     with pytest.raises(ConfigError) as raised:
         load("run.yaml", ("adv_estimator=ranked", "adv_options.scal=0.5"), load_registry())
@@ -434,7 +417,7 @@ def test_a_fragment_is_a_block_under_its_own_name(site, tmp_path, monkeypatch):
     files = {"plugin.py": plugin, "fragments/config/acme_small.yaml": fragment}
     package(site, project, {f"roll_acme_files/{name}": content for name, content in files.items()})
     monkeypatch.chdir(tmp_path)
-    Path("base.yaml").write_text(BASE, encoding="utf-8")
+    Path("base.yaml").write_text(RLVR_CONFIG, encoding="utf-8")
     names = "model_args: {model_config_kwargs: '${acme_small}'}"
     Path("run.yaml").write_text(f"defaults: [base, acme_small, _self_]\nactor_train:\n  {names}\n", encoding="utf-8")
     config = load("run.yaml", (), load_registry()).config

@@ -7,6 +7,24 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DOCS = Path(__file__).parents[3] / "docs"
+RLVR_CONFIG = """\
+pipeline: rlvr
+pretrain: Qwen/Qwen3-0.6B
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+max_steps: 1
+actor_train:
+  training_args: {per_device_train_batch_size: 1}
+  data_args: {file_name: prompts.jsonl}
+  strategy_args: {strategy_name: hf_train}
+  device_mapping: [0]
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: [0]
+rewards:
+  math: {reward: math_rule}
+"""
+"""A config that a part of one is merged into, and overrides are checked against."""
 
 
 def code_of(page: str, language: str) -> list[str]:
