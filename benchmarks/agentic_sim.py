@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from common import RESULTS, write_result
 
-from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
@@ -45,6 +44,7 @@ from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_pipeline_agentic.agentic import EpisodeOrder
+from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.data.tool_calls import parse_tool_calls
 from roll_core.spec.config import TokenizerConfig
+from roll_pipeline_agentic.tool_calls import parse_tool_calls
 from shared_tests.tool_calls import MARKERS, TOOLS, EngineParserTests
 
 pytest.importorskip("vllm")

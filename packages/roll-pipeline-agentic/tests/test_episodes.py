@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import EnvironmentsFailedError
@@ -23,6 +22,7 @@ from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.spec.rollout import Prompt, RolloutContext
 from roll_core.types import Completion, CompletionOutput, Group, Reward, SamplingParams
 from roll_pipeline_agentic.agentic import episode_metrics, with_echo
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.config import AgenticEnvConfig, ResponseMaskConfig
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes

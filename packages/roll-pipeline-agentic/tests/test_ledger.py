@@ -25,7 +25,6 @@ import numpy as np
 import psutil
 import pytest
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.pipelines.experience import Experience
@@ -37,6 +36,7 @@ from roll_core.types import SamplingParams
 from roll_pipeline_agentic.agentic import EpisodeOrder
 from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost

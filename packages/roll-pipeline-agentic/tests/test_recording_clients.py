@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.types import Rollout
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.recording import Limits, Recorder
 from roll_pipeline_agentic.recording_dialects import ChatCompletions
 from roll_pipeline_agentic.recording_server import RecordingServer

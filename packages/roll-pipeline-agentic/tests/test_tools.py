@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.types import Reward
 from roll_pipeline_agentic.calls import arguments_from, wire_arguments
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.episodes import EpisodeGroup
 from shared_tests.chat_templates import FAMILIES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll_core.data.tool_calls import parse_tool_calls
+from roll_pipeline_agentic.tool_calls import parse_tool_calls
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 MARKERS = (

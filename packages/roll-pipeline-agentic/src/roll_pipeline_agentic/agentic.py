@@ -20,7 +20,6 @@ import torch
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.rollouts import rows
 from roll_core.errors import ContractError
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, apportion
@@ -29,6 +28,7 @@ from roll_core.pipelines.stages import score_metrics
 from roll_core.spec.rollout import Prompt
 from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording_server import RecordingServer

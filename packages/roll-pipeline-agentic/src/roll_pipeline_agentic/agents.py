@@ -38,11 +38,11 @@ from roll_pipeline_agentic.recording import Limits, Recorder
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from roll_core.data.chat_encoder import ChatEncoder
     from roll_core.spec.environment import Message, Task
     from roll_core.spec.pipeline import LoadedAgent
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import FinishReason
+    from roll_pipeline_agentic.chat_encoder import ChatEncoder
     from roll_pipeline_agentic.config import AgenticConfig
     from roll_pipeline_agentic.hosting import HostedEnvironment
     from roll_pipeline_agentic.recording_server import RecordingServer

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from roll_core.data.tool_calls import ToolFormat  # noqa: TC001 - pydantic reads the annotation
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.spec.config import (
     AdvantageOptions,
@@ -22,6 +21,7 @@ from roll_core.spec.config import (
     PositiveInt,
 )
 from roll_core.spec.providers import Isolation  # noqa: TC001 - pydantic reads the annotation
+from roll_pipeline_agentic.tool_calls import ToolFormat  # noqa: TC001 - pydantic reads the annotation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

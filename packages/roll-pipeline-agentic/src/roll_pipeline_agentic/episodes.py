@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
     from roll_core.spec.environment import Message, Opening, State, Turn
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import Bools, CompletionOutput, Sample, TokenIds
     from roll_pipeline_agentic.agents import AgentHost
+    from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
     from roll_pipeline_agentic.config import AgenticConfig
     from roll_pipeline_agentic.hosting import EnvironmentHost, HostedEnvironment
 

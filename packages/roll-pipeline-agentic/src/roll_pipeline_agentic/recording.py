@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from roll_core.data.rollouts import record_turn
-from roll_core.data.tool_calls import SettledParts
 from roll_core.errors import DataError
 from roll_core.types import Rollout
 from roll_pipeline_agentic.calls import digest_of, state_of
+from roll_pipeline_agentic.tool_calls import SettledParts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
     from roll_core.spec.environment import Message, State
     from roll_core.spec.rollout import RolloutContext
     from roll_core.types import CompletionOutput, TokenIds, TurnRecord
+    from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]

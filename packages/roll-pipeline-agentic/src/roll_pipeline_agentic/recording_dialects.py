@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from typing_extensions import override
 
-from roll_core.data.tool_calls import SettledParts
 from roll_pipeline_agentic.recording import ChatRequest, RequestError
+from roll_pipeline_agentic.tool_calls import SettledParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

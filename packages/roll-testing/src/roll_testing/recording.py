@@ -27,12 +27,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from typing_extensions import override
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.rollouts import rows, tokens_of
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.rollout import RolloutContext
 from roll_core.types import Completion, CompletionOutput, SamplingParams
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

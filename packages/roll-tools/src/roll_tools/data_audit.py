@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.encode import Encoder
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.chat_encoder import EncodedChat
     from roll_core.data.rows import Row, Rows
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.environment import Message
     from roll_core.spec.pipeline import Run
+    from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 
     ReadRows = Callable[[DataArguments], Rows]
 
@@ -75,7 +74,21 @@ def audit_template(
     tool_format: str = "auto",
     thinking: Any = "template",
 ) -> Iterator[AuditFinding]:
-    """Check the chat template on small conversations. With `multi_turn`, later turns matter to the run."""
+    """Check the chat template on small conversations. With `multi_turn`, later turns matter to the run.
+
+    The encoder of conversations is part of roll-pipeline-agentic. Without that package, a note says so.
+    """
+    try:
+        from roll_pipeline_agentic.chat_encoder import ChatEncoder
+    except ModuleNotFoundError:
+        yield AuditFinding(
+            check="chat_template",
+            subject=subject,
+            level="note",
+            found="not checked on conversations of several turns",
+            remedy="pip install roll-pipeline-agentic",
+        )
+        return
     try:
         chats = ChatEncoder(tokenizer, data, where=subject, tool_format=tool_format, thinking=thinking)
         trial = _Trial(chats, Encoder(tokenizer, data, chats=True), subject, "warning" if multi_turn else "note")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from roll_core.data.chat_encoder import ChatEncoder
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

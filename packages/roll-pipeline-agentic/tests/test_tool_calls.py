@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.tool_calls import (
+from roll_pipeline_agentic.tool_calls import (
     TOOL_FORMATS,
     SettledParts,
     parse_tool_calls,

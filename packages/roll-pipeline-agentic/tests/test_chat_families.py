@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from roll_core.data.chat_encoder import ChatEncoder, EncodedChat
 from roll_core.data.encode import encode_sft
 from roll_core.data.rows import Rows, messages_of
 from roll_core.data.templates import JinjaTemplate
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 from shared_tests.chat_templates import FAMILIES, Family
 
 TOOL = {

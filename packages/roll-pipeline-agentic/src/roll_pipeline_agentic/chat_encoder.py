@@ -19,18 +19,18 @@ import numpy as np
 
 from roll_core.data.encode import Encoder
 from roll_core.data.templates import JinjaTemplate
-from roll_core.data.tool_calls import parse_tool_calls, settled_parts, tool_format_of, without_reasoning
 from roll_core.errors import DataError
+from roll_pipeline_agentic.tool_calls import parse_tool_calls, settled_parts, tool_format_of, without_reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.data.tool_calls import ParsedReply, SettledParts
     from roll_core.spec.config import DataArguments
     from roll_core.spec.environment import Message
     from roll_core.types import TokenIds
+    from roll_pipeline_agentic.tool_calls import ParsedReply, SettledParts
 
 
 Thinking = Literal["template", "keep", "strip"]
