@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,10 +251,7 @@ def _link_components(source: Path, target: Path, written: set[str]) -> None:
 
 def _link_or_copy(original: Path, to: Path) -> None:
     if original.suffix in WEIGHT_SUFFIXES:
-        try:
+        with suppress(OSError):  # another file system, or one without hard links
             os.link(original, to)
-        except OSError:  # another file system, or one without hard links
-            pass
-        else:
             return
     shutil.copyfile(original, to)

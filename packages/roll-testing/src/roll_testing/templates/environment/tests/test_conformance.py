@@ -6,7 +6,7 @@ from roll_core.spec.providers import EnvironmentProvider
 from roll_testing import EnvironmentConformance, PackagingConformance
 
 
-class TestAcme(EnvironmentConformance):
+class TestAcmeEnvironment(EnvironmentConformance):
     """`acme` with its default configuration."""
 
     name = "acme"

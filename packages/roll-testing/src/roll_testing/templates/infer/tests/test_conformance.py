@@ -3,7 +3,7 @@
 from roll_testing import InferStrategyConformance
 
 
-class TestAcme(InferStrategyConformance):
+class TestAcmeEngine(InferStrategyConformance):
     """`acme` compared with transformers, and with `hf_train` on the same weights."""
 
     name = "acme"

@@ -3,7 +3,7 @@
 from roll_testing import PipelineConformance
 
 
-class TestAcme(PipelineConformance):
+class TestAcmePipeline(PipelineConformance):
     """`acme` on prompts of digits."""
 
     name = "acme"

@@ -7,7 +7,7 @@ from roll_testing import RewardConformance, Scored
 ROW = {"ground_truth": "42"}
 
 
-class TestAcme(RewardConformance):
+class TestAcmeReward(RewardConformance):
     """`acme` with its default configuration."""
 
     name = "acme"

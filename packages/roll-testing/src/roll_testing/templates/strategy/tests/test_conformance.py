@@ -3,7 +3,7 @@
 from roll_testing import TrainStrategyConformance
 
 
-class TestAcme(TrainStrategyConformance):
+class TestAcmeStrategy(TrainStrategyConformance):
     """`acme` compared with plain torch and transformers."""
 
     name = "acme"

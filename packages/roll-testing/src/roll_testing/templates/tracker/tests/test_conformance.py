@@ -7,7 +7,7 @@ import sqlite3
 from roll_testing import TrackerConformance
 
 
-class TestAcme(TrackerConformance):
+class TestAcmeTracker(TrackerConformance):
     """`acme` in its own file of the run directory."""
 
     name = "acme"

@@ -3,7 +3,7 @@
 from roll_testing import WeightTransportConformance
 
 
-class TestAcme(WeightTransportConformance):
+class TestAcmeTransport(WeightTransportConformance):
     """`acme`, with both endpoints in this process."""
 
     name = "acme"
