@@ -157,6 +157,38 @@ def test_the_teachers_engine_has_the_teachers_model(loaded):
     assert config.teacher_infer.model_args.model_name_or_path == "/models/teacher"
 
 
+def test_the_engine_of_a_served_teacher_is_not_checked_with_the_students_model(loaded):
+    """vLLM receives no weights of mixtures of experts, but it loads them."""
+    experts = {"random_init": {"model_type": "qwen3_moe", "num_experts": 8}}
+    engine = {"strategy_args": {"strategy_name": "vllm"}, "device_mapping": [0]}
+    student = ROLE | {"strategy_args": {"strategy_name": "hf_train"}, "data_args": {"file_name": "rows.jsonl"}}
+    given = {"actor_train": student | {"model_args": experts}, "served_teachers": {"main": engine | ROLE}}
+    loaded(**SERVED | given)
+    loaded(**SERVED | given | {"served_teachers": {"main": engine | {"model_args": experts}}})
+    with pytest.raises(ConfigError) as caught:
+        loaded(**SERVED | given | {"actor_infer": engine})
+    assert [each.key for each in caught.value.problems] == ["actor_infer.strategy_args.strategy_config"]
+
+
+@pytest.mark.parametrize("keys", [SERVED | TOPK | DATASET, FROM_TEACHER | {"teachers": {}}], ids=["served", "samples"])
+def test_an_engine_that_keeps_its_weights_needs_no_transport_and_cannot_offload(loaded, keys):
+    """DeepSpeed sends no weights within one process; no weights are sent to a teacher."""
+    trained = ON_MEGATRON["actor_train"] | {"strategy_args": {"strategy_name": "deepspeed_train"}}
+    engine = ENGINE | ROLE
+
+    def given(engine):
+        if "served_teachers" in keys:
+            return keys | {"served_teachers": {"main": engine}}
+        return keys | {"teacher_infer": engine}
+
+    loaded(**given(engine) | {"actor_train": trained, "executor": "local"})
+    loaded(**given(engine | {"is_offload_states": False}))
+    with pytest.raises(ConfigError) as caught:
+        loaded(**given(engine | {"is_offload_states": True}))
+    role = "served_teachers.main" if "served_teachers" in keys else "teacher_infer"
+    assert [(each.key, each.code) for each in caught.value.problems] == [(f"{role}.is_offload_states", "ROLL-C017")]
+
+
 def write_model(folder, vocabulary, size):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
@@ -44,7 +44,13 @@ class TeacherConfig(ScoreWorkerConfig):
     """Further tags whose rows this teacher scores. Its domain is always one of its tags."""
 
 
-class ServedTeacherConfig(InferWorkerConfig):
+class TeacherInferConfig(InferWorkerConfig):
+    """`teacher_infer`: the engine that generates responses of the teacher."""
+
+    receives_weights: ClassVar[bool] = False
+
+
+class ServedTeacherConfig(TeacherInferConfig):
     """`served_teachers.<domain>`: a model whose logprobs an engine computes, as those of a prompt."""
 
     tag_included: list[str] = Field(default_factory=list)
@@ -63,7 +69,7 @@ class DistillConfig(RLVRConfig):
     """Teachers by domain whose logprobs an engine computes, for `kd_support: sampled` and `teacher_topk`."""
     actor_infer: InferWorkerConfig = InferWorkerConfig()
     """Engine with the student's weights, for rollouts of the student and for `validation`."""
-    teacher_infer: InferWorkerConfig | None = None
+    teacher_infer: TeacherInferConfig | None = None
     """Engine with the teacher's weights, for `distill_data: teacher`. Its model is by default that of the teacher."""
     adv_estimator: str = "reinforce"
     """Advantage estimator of task rewards, with `task_coef`."""
@@ -137,7 +143,9 @@ class DistillConfig(RLVRConfig):
 
     @field_validator("teacher_infer")
     @classmethod
-    def _has_the_teachers_model(cls, value: InferWorkerConfig | None, info: ValidationInfo) -> InferWorkerConfig | None:
+    def _has_the_teachers_model(
+        cls, value: TeacherInferConfig | None, info: ValidationInfo
+    ) -> TeacherInferConfig | None:
         """Use the model of the only teacher if `teacher_infer` names none."""
         teachers = info.data.get("teachers") or {}
         if value is None or len(teachers) != 1 or value.model_args.model_name_or_path or value.model_args.random_init:

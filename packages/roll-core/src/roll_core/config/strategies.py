@@ -10,7 +10,7 @@ from roll_core.config.explain import Finding
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import RunConfig, StrategyConfig
+from roll_core.spec.config import InferWorkerConfig, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainProvider, exports_state, replays_experts
@@ -41,7 +41,8 @@ class StrategyCheck:
         self.role = role
         self.at_name: KeyPath = (*path, "strategy_args", "strategy_name")
         self.at_config: KeyPath = (*path, "strategy_args", "strategy_config")
-        policy = self.data.get(policy_role)
+        self.keeps_weights = issubclass(worker, InferWorkerConfig) and not worker.receives_weights
+        policy = None if self.keeps_weights else self.data.get(policy_role)
         self.policy: dict[Any, Any] = policy if isinstance(policy, dict) else {}
         self.report = parts.report
 
@@ -132,8 +133,9 @@ class StrategyCheck:
             self.report(self.at_name, message, hint, code="ROLL-C017")
         can = provider.capabilities
         offloads = can.sleeps if isinstance(can, InferCapabilities) else can.offload
-        if self.role.get("is_offload_states") is True and not offloads:
-            message = f"{provider.name} cannot offload"
+        if self.role.get("is_offload_states") is True and (self.keeps_weights or not offloads):
+            what = f"{'.'.join(self.path)} keeps its weights and" if self.keeps_weights else provider.name
+            message = f"{what} cannot offload"
             path = (*self.path, "is_offload_states")
             self.report(path, message, "remove the key, or write false", code="ROLL-C017")
         if self.data.get("portable_checkpoints") is True and trains and not exports_state(provider):
@@ -252,20 +254,27 @@ class StrategyCheck:
     # -- models and engines --------------------------------------------------------------------------------------------
 
     def _check_engine(self) -> None:
-        """Check that the engine can receive weights as its `strategy_config` says: format, adapters and model."""
-        name, strategy, pretrain = self.provider.name, self.strategy, self.data.get("pretrain")
+        """Check that the engine can receive weights as its `strategy_config` says: format, adapters and model.
+
+        Of an engine that keeps its weights, check only the architecture and the lengths.
+        """
+        name, strategy = self.provider.name, self.strategy
+        # A role that keeps its weights may have the model of another role: unknown here unless it names its own.
+        pretrain = None if self.keeps_weights else self.data.get("pretrain")
         weight_format = strategy.weight_format()
         if self._set_computed("weight_format", weight_format) and weight_format != "dtype":
             self.role["weight_format"] = weight_format
         roles = [each for each in self.data.values() if isinstance(each, dict)]
         models = [each["model_args"] for each in roles if isinstance(each.get("model_args"), dict)]
-        if strategy.serves_adapters() and not any(map(_trains_adapters, models)):
-            message = f"makes {name} load adapters separately, but no role trains adapters"
+        if strategy.serves_adapters() and (self.keeps_weights or not any(map(_trains_adapters, models))):
+            trained = "its weights are not trained" if self.keeps_weights else "no role trains adapters"
+            message = f"makes {name} load adapters separately, but {trained}"
             hint = "set lora_target in the model_args of the trained role, or remove the key"
             self.report(self.at_config, message, hint, code="ROLL-C014")
         source = (self.policy_role,) if self.policy else self.path
         keys = model_keys((self.policy or self.role).get("model_args"), pretrain)
-        self._try(strategy.check_model, keys)
+        if not self.keeps_weights:
+            self._try(strategy.check_model, keys)
         self._check_architecture(source, keys)
         longest = []
         for each in (self.role, self.data.get("validation")):

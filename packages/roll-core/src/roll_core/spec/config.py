@@ -124,7 +124,7 @@ class StrategyConfig(Config):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raise `ValueError` if the model cannot be partitioned or computed as configured; spell out the arithmetic.
 
-        `keys` are the keys of its transformers config that are known before anything is loaded.
+        Not called for engines that receive no weights. `keys` are the keys of its transformers config that are known before anything is loaded.
         """
 
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
@@ -491,6 +491,8 @@ class InferWorkerConfig(WorkerConfig):
     """A role that generates."""
 
     kind: ClassVar[RoleKind] = "generate"
+    receives_weights: ClassVar[bool] = True
+    """False if no role publishes weights to it. It then keeps the weights of its own model, which it cannot offload."""
 
 
 class FilterArguments(Config):
