@@ -124,7 +124,8 @@ class StrategyConfig(Config):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raise `ValueError` if the model cannot be partitioned or computed as configured; spell out the arithmetic.
 
-        Not called for engines that receive no weights. `keys` are the keys of its transformers config that are known before anything is loaded.
+        Not called for engines that receive no weights. `keys` are the keys of its transformers config that are known
+        before anything is loaded.
         """
 
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
