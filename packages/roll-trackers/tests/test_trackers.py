@@ -232,6 +232,8 @@ def test_swanlab_writes_an_offline_run_continues_it_and_leaves_ctrl_c_to_the_run
     assert swanlab_scores(folder) == [(1, 0.5), (2, 0.625)]
     assert swanlab_scores(new) == [(2, 0.75)]
     assert [swanlab_state(each) for each in (folder, new)] == ["RUN_STATE_CRASHED", "RUN_STATE_FINISHED"]
+    saved = {record.save.name for record in swanlab_records(folder) if record.HasField("save")}
+    assert saved >= set(FILES)
     (config,) = folder.glob("swanlab/run-*/files/config.yaml")
     assert yaml.safe_load(config.read_text())["role"]["value"] == CONFIG["role"]
     for stored in (path for path in tmp_path.rglob("*") if path.is_file()):
@@ -252,12 +254,14 @@ def test_trackio_stores_metrics_and_continues_a_run(tmp_path, monkeypatch):
     tracker.log_config(CONFIG)
     tracker.log(1, {"score/mean": 0.5})
     tracker.log(2, {"score/mean": 0.6})
-    tracker.close()
+    end(tracker, folder, failed=True)
     second = TrackioTracker(continued(folder, tmp_path), "grpo/002", {"project": "p"})
     second.log(2, {"score/mean": 0.75})
     second.close()
     logs = SQLiteStorage.get_logs("p", "grpo-001")
     assert [(row["step"], row["score/mean"]) for row in logs] == [(1, 0.5), (2, 0.6), (2, 0.75)]
+    blobs = {path.read_bytes() for path in tmp_path.rglob("blobs/sha256/*/*")}
+    assert blobs == {(folder / name).read_bytes() for name in FILES}
 
 
 def spans_of(folder: Path) -> dict[str, dict]:
@@ -319,7 +323,7 @@ def test_opentelemetry_nests_stages_also_of_concurrent_tasks_and_links_a_resumed
 
 
 @pytest.mark.engine("opentelemetry.sdk")
-def test_opentelemetry_sends_spans_to_a_collector_and_ends_without_one(tmp_path):
+def test_opentelemetry_sends_spans_to_a_collector_and_ends_without_one(tmp_path, caplog):
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -358,6 +362,8 @@ def test_opentelemetry_sends_spans_to_a_collector_and_ends_without_one(tmp_path)
     new = run_dir(tmp_path, "003")
     end(OpenTelemetryTracker(new, "grpo/003", {"endpoint": url}), new, failed=False)
     assert time.monotonic() - begin < 40
+    assert caplog.messages
+    assert all("tracker opentelemetry" in message for message in caplog.messages)
 
 
 @pytest.mark.engine("prometheus_client")

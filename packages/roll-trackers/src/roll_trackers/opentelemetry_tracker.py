@@ -8,6 +8,7 @@ run ─┬─ step ─┬─ rollout ── reward
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from roll_trackers.config import OpenTelemetryOptions
@@ -21,6 +22,13 @@ _RUN = "roll-run"
 """Key of a context in which a stage of a run is open."""
 _FLUSH_MS = 10_000
 """Longest time in milliseconds that the end of a run waits for the collector."""
+
+
+def _named(record: logging.LogRecord) -> bool:
+    """Name the tracker in a message of the exporter, which only names spans."""
+    if not str(record.msg).startswith("tracker "):
+        record.msg = f"tracker opentelemetry: {record.msg}"
+    return True
 
 
 class OpenTelemetryTracker(RemoteTracker):
@@ -62,6 +70,7 @@ class OpenTelemetryTracker(RemoteTracker):
             return ConsoleSpanExporter(out=self._file, formatter=lambda span: span.to_json(indent=None) + "\n")
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_named)
         return OTLPSpanExporter(endpoint=valid.endpoint, timeout=_FLUSH_MS / 1000)
 
     @contextlib.contextmanager

@@ -53,7 +53,9 @@ class SwanlabTracker(RemoteTracker):
         self._run.log(dict(metrics), step=step)
 
     def end(self, *, failed: bool, files: Sequence[Path]) -> None:
-        """Finish, as crashed if the run failed. Uploads no files."""
+        """Save the files and finish, as crashed if the run failed."""
+        for path in files:
+            self._run.save(str(path), base_path=str(self.run_dir), policy="end")
         with _keeping_sigint():
             self._run.finish(state="crashed" if failed else "success", error="the run failed" if failed else None)
 

@@ -35,5 +35,12 @@ class TrackioTracker(RemoteTracker):
         self._run.log(dict(metrics), step=step)
 
     def end(self, *, failed: bool, files: Sequence[Path]) -> None:
-        """Write what is queued. Uploads no files: a Space has no place for those of a run."""
+        """Log the files as an artifact of the run, and write what is queued."""
+        import trackio
+
+        if files:
+            artifact = trackio.Artifact(f"{self._run.name}-files", type="run")
+            for path in files:
+                artifact.add_file(str(path), name=path.name)
+            self._run.log_artifact(artifact)
         self._run.finish()
