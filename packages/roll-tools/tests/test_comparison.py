@@ -63,7 +63,19 @@ def test_a_config_diff_has_only_keys_whose_values_differ():
 
 @pytest.mark.parametrize(
     ("name", "direction"),
-    [("val/score/mean", "higher"), ("actor/loss", "lower"), ("kl/mean", "lower"), ("actor/entropy", "")],
+    [
+        ("val/score/mean", "higher"),
+        ("critic/loss", "lower"),
+        ("train/loss", "lower"),
+        ("kl/mean", "lower"),
+        ("reward/retries", "lower"),
+        ("actor/loss", ""),
+        ("actor/policy_loss", ""),
+        ("actor/approx_kl", ""),
+        ("score/std", ""),
+        ("val/rewards/rejected", ""),
+        ("actor/entropy", ""),
+    ],
 )
 def test_the_better_direction_of_a_metric_is_known_or_empty(name, direction):
     assert better(name) == direction

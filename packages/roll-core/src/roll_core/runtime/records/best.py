@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, closest
-from roll_core.runtime.records.tracking import better
+from roll_core.runtime.records.tracking import is_lower_better
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ class BestMetric:
     def __init__(self, config: BestCheckpointConfig, source: str) -> None:
         """`source`: the config that messages name."""
         self.metric = config.metric
-        self.mode = config.mode or ("min" if better(config.metric) == "lower" else "max")
+        self.mode = config.mode or ("min" if is_lower_better(config.metric) else "max")
         self._source = source
         self._seen = False
         self._offered: list[str] | None = None
