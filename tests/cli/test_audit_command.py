@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from roll_core.builtin.config import MathRuleConfig
 from roll_core.cli import main as cli
 from roll_core.data.rows import Rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_testing.kit import HF_PACKAGES
 from roll_tools import data_audit
-from roll_tools.data_audit import audit_rows, audit_template
+from roll_tools.data_audit import audit_reward_columns, audit_rows, audit_template
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 
@@ -125,6 +126,24 @@ def test_a_wrong_key_or_file_is_2(folder: Path) -> None:
     assert cli.main(["audit", "rows.jsonl", "prompt=["]) == 2  # no YAML
     assert cli.main(["audit", "none.jsonl"]) == 2
     assert cli.main(["audit", "run.yaml", "max_stepz=1"]) == 2
+
+
+def test_empty_columns_of_rewards_are_warnings_if_a_key_names_them() -> None:
+    math = MathRuleConfig(reward="math_rule", tag_included=["sums"], ground_truth="right")
+    rows = [
+        {"tag": "sums", "right": "2", "hint": " "},
+        {"tag": "sums", "right": None, "hint": "a"},
+        {"tag": "code", "right": "", "hint": ""},
+    ]
+    read = Rows([("rows.jsonl", rows)], DataArguments())
+    first, second, *_ = audit_reward_columns(read, {"math": math, "code": math}, subject="data")
+    assert (first.level, second.level) == ("warning", "note")
+    assert "rows.jsonl row 2" in first.found
+    assert "rows.jsonl row 1" in second.found
+    other = MathRuleConfig(reward="math_rule", ground_truth="tag")
+    assert {each.level for each in audit_reward_columns(read, {"math": other}, subject="")} == {"note"}
+    full = Rows([("rows.jsonl", [{"right": 0, "hint": False}])], DataArguments())
+    assert [each.level for each in audit_reward_columns(full, {"math": math}, subject="")] == ["ok"]
 
 
 def tokenizer_of(folder: Path, name: str = "", template: str = "", eos: str = "") -> Any:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.rows import Row, Rows
-    from roll_core.spec.config import DataArguments, RunConfig
+    from roll_core.spec.config import DataArguments, RewardConfig, RunConfig
     from roll_core.spec.environment import Message
     from roll_core.spec.pipeline import Run
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
@@ -238,6 +238,40 @@ def audit_rows(
         )
 
 
+def audit_reward_columns(rows: Rows, rewards: Mapping[str, RewardConfig], *, subject: str) -> Iterator[AuditFinding]:
+    """Check that the columns of the rows that each reward scores have values.
+
+    An empty column that a key of the reward names is a warning; of another column it is a note, because a function may
+    not read it.
+    """
+    for domain, reward in rewards.items():
+        tags = {domain, *reward.tag_included}
+        mine = [row for row in rows if len(rewards) == 1 or row.tag in tags]
+        read = {column: key for key, column in reward.columns().items()}
+        columns = dict.fromkeys(column for row in mine for column in row.values)
+        empty = {column: [row for row in mine if _is_empty(row.values.get(column))] for column in columns}
+        bad = {column: found for column, found in empty.items() if found}
+        for column, found in bad.items():
+            yield AuditFinding(
+                check="reward_columns",
+                subject=subject,
+                level="warning" if column in read else "note",
+                found=f"column {column!r} is empty in {len(found)} of {len(mine)} rows that rewards.{domain} scores,"
+                f" for example {found[0].where}",
+                remedy=f"fill it, or remove these rows: rewards.{domain}.{read[column]} names this column"
+                if column in read
+                else "",
+            )
+        if mine and not bad:
+            yield AuditFinding(
+                check="reward_columns", subject=subject, level="ok", found=f"no column for rewards.{domain} is empty"
+            )
+
+
+def _is_empty(value: Any) -> bool:
+    return not value.strip() if isinstance(value, str) else value is None or value in ([], {})
+
+
 class _Trial:
     """Small conversations, encoded with a chat template."""
 
@@ -378,6 +412,8 @@ def audit_run(
             truncate=getattr(config, "overlong", "drop") == "truncate",
             seconds=left,
         )
+        if config.pipeline == "rlvr":
+            yield from audit_reward_columns(rows(source), getattr(config, "rewards", {}), subject=key)
 
 
 def write_audit(run: Run) -> None:
