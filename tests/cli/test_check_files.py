@@ -180,6 +180,24 @@ def test_a_reward_function_must_load_and_fit_the_rows(here, module, name, good):
     assert mistakes(function(name)) == ([] if good else [(10, 38, "rewards.math.function")])
 
 
+def test_a_command_in_a_subdirectory_names_the_directory_of_the_paths(here, monkeypatch):
+    Path("mine").mkdir()
+    Path("mine/judge.py").write_text("def score(prompt, response): return 1.0\n")
+    Path("mine/run.yaml").write_text(function("mine.judge:score"))
+    assert mistakes(function("mine.judge:score")) == []
+    monkeypatch.chdir("mine")
+    with pytest.raises(ConfigError) as error:
+        load(Path("run.yaml"), (), load_registry(), FileCheck())
+    found = {each.key: each.hint for each in error.value.problems}
+    assert set(found) == {
+        "pretrain",
+        "actor_train.data_args.file_name",
+        "rewards.math.function",
+        "validation.data_args.file_name.0",
+    }
+    assert all(hint.endswith(f"cd {here}") for hint in found.values())
+
+
 def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monkeypatch):
     monkeypatch.setattr("roll_core.api.files.TIMEOUT_S", 0.01)
     Path("mine.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response): return 1.0\n")

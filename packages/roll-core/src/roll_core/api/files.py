@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 100
 """Number of rows that are checked in each data file."""
-TIMEOUT_S = 1.5
+TIMEOUT_S = 30
 """Time limit in seconds for importing reward code; the rewards are imported in parallel."""
 
 
@@ -85,6 +85,7 @@ class FileCheck:
                 continue
             if not os.path.isdir(folder):
                 hint = "correct the path, or name the config of the run that writes it before this one"
+                hint = _run_from(folder) or hint
                 yield Finding(at, f"there is no directory {source}", hint, code="ROLL-C040")
             elif not any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "model_index.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
@@ -108,7 +109,7 @@ class FileCheck:
             try:
                 rows = first_rows(name, data, FIRST_ROWS)
             except (DataError, OSError) as error:
-                yield Finding(at, str(error), code=getattr(error, "code", "ROLL-C040"))
+                yield Finding(at, str(error), _run_from(name), code=getattr(error, "code", "ROLL-C040"))
                 continue
             if rows is None:
                 continue
@@ -156,6 +157,9 @@ class FileCheck:
 
     def _code(self, path: KeyPath, reward: RewardConfig, columns: set[str] | None) -> list[Finding]:
         hint = f"code is imported with the working directory {Path.cwd()} first on the module path"
+        module = getattr(reward, "function", None)
+        if isinstance(module, str):
+            hint = _run_from(f"{module.partition(':')[0].replace('.', '/')}.py") or hint
         try:
             mistakes = reward.check_code(columns, TIMEOUT_S)
         except TimeoutError as error:
@@ -242,6 +246,15 @@ def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:
     variables = data.get("system_envs")
     elsewhere = {*reward.system_envs, *(variables if isinstance(variables, dict) else ())}
     return reward.environment is None and "PYTHONPATH" not in elsewhere
+
+
+def _run_from(name: str) -> str:
+    """Hint to start the command in the nearest parent directory from which the missing path `name` exists."""
+    here = Path.cwd()
+    if os.path.isabs(name) or os.path.exists(name):
+        return ""
+    parent = next((each for each in here.parents if os.path.exists(each / name)), None)
+    return f"paths are relative to the working directory {here}; {name} is in {parent}: cd {parent}" if parent else ""
 
 
 def _absolute(path: str) -> Path:
