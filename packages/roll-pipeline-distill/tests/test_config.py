@@ -109,6 +109,11 @@ def loaded(tmp_path, registry):
         (STORED | {"teacher_prompt": "hint"}, "teacher_prompt"),
         ({"kd_support": "stored", "teachers": None}, "distill_data"),
         ({"logits_topk": 0}, "logits_topk"),
+        (TOPK | {"train_infer_correction": {"is_weight": {"enabled": True}}}, "train_infer_correction"),
+        (TOPK | {"train_infer_correction": {"filters": [{"enabled": True}]}}, "train_infer_correction"),
+        (FROM_TEACHER | {"teachers": {}, "async_generation_ratio": 1.0}, "async_generation_ratio"),
+        ({"async_generation_ratio": 1.0, "actor_infer": ENGINE}, "async_generation_ratio"),
+        (TOPK | DATASET | {"async_generation_ratio": 1.0}, "async_generation_ratio"),
     ],
 )
 def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, keys, located):
@@ -125,6 +130,14 @@ def test_greedy_rollouts_do_not_estimate_a_divergence(loaded, keys, warns):
     greedy = loaded(**keys | {"actor_infer": ENGINE | {"generating_args": {"temperature": 0.0}}})
     found = [each.key for each in greedy.warnings]
     assert found == ["actor_infer.generating_args.temperature"] * warns
+
+
+def test_stale_samples_estimate_a_divergence_only_with_weights(loaded):
+    given = {"async_generation_ratio": 1.0, "actor_infer": ENGINE | {"device_mapping": [1]}}
+    assert not loaded(**given).warnings
+    assert loaded(**given).config.correction.is_weight.enabled
+    assert not loaded(**given | {"kd_support": "full"}).warnings
+    assert [each.key for each in loaded(**given | {"kd_placement": "loss"}).warnings] == ["kd_placement"]
 
 
 @pytest.mark.parametrize(

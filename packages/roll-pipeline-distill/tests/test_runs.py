@@ -138,6 +138,40 @@ def test_task_rewards_are_mixed_in(local_runs):
         assert {"score/mean", "actor/policy_loss", "actor/divergence", "advantage/max"} <= line.keys()
 
 
+AHEAD = {
+    "advantages": {},
+    "K tokens": {"kd_support": "student_topk", "logits_topk": 4},
+    "the whole vocabulary": {"kd_support": "full"},
+    "both": {"distill_data": "mix", "kd_support": "student_topk", "logits_topk": 4},
+    "moving average": {"self_teacher": "ema", "nll_coef": 0.1, "kd_support": "teacher_topk", "logits_topk": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=[] if each == "advantages" else pytest.mark.slow) for each in AHEAD]
+)
+def test_generation_may_run_two_steps_ahead(local_runs, recipe):
+    """The teacher scores stale rollouts. Trained on again from their recording, they give the same numbers."""
+    given = AHEAD[recipe] | {"num_gpus_per_node": 2, "async_generation_ratio": 2.0, "max_steps": 4}
+    config = local_runs.distill(exp_name="ahead", record_rollouts=True, **given)
+    config["actor_infer"] = config["actor_infer"] | {"device_mapping": [1]}
+    result = local_runs.ok(config)
+    lines = local_runs.metrics(result)
+    staleness = [line["rollout/staleness/max"] for line in lines if "rollout/staleness/max" in line]
+    assert staleness[0] == 0
+    assert max(staleness) == 2
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    if recipe == "advantages":
+        assert lines[0]["correction/weight/mean"] == pytest.approx(1, abs=1e-5)
+        assert all(line["correction/weight/mean"] != pytest.approx(1, abs=1e-3) for line in lines[1:])
+    again = config | {"exp_name": "again", "record_rollouts": False, "replay_rollouts": str(result.run_dir.path)}
+    replayed = local_runs.learnt(local_runs.ok(again))
+    for found, expected in zip(replayed, local_runs.learnt(result), strict=True):
+        common = found.keys() & expected.keys()
+        assert {"actor/loss", "actor/grad_norm"} <= common
+        assert {name: found[name] for name in common} == pytest.approx({name: expected[name] for name in common})
+
+
 MOVING_AVERAGE = {"self_teacher": "ema", "ema_decay": 0.5, "nll_coef": 0.1, "kd_support": "teacher_topk"}
 
 

@@ -199,6 +199,11 @@ class DistillConfig(RLVRConfig):
                 f"teachers are {len(self.teachers)}, but kd_support full applies the head of one teacher: configure"
                 " one, or set kd_support: teacher_topk or student_topk"
             )
+        if self.async_generation_ratio and not self.on_policy:
+            raise ValueError(
+                f"async_generation_ratio is for rollouts of the student, but distill_data is {self.distill_data}:"
+                " remove it, or set distill_data: student"
+            )
         if self.distill_data != "teacher":
             if self.teacher_infer is not None:
                 raise ValueError(
@@ -212,8 +217,6 @@ class DistillConfig(RLVRConfig):
                 f"teachers are {len(self.teachers)}, but distill_data teacher has one engine, teacher_infer: configure"
                 " one teacher"
             )
-        if self.async_generation_ratio:
-            raise ValueError("async_generation_ratio is for rollouts of the student: set distill_data: student")
         return self
 
     def _check_served(self) -> None:
@@ -383,10 +386,12 @@ class DistillConfig(RLVRConfig):
                 f"nll_coef weighs logprobs at temperature 1, but kd_temperature is {self.temperature:g}: remove one of"
                 " them"
             )
-        if not self.trains_policy and self.stays_close:
-            raise ValueError(
-                "the KL to the reference belongs to a policy loss: set kd_placement: advantage or task_coef"
-            )
+        for key, is_set in (
+            ("the KL to the reference", self.stays_close),
+            ("train_infer_correction", self.train_infer_correction.enabled),
+        ):
+            if is_set and not self.trains_policy:
+                raise ValueError(f"{key} belongs to a policy loss: set kd_placement: advantage or task_coef")
         return self
 
     @override
@@ -418,6 +423,11 @@ class DistillConfig(RLVRConfig):
             found["actor_infer.generating_args.temperature"] = (
                 "found 0: the most likely tokens are no samples of the student, so their log-ratios do not estimate the"
                 " divergence: set 1, or kd_support: full, teacher_topk or student_topk"
+            )
+        if self.kd_support == "sampled" and self.on_policy and self.placement == "loss" and self.ahead:
+            found["kd_placement"] = (
+                "older weights sample part of the tokens, whose log-ratios do not estimate the divergence of the"
+                " student: set advantage, which train_infer_correction weighs, or async_generation_ratio: 0"
             )
         if self.kd_support not in ("sampled", "full") and self.kd_tail == "renormalise":
             found["kd_tail"] = "the student's probability outside of the K tokens is then free: set bucket to bound it"
