@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = ROOT / "packages" / "roll-core" / "src" / "roll_core" / "spec"
+FURTHER = ("roll_core.errors", "roll_core.types", "roll_modeling.model")
+"""Modules with a reference page besides those of `SPEC`."""
 INDEX = "plugin-index.md"
 LANGUAGES = {".py": "python", ".toml": "toml"}
 TEMPLATES = ROOT / "packages" / "roll-testing" / "src" / "roll_testing" / "templates"
@@ -38,12 +40,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each module of `roll_core.spec` and for each kind of plugin, and the index of plugins."""
+    """Add a page for each module of the reference and for each kind of plugin, and the index of plugins."""
     files.append(File.generated(config, INDEX, content=plugin_index()))
     for kind in _kinds():
         files.append(File.generated(config, f"examples/{kind}.md", content=example(kind)))
-    for name in _modules():
-        content = f"# `roll_core.spec.{name}`\n\n::: roll_core.spec.{name}\n"
+    for name, module in _modules().items():
+        content = f"# `{module}`\n\n::: {module}\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
     return files
 
@@ -92,8 +94,10 @@ def _kinds() -> list[str]:
     return sorted(path.name for path in TEMPLATES.iterdir() if path.name != "shared" and not path.name.startswith("_"))
 
 
-def _modules() -> list[str]:
-    return sorted(path.stem for path in SPEC.glob("[a-z]*.py"))
+def _modules() -> dict[str, str]:
+    """Module of each page of the reference."""
+    spec = sorted(path.stem for path in SPEC.glob("[a-z]*.py"))
+    return {name: f"roll_core.spec.{name}" for name in spec} | {name: name for name in FURTHER}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

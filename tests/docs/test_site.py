@@ -27,6 +27,9 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path):
     pages = list((tmp_path / "site").rglob("*.html"))
     assert {"index.html", "quickstart.html", "configuration.html"} <= {page.name for page in pages}
     assert (tmp_path / "site" / "reference" / "train.html").read_text().count("forward_backward") > 1
+    pages_of = {"roll_core.errors": "ConfigError", "roll_core.types": "Reward", "roll_modeling.model": "load_model"}
+    for module, member in pages_of.items():
+        assert f'id="{module}.{member}"' in (tmp_path / "site" / "reference" / f"{module}.html").read_text()
     index = (tmp_path / "site" / "plugin-index.html").read_text()
     plugins = [tomllib.loads(file.read_text())["project"] for file in ROOT.glob("packages/*/pyproject.toml")]
     names = {each["name"] for each in plugins if "roll.plugins" in each.get("entry-points", {})}
