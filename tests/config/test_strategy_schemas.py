@@ -82,6 +82,13 @@ def registry(tmp_path, monkeypatch):
             platforms=("gpu",),
             capabilities=InferCapabilities(dtypes=("bf16", "fp16"), tensor_parallel=True),
         ),
+        InferProvider(
+            name="seedless",
+            target=f"{MODULE}:Engine",
+            config=f"{MODULE}:EngineConfig",
+            summary="",
+            capabilities=InferCapabilities(seeds=False),
+        ),
         InferProvider(name="one_slot", target=f"{MODULE}:Engine", config=f"{MODULE}:EngineConfig", summary=""),
         InferProvider(name="broken", target=f"{MODULE}:Engine", config=f"{MODULE}:Nothing", summary=""),
         TrainProvider(name="bare", target=f"{MODULE}:Bare", summary=""),
@@ -262,6 +269,14 @@ def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(chec
     assert len(raised.value.problems) == 2
     with raises_error("ROLL-C017", "engine", "gpu", "cpu", key="engines.one.strategy_args.strategy_name"):
         check(text)
+
+
+def test_seeds_for_an_engine_without_them_are_refused(check):
+    args = "generating_args: {seed: 3}"
+    text = f"engines: {{one: {{{args}, strategy_args: {{strategy_name: %s}}}}}}\n"
+    assert check(text % "one_slot").engines["one"].generating_args.seed == 3
+    with raises_error("ROLL-C017", "seedless", key="engines.one.generating_args.seed"):
+        check(text % "seedless")
 
 
 def test_a_schema_that_cannot_be_loaded_names_its_owner(check):

@@ -89,6 +89,7 @@ WRONG = {
     "penalty_spares_prompts": {PENALTY},
     "seed_of_the_batch": {"test_seeded_tokens_do_not_depend_on_the_batch", "test_output_i_depends_on_the_seed_and_i"},
     "seeds_in_a_row": {"test_output_i_depends_on_the_seed_and_i"},
+    "undeclared_seeds": {"test_undeclared_features_are_refused"},
     "same_without_seed": {"test_requests_without_a_seed_differ"},
     "loses_track_of_many": {MANY},
     # ends

@@ -90,7 +90,7 @@ CAPABILITIES = {
         "weight_transports",
     ],
     "InferCapabilities": [
-        "dtypes", "sleeps", "lora", "prompt_logprobs", "prompt_topk", "routed_experts", "free_seeds",
+        "dtypes", "sleeps", "lora", "prompt_logprobs", "prompt_topk", "routed_experts", "seeds", "free_seeds",
         "in_flight_update", "endpoint", "tensor_parallel", "device_weights", "weight_transports",
     ],
 }  # fmt: skip

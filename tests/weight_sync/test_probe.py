@@ -6,6 +6,7 @@ import pytest
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
 from roll_core.spec.pipeline import ScoredSequences
+from roll_core.spec.providers import InferCapabilities
 from roll_core.types import Completion, CompletionOutput
 from roll_testing.errors import raises_error
 
@@ -31,10 +32,12 @@ class Engine:
 
     def __init__(self, *replicas, sampled=(), logprobs=()):
         self.replicas, self.sampled, self.logprobs = replicas, sampled, logprobs
+        self.seeds = set()
 
     async def generate_on_each(self, request):
         assert request.params.temperature == 1
         assert request.priority < 0
+        self.seeds.add(request.params.seed)
         if not request.prompt_logprobs:
             assert TOKENS[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
             ids, logprobs = np.array(self.sampled, np.int64), np.array(self.logprobs, np.float32)
@@ -52,8 +55,9 @@ class Engine:
         }
 
 
-def readings(trainer, engine, **given):
-    return asyncio.run(logprob_probe(trainer, engine, TOKENS, **{"prompt_logprobs": True, "vocab_size": 9, **given}))
+def readings(trainer, engine, *, vocab_size=9, **can):
+    capabilities = InferCapabilities(**{"prompt_logprobs": True, **can})
+    return asyncio.run(logprob_probe(trainer, engine, TOKENS, can=capabilities, vocab_size=vocab_size))
 
 
 def probe(trainer, engine):
@@ -90,6 +94,13 @@ def test_a_logprob_that_is_not_a_number_names_its_role(trainer, engine, role):
 def test_an_engine_that_does_not_answer_the_probe_is_an_error(answer):
     with raises_error(WeightSyncError, "actor_infer rank 0", "4"):
         probe(Trainer(0, -1, -2, -3), Engine(answer))
+
+
+@pytest.mark.parametrize(("seeds", "sent"), [(True, {0}), (False, {None})])
+def test_an_engine_without_seeds_gets_none(seeds, sent):
+    engine = Engine([0, -1, -2, -3], sampled=[2, 1], logprobs=[-2, -1])
+    readings(Trainer(0, -1, -2, -3), engine, seeds=seeds)
+    assert engine.seeds == sent
 
 
 def test_tokens_that_an_engine_sampled_are_compared_also_without_prompt_logprobs():

@@ -138,9 +138,21 @@ class StrategyCheck:
             message = f"{what} cannot offload"
             path = (*self.path, "is_offload_states")
             self.report(path, message, "remove the key, or write false", code="ROLL-C017")
+        if isinstance(can, InferCapabilities) and not can.seeds:
+            self._check_no_seeds(provider.name)
         if self.data.get("portable_checkpoints") is True and trains and not exports_state(provider):
             message = f"{provider.name} does not export its training state, which portable_checkpoints needs"
             self.report(self.at_name, message, "remove portable_checkpoints", code="ROLL-C017")
+
+    def _check_no_seeds(self, name: str) -> None:
+        """Report keys that seed requests of an engine without seeds."""
+        for path, part in ((self.path, self.role), (("validation",), self.data.get("validation"))):
+            arguments = part.get("generating_args") if isinstance(part, dict) else None
+            if isinstance(arguments, dict) and arguments.get("seed") is not None:
+                message = f"{name} does not support seeds"
+                self.report((*path, "generating_args", "seed"), message, "remove the key", code="ROLL-C017")
+        if self.data.get("seeded_rollouts") is True:
+            self.report(("seeded_rollouts",), f"{name} does not support seeds", "remove the key", code="ROLL-C017")
 
     def _check_model_args(self) -> None:
         """Check the model's keys against the strategy's capabilities. Set `disable_gradient_checkpointing` if the

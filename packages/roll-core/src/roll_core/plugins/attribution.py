@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from roll_core.errors import RollError, chain
-from roll_core.plugins.records import kind_of
+from roll_core.plugins.records import described
 from roll_core.spec.providers import ExecutorProvider, InferProvider, RewardProvider, TrainProvider
 
 if TYPE_CHECKING:
@@ -112,11 +112,7 @@ def _names(plugin: Plugin, package: str, module: str, frames: Sequence[_Frame]) 
             return f"hook {frame.function}"
         target = f"{frame.module(package)}:{frame.function.partition('.')[0]}"
         if found := [record for record in plugin.providers if record.target == target]:
-            return _spelled(found)
+            return " or ".join(map(described, found))
     called = tuple(_CALLERS[name] for each in frames if (name := each.module(_CORE)) in _CALLERS)
     found = [record for record in plugin.providers if record.target.partition(":")[0] == module]
-    return _spelled([record for record in found if isinstance(record, called)] or found) or "code"
-
-
-def _spelled(records: Sequence[Provider]) -> str:
-    return " or ".join(f"{kind_of(type(record)).noun} {record.name!r}" for record in records)
+    return " or ".join(map(described, [each for each in found if isinstance(each, called)] or found)) or "code"

@@ -75,6 +75,12 @@ def kind_of(record: type[Provider]) -> Kind:
     return _BY_RECORD[record]
 
 
+def described(record: Provider) -> str:
+    """Kind and name for messages: `infer strategy 'acme'`. A forward-only strategy trains nothing."""
+    noun = "forward-only strategy" if getattr(record, "forward_only", False) else kind_of(type(record)).noun
+    return f"{noun} {record.name!r}"
+
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _BOUND = r"(>=|==|<)\d+(\.\d+)*"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import ContractError, PluginHookError, ProviderConflictError, UnknownProviderError, closest
 from roll_core.plugins.loader import Plugin, load_plugins, normalise
-from roll_core.plugins.records import KINDS, kind_of
+from roll_core.plugins.records import KINDS, described, kind_of
 from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class Registry:
         """Description of a record and its plugin for messages: `infer strategy 'acme' of roll-infer-acme 1.2`."""
         for plugin in self.plugins:
             if any(record is each for each in plugin.providers):
-                return f"{kind_of(type(record)).noun} {record.name!r} of {plugin}"
-        return f"{kind_of(type(record)).noun} {record.name!r}"
+                return f"{described(record)} of {plugin}"
+        return described(record)
 
     def package(self, record: Provider) -> str:
         """Distribution that offers a record; empty if no plugin does."""

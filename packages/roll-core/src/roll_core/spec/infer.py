@@ -5,7 +5,8 @@ Order of calls, all on one event loop:
     __init__(config) -> start(model, mesh) -> { generate* | abort | update_weights | sleep | wake }* -> stop()
 
 `generate` may be called concurrently any number of times; the engine chooses the batches. If `params.seed` is set,
-sampled tokens do not depend on the rest of the batch.
+sampled tokens do not depend on the rest of the batch. Requests, sampling parameters and completions are those of
+`roll_core.types`.
 """
 
 from __future__ import annotations

@@ -400,8 +400,8 @@ class Run(ABC):
         """Sample `n` responses to each prompt, and score each group when it is complete. `program` as in `RolloutPlan`.
 
         Groups are in prompt order. A sample's `reward` is a value or a failure. Call `publish_weights` first, so that
-        the engine has the current weights. Requests of `val` are seeded; those of `train` only if seeds cost the engine
-        nothing (`free_seeds`).
+        the engine has the current weights. Requests of `val` are seeded if the engine supports it (`seeds`); those of
+        `train` only if seeds cost the engine nothing (`free_seeds`).
         """
 
     @abstractmethod

@@ -80,6 +80,9 @@ class InferCapabilities:
     routed_experts: bool = False
     """Returns the experts chosen in a mixture-of-experts model: honours `ModelSpec.router_replay` and
     `GenerateRequest.routed_experts`."""
+    seeds: bool = True
+    """Supports `SamplingParams.seed`. Otherwise runs send no seeds, and `generate` rejects them with
+    `UnsupportedError`."""
     free_seeds: bool = False
     """Seeding a request costs nothing. Rollouts are then seeded by default; `seeded_rollouts` overrides this."""
     in_flight_update: bool = False

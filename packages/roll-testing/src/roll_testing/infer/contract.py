@@ -98,11 +98,14 @@ class InferContractTests(InferKit):
     # -- capabilities and refusals -------------------------------------------------------------------------------------
 
     def test_undeclared_features_are_refused(self, engine: Engine) -> None:
-        """Undeclared features must be refused with `UnsupportedError`: prompt logprobs, and routed experts.
+        """Undeclared features must be refused with `UnsupportedError`: seeds, prompt logprobs, and routed experts.
 
         Routed experts must also be refused by an engine that was not started to return them. `endpoint()` must return a
         URL if and only if an endpoint is declared.
         """
+        if not self.can.seeds:
+            seeded = ask(self.prompt(4), seed=0)
+            expect(raised(lambda: engine.generate(seeded)), UnsupportedError, "a request with a seed")
         if not self.can.prompt_logprobs:
             request = ask(self.prompt(4), prompt_logprobs=True)
             expect(raised(lambda: engine.generate(request)), UnsupportedError, "a request with prompt_logprobs")

@@ -264,18 +264,11 @@ class InferKit(Kit):
             pytest.skip(f"{self.name} refuses {parameter}: {error}")
 
     def seed(self, engine: Engine, number: int) -> int | None:
-        """Return `number` if the strategy accepts seeds, otherwise None.
+        """Return `number` if the strategy declares `seeds`, otherwise None.
 
         With a seed, a test has the same outcome every time.
         """
-        known = self._once("seeds")
-        if "taken" not in known:
-            try:
-                engine.generate(ask(self.prompt(2), seed=0, max_new_tokens=1))
-                known["taken"] = True
-            except UnsupportedError:
-                known["taken"] = False
-        return number if known["taken"] else None
+        return number if self.can.seeds else None
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class ActiveRun(Run):
     ) -> list[Group]:
         self._need_rewards()
         engine = self.engine(role)
-        seeded = split == "val" or engine.capabilities.free_seeds
+        seeded = engine.capabilities.seeds if split == "val" else engine.capabilities.free_seeds
         with self.stage("rollout" if split == "train" else "evaluation"):
             terms = GroupTerms(
                 params=params,

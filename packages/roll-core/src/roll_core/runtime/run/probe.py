@@ -22,6 +22,7 @@ from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 if TYPE_CHECKING:
     from roll_core.runtime.run.roles import GroupInferRole
     from roll_core.spec.pipeline import TrainRole
+    from roll_core.spec.providers import InferCapabilities
     from roll_core.types import Completion, Floats, TokenIds
 
 SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
@@ -63,19 +64,20 @@ class ProbeReading:
 
 
 async def logprob_probe(
-    train: TrainRole, infer: GroupInferRole, tokens: TokenIds, *, prompt_logprobs: bool, vocab_size: int
+    train: TrainRole, infer: GroupInferRole, tokens: TokenIds, *, can: InferCapabilities, vocab_size: int
 ) -> dict[int, ProbeReading]:
     """Probe every replica that is alive at temperature 1 and return the readings by rank.
 
-    `prompt_logprobs` is true if the engine returns prompt logprobs. Raises `NonFiniteError` if a logprob is NaN or
-    infinite, and `WeightSyncError` if the trainer or a replica returns no or too few logprobs.
+    Raises `NonFiniteError` if a logprob is NaN or infinite, and `WeightSyncError` if the trainer or a replica returns
+    no or too few logprobs.
     """
     fixed: dict[int, Completion] = {}
-    if prompt_logprobs:
-        once = SamplingParams(max_new_tokens=1, temperature=1.0, seed=0)
+    seed = 0 if can.seeds else None
+    if can.prompt_logprobs:
+        once = SamplingParams(max_new_tokens=1, temperature=1.0, seed=seed)
         request = GenerateRequest(id="probe", prompt_ids=tokens, params=once, prompt_logprobs=True, priority=PROBE)
         fixed = await infer.generate_on_each(request)
-    some = SamplingParams(max_new_tokens=SAMPLED_TOKENS, temperature=1.0, seed=0)
+    some = SamplingParams(max_new_tokens=SAMPLED_TOKENS, temperature=1.0, seed=seed)
     prompt = tokens[:SAMPLED_PROMPT]
     request = GenerateRequest(id="probe sampled", prompt_ids=prompt, params=some, priority=PROBE)
     sampled = {

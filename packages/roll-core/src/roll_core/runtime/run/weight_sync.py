@@ -226,7 +226,7 @@ class WeightSyncController:
             run.train_role(source),
             engine,
             probe_tokens(len(run.tokenizer)),
-            prompt_logprobs=engine.capabilities.prompt_logprobs,
+            can=engine.capabilities,
             vocab_size=run.vocab_size(source),
         )
         before, link.readings = link.readings, readings

@@ -179,6 +179,7 @@ ENGINE = InferCapabilities(
     in_flight_update=True,
     weight_transports=("shared", "shm"),
 )
+WITHOUT_SEEDS = replace(ENGINE, seeds=False)
 WITHOUT_PROMPT_LOGPROBS = replace(ENGINE, prompt_logprobs=False, prompt_topk=False)
 WITH_ENDPOINT = replace(ENGINE, endpoint=True)
 IN_BF16 = replace(ENGINE, dtypes=("fp32", "bf16"))
@@ -186,6 +187,7 @@ WITH_ADAPTERS = replace(IN_BF16, lora=True)
 ADAPTERS = ("right_with_adapters", "adapters_pile_up", "unknown_adapter_ignored", "adapter_lost_in_bf16")
 SPECIAL_ENGINES = {
     "silent_prompt_logprobs": WITHOUT_PROMPT_LOGPROBS,
+    "undeclared_seeds": WITHOUT_SEEDS,
     "name_of_nobody": WITH_ENDPOINT,
     "bias_lost_in_bf16": IN_BF16,
     **dict.fromkeys(ADAPTERS, WITH_ADAPTERS),
@@ -211,6 +213,7 @@ WRONG_ENGINES = (
     "penalty_spares_prompts",
     "seed_of_the_batch",
     "seeds_in_a_row",
+    "undeclared_seeds",
     "same_without_seed",
     "loses_track_of_many",
     "two_tokens_at_least",

@@ -12,7 +12,7 @@ from roll_core.errors import ModelError
 from roll_core.spec.weights import digest
 from roll_core.types import Completion, TopTokens, WeightReceipt
 from roll_wrong.engine import RightEngine, log_softmax
-from roll_wrong.plugin import IN_BF16, WITH_ENDPOINT, WITHOUT_PROMPT_LOGPROBS
+from roll_wrong.plugin import IN_BF16, WITH_ENDPOINT, WITHOUT_PROMPT_LOGPROBS, WITHOUT_SEEDS
 
 # -- logprobs
 
@@ -180,6 +180,12 @@ class SeedsInARow(RightEngine):
     def random(self, request, arrival, index):
         seed = request.params.seed
         return super().random(request, arrival, index) if seed is None else np.random.default_rng(seed + index)
+
+
+class UndeclaredSeeds(RightEngine):
+    """Accepts seeds, but declares none."""
+
+    capabilities = WITHOUT_SEEDS
 
 
 class SameWithoutSeed(RightEngine):
