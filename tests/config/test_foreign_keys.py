@@ -107,6 +107,15 @@ def test_the_keys_of_a_foreign_section_are_found_in_it(tmp_path):
     }
 
 
+def test_a_foreign_config_without_a_pipeline_gets_one(tmp_path):
+    (tmp_path / "run.yaml").write_text("algorithm: {filter_groups: {enable: true}}\n")
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "run.yaml", (), REGISTRY)
+    (problem,) = error.value.problems
+    assert problem.key == "pipeline"
+    assert "pipeline: rlvr" in problem.hint
+
+
 def test_keys_that_a_pipeline_does_not_have_are_not_named(tmp_path):
     assert hints(tmp_path, SFT + "max_seq_length: 8\nloss_type: nll\nnum_generations: 8\n") == {
         (5, 1, "max_seq_length"): ["prompt_length", "response_length"],

@@ -66,7 +66,7 @@ def dotted(path: KeyPath) -> str:
 
 # -- keys of other frameworks ------------------------------------------------------------------------------------------
 
-MAX_SHOWN = 6
+MAX_SHOWN = 40
 """Maximum number of keys of one foreign section in a hint."""
 
 
@@ -90,8 +90,9 @@ def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
         ours = _ours(leaf, places) or _same(leaf, places)
         if ours:
             shown.append(f"{'.'.join(leaf[len(path) :])} is {ours}")
-    more = "; …" if len(shown) > MAX_SHOWN else ""
-    return f"here {'; '.join(shown[:MAX_SHOWN])}{more}" if shown else ""
+    more = ["…"] if len(shown) > MAX_SHOWN else []
+    lines = [*shown[:MAX_SHOWN], *more]
+    return "\n    ".join(["here:", *lines] if len(lines) > 1 else [f"here {line}" for line in lines])
 
 
 def meant(path: KeyPath, value: Any) -> set[str]:

@@ -24,6 +24,7 @@ from roll_core.config.parts import Parts
 from roll_core.config.positions import COMMAND_LINE, KeyLocation
 from roll_core.config.schema import environments, members, paths, roles, schema_at
 from roll_core.config.strategies import StrategyCheck
+from roll_core.config.unknown_keys import meant
 from roll_core.errors import ConfigError, ConfigProblem, closest
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import AdvantageOptions, Config, RewardConfig, RunConfig
@@ -107,6 +108,8 @@ def _pipeline(parts: Parts) -> PipelineProvider | None:
     names = parts.registry.names(PipelineProvider)
     hint = f"available: {', '.join(names) or 'none'}"
     if "pipeline" not in parts.data:
+        if any(meant((str(key),), value) for key, value in parts.data.items()):
+            hint += "\n    with pipeline: rlvr, check names the keys here for those of PPO and GRPO in TRL, verl and OpenRLHF"
         parts.report(path, "is missing", hint, code="ROLL-C011", at_key=True)
         return None
     name = parts.data["pipeline"]

@@ -119,7 +119,9 @@ def text_of(row: Row, column: str, rows: Rows) -> str:
     value = row.values.get(column)
     if not isinstance(value, str):
         found = "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
-        raise DataError(f"{row.where}: column {column!r} must be text, but has {found}")
+        is_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+        chat = f"; it has chats: set messages: {column}" if is_chat else ""
+        raise DataError(f"{row.where}: column {column!r} must be text, but has {found}{chat}")
     return value
 
 
