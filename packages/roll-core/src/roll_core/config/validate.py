@@ -109,7 +109,7 @@ def _pipeline(parts: Parts) -> PipelineProvider | None:
     hint = f"available: {', '.join(names) or 'none'}"
     if "pipeline" not in parts.data:
         if any(meant((str(key),), value) for key, value in parts.data.items()):
-            hint += "\n    with pipeline: rlvr, check names the keys here for those of PPO and GRPO in TRL, verl and OpenRLHF"
+            hint += "\n    with pipeline: rlvr, check names the keys that replace those of TRL, verl and OpenRLHF"
         parts.report(path, "is missing", hint, code="ROLL-C011", at_key=True)
         return None
     name = parts.data["pipeline"]
