@@ -51,20 +51,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def plugin_index() -> str:
-    """Page with the packages of this repository, the hooks that they implement, and the names that each provides."""
+    """Page with the installed plugins, this repository's first, the hooks that they implement, and their names."""
     from roll_core.plugins.records import KINDS
     from roll_core.plugins.registry import load_registry
 
     own = {path.name for path in (ROOT / "packages").iterdir()}
     lines = [
-        "# Plugins of this repository",
+        "# Plugins",
         "",
         "Each package is a distribution of its own. `roll-core plugins -v` lists those installed.",
     ]
-    for plugin in sorted(load_registry().plugins, key=lambda each: each.package):
-        if plugin.package not in own:
-            continue
-        lines += ["", f"## {plugin.package}", "", f"{importlib.metadata.metadata(plugin.package)['Summary']}.", ""]
+    for plugin in sorted(load_registry().plugins, key=lambda each: (each.package not in own, each.package)):
+        metadata = importlib.metadata.metadata(plugin.package)
+        other = "" if plugin.package in own else f" Version {plugin.version}, not of this repository."
+        lines += ["", f"## {plugin.package}", "", f"{(metadata['Summary'] or '').rstrip('.')}.{other}", ""]
         provided = {kind.hook: [each for each in plugin.providers if type(each) is kind.record] for kind in KINDS}
         for hook in plugin.hooks:
             lines.append(f"- [`{hook}()`](reference/hooks.md)")

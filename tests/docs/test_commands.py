@@ -45,7 +45,7 @@ SHORT = {
     "import": ["roll", "run.yaml"],
 }
 """The rest of commands that a sentence names without arguments."""
-OF_THE_TUTORIAL = {"first/letters.yaml", "play/agentic.yaml"}
+OF_THE_TUTORIAL = {"first/rlvr.yaml", "first/letters.yaml", "play/agentic.yaml"}
 """Configs that the tutorial writes; `test_tutorial.py` runs their commands."""
 CONFIGS = {"grpo.yaml": RLVR_CONFIG, "sums.yaml": RLVR_CONFIG, "sft.yaml": SFT}
 """What an override of a config that the reader writes is checked against."""

@@ -63,7 +63,7 @@ def sent(*tracebacks):
         ([RUN_TRAIN, TOOLKIT, frame("losses.py", 12, "loss"), TORCH], "policy loss 'acme_pg'", "losses.py:12 in loss"),
         ([RUN_TRAIN, frame("parts.py", 3, "step")], "train strategy 'acme_train'", "parts.py:3 in step"),
         ([RUN_INFER, frame("parts.py", 4, "generate")], "infer strategy 'acme_infer'", "parts.py:4 in generate"),
-        ([RUN_TRAIN, frame("scoring.py", 5, "forward")], "forward-only strategy 'acme_infer'", "scoring.py:5 in forward"),
+        ([RUN_TRAIN, frame("scoring.py", 5, "score")], "forward-only strategy 'acme_infer'", "scoring.py:5 in score"),
         ([RUN_INFER, frame("deep/inside.py", 5, "go")], "code", "deep/inside.py:5 in go"),
         ([frame("plugin.py", 8, "roll_step_finished")], "hook roll_step_finished", "plugin.py:8 in roll_step_finished"),
     ],

@@ -169,7 +169,11 @@ def _check(words: list[str]) -> int:
 def _plugins(words: list[str]) -> int:
     if words[:1] == ["test"]:
         return _test_plugin(words[1:])
-    parser = command_parser("plugins", "List the installed plugins, what they provide, and why they failed to load.")
+    parser = command_parser(
+        "plugins",
+        "List the installed plugins, what they provide, and why they failed to load. `roll-core plugins test NAME` runs"
+        " the conformance tests of a plugin.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print summaries, hooks and import times")
     parser.add_argument("--check", action="store_true", help="also import every part; exit code 2 if one fails")
