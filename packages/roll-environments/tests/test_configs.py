@@ -110,6 +110,24 @@ def test_a_missing_package_is_located_with_what_to_install(
     assert shown.count("ROLL-C") == 1
 
 
+@pytest.mark.parametrize("found", ["0.2.14", "0.3.1"])
+def test_an_older_verifiers_is_refused_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: str
+) -> None:
+    site = tmp_path / "site"
+    (site / f"verifiers-{found}.dist-info").mkdir(parents=True)
+    (site / f"verifiers-{found}.dist-info" / "METADATA").write_text(f"Name: verifiers\nVersion: {found}\n")
+    (site / "verifiers").mkdir()
+    (site / "verifiers" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "verifiers", raising=False)
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.replace("environment: text_game", "agent: verifiers, agent_config: {env: {}}"))
+    assert cli.main(["check", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert mentions(shown, f"{file}:6:", "ROLL-C014", "custom_envs.env.agent_config", found, "verifiers>=0.4,<0.5")
+
+
 def test_environments_are_listed_with_package_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["envs", "list"]) == 0
     shown = capsys.readouterr().out

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
+from packaging.requirements import Requirement
 from pydantic import AfterValidator, Field, model_validator
 
 from roll_core.spec.config import Config, EnvVars, PositiveInt
@@ -246,6 +248,11 @@ class VerifiersConfig(Config):
 
 
 def _installed(module: str, requirement: str) -> None:
-    """Raises `ValueError` with the requirement that brings a module, if it cannot be found."""
+    """Raises `ValueError` with the requirement that brings a module, if it cannot be found or has another version."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"{module} is not installed: pip install '{requirement}'")
+    wanted = Requirement(requirement)
+    if wanted.specifier and not wanted.specifier.contains(found := version(wanted.name), prereleases=True):
+        raise ValueError(
+            f"{wanted.name} {found} is installed, expected {wanted.specifier}: pip install '{requirement}'"
+        )
