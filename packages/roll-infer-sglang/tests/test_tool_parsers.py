@@ -1,4 +1,4 @@
-"""Our parser of tool calls against those of SGLang's server."""
+"""Our parsers of tool calls and reasoning against those of SGLang's server."""
 
 from __future__ import annotations
 
@@ -25,16 +25,25 @@ PARSERS = {
 
 
 class TestToolParsersOfSglang(EngineParserTests):
+    reads_cut_calls = {"qwen3_coder"}  # noqa: RUF012
+
     @pytest.fixture(autouse=True)
     def _stand_ins_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "path", [STAND_INS, *sys.path])
 
-    def engine_calls(self, format: str, text: str) -> list[tuple[str, Any]] | None:
+    def engine_reply(self, format: str, text: str) -> tuple[str, list[tuple[str, Any]]] | None:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         parser = FunctionCallParser([Tool.model_validate(each) for each in TOOLS], PARSERS[format])
         if not parser.has_tool_call(text):
-            return []
-        _, found = parser.parse_non_stream(text)
-        return [(each.name, json.loads(each.parameters)) for each in found]
+            return text, []
+        content, found = parser.parse_non_stream(text)
+        return content, [(each.name, json.loads(each.parameters)) for each in found]
+
+    def engine_reasoning(self, text: str, *, open: bool) -> tuple[str, str]:
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        parser = ReasoningParser("deepseek-r1" if open else "qwen3", stream_reasoning=False)
+        reasoning, content = parser.parse_non_stream(text)
+        return reasoning or "", content or ""

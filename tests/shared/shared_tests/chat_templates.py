@@ -123,7 +123,7 @@ LLAMA3 = """\
 {{- m.tool_calls[0].function.arguments | tojson }}
 {{- '}<|eot_id|>' }}
 {%- elif m.role == 'tool' %}
-{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content + '<|eot_id|>' }}
+{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content | tojson + '<|eot_id|>' }}
 {%- else %}
 {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
 {%- endif %}

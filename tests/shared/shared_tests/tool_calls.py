@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,13 +25,20 @@ TOOLS = [
             "parameters": {"type": "object", "properties": {key: {"type": kind} for key, kind in parameters.items()}},
         },
     }
-    for name, parameters in {"add": {"a": "integer", "b": "integer"}, "say": {"text": "string"}}.items()
+    for name, parameters in {
+        "add": {"a": "integer", "b": "integer"},
+        "say": {"text": "string"},
+        "put": {"items": "array", "options": "object"},
+    }.items()
 ]
-CALLS: list[list[tuple[str, dict[str, Any]]]] = [
-    [("add", {"a": 1, "b": -2})],
-    [("say", {"text": 'größer "quoted" \\ {braces}'})],
-    [("add", {"a": 1, "b": 2}), ("say", {"text": "two lines\nof text"})],
-]
+CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "one": [("add", {"a": 1, "b": -2})],
+    "text": [("say", {"text": 'größer "quoted" \\ {braces}'})],
+    "two": [("add", {"a": 1, "b": 2}), ("say", {"text": "two lines\nof text"})],
+    "unicode": [("say", {"text": "東京 🙂 e\u0301 \u2028 <b>"})],
+    "nested": [("put", {"items": [1, [2, {"x": None}], "]}"], "options": {"deep": {"er": [True, 0.5, "{"]}}})],
+    "three": [("add", {"a": 1, "b": 2}), ("put", {"items": [], "options": {}}), ("add", {"a": 3, "b": 4})],
+}
 BROKEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
     "llama3_json": '{"name": "add", "parameters": {"a": 1}',
@@ -84,27 +91,71 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_list", "deepseek", "glm45")
+
+
 class EngineParserTests(ABC):
-    """Our parser against an engine's, on the text that chat templates write."""
+    """Our parsers against an engine's, on the text that chat templates write."""
+
+    reads_cut_calls: ClassVar[set[str]] = set()
+    """Formats in which the engine returns a cut call with the arguments so far. Ours is text with a `parse_error`."""
 
     @abstractmethod
-    def engine_calls(self, format: str, text: str) -> list[tuple[str, Any]] | None:
-        """Names and parsed arguments that the engine reads in the text. None if it has no parser of the format."""
+    def engine_reply(self, format: str, text: str) -> tuple[str, list[tuple[str, Any]]] | None:
+        """Content, and names and parsed arguments of calls, that the engine reads in the text. None without a parser of
+        the format."""
 
-    @pytest.mark.parametrize(
-        "format", ["hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_list", "deepseek", "glm45"]
-    )
-    @pytest.mark.parametrize("calls", CALLS, ids=["one", "text", "two"])
+    @abstractmethod
+    def engine_reasoning(self, text: str, *, open: bool) -> tuple[str, str]:
+        """Reasoning and content that the engine reads in the text. `open`: the prompt ended with `<think>`."""
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
     def test_the_engine_reads_the_same_calls(self, format: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
-        text = render(format, calls)
-        theirs = self.engine_calls(format, text)
+        self._check(format, render(format, calls), "", calls)
+
+    @pytest.mark.parametrize("format", [each for each in FORMATS if each != "llama3_json"])
+    def test_the_engine_reads_the_same_text_before_calls(self, format: str) -> None:
+        self._check(format, f"I add them: ä.{render(format, CALLS['one'])}", "I add them: ä.", CALLS["one"])
+
+    def _check(self, format: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+        theirs = self.engine_reply(format, text)
         if theirs is None:
             pytest.skip(f"the engine has no parser of {format}")
         ours = parse_tool_calls(text, format.removesuffix("_list"), tools=TOOLS)
         found = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in ours.tool_calls]
-        assert found == theirs == calls
+        assert found == theirs[1] == calls
+        assert ours.content.strip() == theirs[0].strip() == content
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("kept", [0.5, 0.9])
+    def test_the_engine_finds_no_call_in_a_cut_one_either(self, format: str, kept: float) -> None:
+        whole = render(format, CALLS["nested"])
+        text = whole[: int(kept * len(whole))]
+        ours = parse_tool_calls(text, format.removesuffix("_list"), tools=TOOLS)
+        assert ours.tool_calls == []
+        assert ours.error
+        if format not in self.reads_cut_calls:
+            assert not (self.engine_reply(format, text) or ("", []))[1]
 
     @pytest.mark.parametrize("format", BROKEN)
     def test_the_engine_finds_no_call_in_what_is_malformed_either(self, format: str) -> None:
         assert parse_tool_calls(BROKEN[format], format).tool_calls == []
-        assert not self.engine_calls(format, BROKEN[format])
+        assert not (self.engine_reply(format, BROKEN[format]) or ("", []))[1]
+
+    @pytest.mark.parametrize(
+        ("text", "open"),
+        [
+            ("a\n</think>\n\n4", True),
+            ("<think>a</think>4", True),
+            ("never ends", True),
+            ('ä 🙂 {"b": 1}\n\nc</think>d\n', True),
+            ("<think>\na\n</think>\n\n4", False),
+            ("<think>\n\n</think>\n\n4", False),
+            ("4", False),
+        ],
+    )
+    def test_reasoning_is_split_as_by_the_engine(self, text: str, open: bool) -> None:
+        reasoning, content = self.engine_reasoning(text, open=open)
+        ours = parse_tool_calls(text, "none", reasoning_open=open)
+        assert (ours.reasoning.strip(), ours.content.strip()) == (reasoning.strip(), content.strip())
