@@ -102,6 +102,8 @@ def test_losses_by_hand(micro_of, name, rows, given, losses, gradients):
         (0.5, 0.6, 1, {"divergence": "kl"}, -1.2),  # ln(5/6) / 2 + ln(5/4) / 2 = 0.0204
         (0.5, 0.6, 1, {"divergence": "kl", "delta_high": 0.02}, 0),
         (0.5, 0.6, 1, {"divergence": "kl", "delta_high": 0.021}, -1.2),
+        # ln(5/9) / 2 + ln(0.6 / 0.2) / 2 = 0.255
+        (0.5, 0.9, 1, {"divergence": "kl", "delta_high": 0.26, "probability_epsilon": 0.1}, -1.8),
     ],
 )
 def test_dppo_masks_by_divergence(micro_of, engine, policy, advantage, given, gradient):

@@ -88,4 +88,4 @@ def test_hopeless_and_solved_groups_are_masked():
 
 def test_long_wrong_answers_are_masked():
     scores, lengths = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([9, 9, 3, 3])
-    assert error_max_len_clip(scores, lengths, threshold=9).tolist() == [True, False, True, True]
+    assert error_max_len_clip(scores, lengths, threshold=9, correct=1.0).tolist() == [True, False, True, True]

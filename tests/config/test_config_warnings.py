@@ -94,6 +94,7 @@ def folder(tmp_path, monkeypatch):
         ("adv_estimator: remax\n", [], ""),
         ("error_max_len_clip: true\n", [], ""),
         ("error_max_len_clip: true\n", ["rewards.math.weight=0.5"], "run.yaml:13:1 error_max_len_clip"),
+        ("error_max_len_clip: true\n", ["rewards.math.weight=0.5", "error_max_len_reward=0.5"], ""),
         (MASK, [], ""),
         (MASK, [FUNCTION], "run.yaml:13:1 difficulty_mask"),
         (MASK, ["rewards.math.weight=2"], "run.yaml:13:1 difficulty_mask"),

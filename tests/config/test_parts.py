@@ -353,7 +353,7 @@ def test_a_function_of_the_user_is_an_advantage_estimator_with_the_options_of_it
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("dapo", "use_pg_clip_range"), ("dr_grpo", "norm_mean_type"), ("raft++", "raft_plus_plus")]
+    ("name", "key"), [("dapo", "use_pg_clip_range"), ("dr_grpo", "norm_mean_type"), ("raftpp", "raft_plus_plus")]
 )
 def test_names_of_other_frameworks_are_answered_with_keys(problems, name, key):
     with raises_error(UnknownProviderError, key):

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.policy_losses import ppo
@@ -100,6 +101,12 @@ def batch_mean(logprobs_T, micro, params):
     return loss_T / micro.num_sequences, metrics
 
 
+def mean_of_the_row(logprobs_T, micro, params):
+    loss_T, metrics = ppo(logprobs_T, micro, params)
+    lengths_S = torch.tensor(micro.lengths)
+    return loss_T / lengths_S[micro.segments_T], metrics
+
+
 def attached(logprobs_T, micro, params):
     loss_T, _ = ppo(logprobs_T, micro, params)
     return loss_T, {"loss": loss_T}
@@ -111,6 +118,7 @@ def attached(logprobs_T, micro, params):
         (ppo, set()),
         (upward, {"test_the_gradient_follows_the_advantage"}),
         (batch_mean, {"test_the_loss_does_not_depend_on_the_split"}),
+        (mean_of_the_row, {"test_the_loss_does_not_depend_on_the_rows_of_a_rollout"}),
         (attached, {"test_results_have_their_form"}),
     ],
 )

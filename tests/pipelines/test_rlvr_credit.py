@@ -522,6 +522,8 @@ def test_wrong_answers_that_are_too_long_are_left_out():
     groups += [Group(id="1", samples=(sample(1, 0, 0.0, length=2), sample(1, 1, 1.0, length=2)))]
     _, sequences = step(groups, error_max_len_clip=True, error_max_len_threshold=4)
     assert [s.id for s in sequences] == ["0/0", "1/0", "1/1"]
+    _, sequences = step(groups, error_max_len_clip=True, error_max_len_threshold=4, error_max_len_reward=0.0)
+    assert len(sequences) == 4
 
 
 def test_gae_reads_the_critic_and_sets_its_target():

@@ -91,6 +91,8 @@ def test_a_config_is_accepted(text, overrides):
         (DPO, ["simpo_gamma=1.0"]),
         (DPO, ["desirable_weight=2.0"]),
         (DPO, ["f_alpha_divergence_coef=0.3"]),
+        (DPO, ["f_divergence_type=js_divergence", "f_divergence_max_exponent=10"]),
+        (DPO, ["orpo_max_mean_logprob=-0.1"]),
         (DPO, ["loss_type=dpo"]),
         (DPO, ["actor_infer={strategy_args: {strategy_name: hf_infer}}"]),
     ],

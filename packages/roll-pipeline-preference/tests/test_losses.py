@@ -98,6 +98,17 @@ def test_f_divergences_by_hand():
     assert found == pytest.approx((2 * (1 - 3**-0.5) - 0.5) ** 2, abs=1e-6)
 
 
+def test_bounds_of_exponents_and_odds_by_hand():
+    # A chosen response of probability 1 has at most probability 1/2 per token: odds 1, as the rejected one
+    params = PreferenceParams(beta=0.5, orpo_max_mean_logprob=-math.log(2))
+    found = PAIR_LOSSES["orpo"](responses(0.0, 0.0, 2), responses(-math.log(2), 0.0, 1), params).item()
+    assert found == pytest.approx(0.5 * math.log(2), abs=1e-6)
+    # 1 - 1/u with u = e^-5, whose reciprocal is bounded by e: (1 - e - 1/2)^2
+    params = PreferenceParams(beta=1.0, f_divergence_type="forward_kl", f_divergence_max_exponent=1.0)
+    found = PAIR_LOSSES["ipo_sum"](responses(0.0, -5.0, 1), responses(0.0, 0.0, 1), params).item()
+    assert found == pytest.approx((0.5 - math.e) ** 2, abs=1e-5)
+
+
 def test_kto_by_hand():
     # beta 1, z = ln 3. Desirable r = 2 ln 3: 1 - sigmoid(ln 3) = 1/4, times 2; undesirable r = 0: 1 - 3/4, times 4
     params = PreferenceParams(beta=1.0, desirable_weight=2.0, undesirable_weight=4.0)

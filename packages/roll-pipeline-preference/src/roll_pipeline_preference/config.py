@@ -57,6 +57,7 @@ DIVERGENT: frozenset[str] = frozenset(
 OPTIONS_OF: Mapping[str, frozenset[str]] = {
     "simpo_gamma": frozenset({"simpo"}),
     "discopop_tau": frozenset({"discopop"}),
+    "orpo_max_mean_logprob": frozenset({"orpo"}),
     "desirable_weight": frozenset(get_args(LabelledLoss)),
     "undesirable_weight": frozenset(get_args(LabelledLoss)),
 }
@@ -120,6 +121,8 @@ class PreferenceConfig(RewardRunConfig):
     """Divergence from the reference that regularises the policy (f-DPO, arXiv:2309.16240)."""
     f_alpha_divergence_coef: float = 0.5
     """Alpha of `f_divergence_type: alpha_divergence`, as in TRL: 1 minus the paper's. 1 is reverse_kl, 0 forward_kl."""
+    f_divergence_max_exponent: Annotated[float, Field(gt=0, le=80)] = 80.0
+    """Largest exponent in `forward_kl` and `alpha_divergence`; float32 overflows above 88."""
     ld_alpha: Fraction = 1.0
     """Weight of a response's tokens beyond the length of the pair's shorter response (LD-DPO, arXiv:2409.06411)."""
     use_weighting: bool = False
@@ -131,6 +134,8 @@ class PreferenceConfig(RewardRunConfig):
     """Target margin of `simpo`, absolute: its authors tune `simpo_gamma / beta`."""
     discopop_tau: PositiveFloat = 0.05
     """Temperature of the mixture in `discopop`."""
+    orpo_max_mean_logprob: Annotated[float, Field(lt=0)] = -1e-6
+    """Largest mean logprob of a response in `orpo`, whose odds are infinite for a response of probability 1."""
     desirable_weight: NonNegativeFloat = 1.0
     """Weight of desirable responses in `kto`."""
     undesirable_weight: NonNegativeFloat = 1.0
@@ -186,11 +191,15 @@ class PreferenceConfig(RewardRunConfig):
                 raise ValueError(
                     f"{key} has no effect on {', '.join(self.loss_type)}: remove it, or use {', '.join(sorted(losses))}"
                 )
-        if self.f_alpha_divergence_coef != 0.5 and self.f_divergence_type != "alpha_divergence":
-            raise ValueError(
-                f"f_alpha_divergence_coef has no effect on f_divergence_type: {self.f_divergence_type}: remove it, or"
-                " use alpha_divergence"
-            )
+        for key, kinds in (
+            ("f_alpha_divergence_coef", ("alpha_divergence",)),
+            ("f_divergence_max_exponent", ("forward_kl", "alpha_divergence")),
+        ):
+            if getattr(self, key) != type(self).model_fields[key].default and self.f_divergence_type not in kinds:
+                raise ValueError(
+                    f"{key} has no effect on f_divergence_type: {self.f_divergence_type}: remove it, or use"
+                    f" {' or '.join(kinds)}"
+                )
         if self.labelled and (self.ld_alpha != 1.0 or self.use_weighting):
             key = "use_weighting" if self.use_weighting else "ld_alpha"
             raise ValueError(f"{key} compares the responses of a pair, but {self.loss_type[0]} trains on single ones")

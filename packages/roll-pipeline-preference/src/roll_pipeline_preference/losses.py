@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-MAX_EXPONENT = 80.0
-"""Largest argument of `exp` in an f-divergence; float32 overflows above 88. TRL clamps only alpha_divergence."""
-MAX_MEAN_LOGPROB = -1e-6
-"""Upper bound of the mean logprob in `orpo`, whose odds are infinite for a response of probability 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +31,10 @@ class PreferenceParams:
     label_smoothing: float = 0.0
     f_divergence_type: FDivergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5
+    f_divergence_max_exponent: float = 80.0
     simpo_gamma: float = 0.5
     discopop_tau: float = 0.05
+    orpo_max_mean_logprob: float = -1e-6
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
@@ -191,9 +189,10 @@ def orpo(chosen: Responses, rejected: Responses, params: PreferenceParams) -> Te
     """ORPO's odds ratio term (arXiv:2403.07691 eq. 6-7), without a reference: `-beta log sigmoid(o_w - o_l)`.
 
     `o = log(p / (1 - p))` with `p = exp(logp / n)`, a response's probability per token. `beta` is the paper's lambda.
-    The paper's loss adds the term `sft`, which in TRL covers the prompt's tokens too.
+    `logp / n` is at most `orpo_max_mean_logprob`. The paper's loss adds the term `sft`, which in TRL covers the tokens
+    of prompts too.
     """
-    return -params.beta * logsigmoid(_log_odds(chosen.mean_logps_P) - _log_odds(rejected.mean_logps_P))
+    return -params.beta * logsigmoid(_log_odds(chosen, params) - _log_odds(rejected, params))
 
 
 PAIR_LOSSES: dict[str, PairLoss] = {
@@ -275,18 +274,19 @@ def _divergence(ratios_P: Tensor, params: PreferenceParams) -> Tensor:
     """f-DPO (arXiv:2309.16240 table 1): `f'(u)` of the probability ratio `u = exp(r)`; `r` for `reverse_kl`.
 
     forward_kl: `1 - 1/u`. js_divergence: `log(2u / (1 + u))`. alpha_divergence: `(u^(a - 1) - 1) / (a - 1)` as in TRL,
-    with a = `f_alpha_divergence_coef` = 1 - the paper's alpha: 1 is reverse_kl, 0 is forward_kl.
+    with a = `f_alpha_divergence_coef` = 1 - the paper's alpha: 1 is reverse_kl, 0 is forward_kl. Exponents are at most
+    `f_divergence_max_exponent`; TRL clamps only those of alpha_divergence.
     """
     if params.f_divergence_type == "forward_kl":
-        return 1 - (-ratios_P).clamp(max=MAX_EXPONENT).exp()
+        return 1 - (-ratios_P).clamp(max=params.f_divergence_max_exponent).exp()
     if params.f_divergence_type == "js_divergence":
         return math.log(2) + logsigmoid(ratios_P)
     power = params.f_alpha_divergence_coef - 1
     if params.f_divergence_type == "reverse_kl" or abs(power) < 1e-6:
         return ratios_P
-    return torch.expm1((power * ratios_P).clamp(max=MAX_EXPONENT)) / power
+    return torch.expm1((power * ratios_P).clamp(max=params.f_divergence_max_exponent)) / power
 
 
-def _log_odds(mean_logps_P: Tensor) -> Tensor:
-    logps_P = mean_logps_P.clamp(max=MAX_MEAN_LOGPROB)
+def _log_odds(responses: Responses, params: PreferenceParams) -> Tensor:
+    logps_P = responses.mean_logps_P.clamp(max=params.orpo_max_mean_logprob)
     return logps_P - torch.log(-torch.expm1(logps_P))

@@ -8,7 +8,7 @@ for batch of pairs, shuffled in each epoch:
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,16 +145,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         """The preference losses, and the nll of chosen responses, which is reported or trained on (`sft`)."""
         config = self.config
         losses = {name: weight for name, weight in config.weights.items() if name != "sft"}
-        params = PreferenceParams(
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            f_divergence_type=config.f_divergence_type,
-            f_alpha_divergence_coef=config.f_alpha_divergence_coef,
-            simpo_gamma=config.simpo_gamma,
-            discopop_tau=config.discopop_tau,
-            desirable_weight=config.desirable_weight,
-            undesirable_weight=config.undesirable_weight,
-        )
+        params = PreferenceParams(**{each.name: getattr(config, each.name) for each in fields(PreferenceParams)})
         term = PreferenceTerm(
             losses=losses,
             params=params,

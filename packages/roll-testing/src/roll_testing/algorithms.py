@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 import torch
 
-from roll_core.data.pack import pack
+from roll_core.algorithms.aggregate import Aggregation, aggregate
+from roll_core.data.pack import pack, totals
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.algorithms import (
     AdvantageEstimator,
@@ -33,10 +34,11 @@ from roll_core.spec.algorithms import (
 from roll_core.spec.config import Config
 from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
 from roll_core.types import TrainSequence
+from roll_testing.models import cut_rollouts
 from roll_testing.packaging import PackagingTests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -250,6 +252,23 @@ class PolicyLossConformance(FunctionTests):
             "a sequence's loss depends on the other sequences of the micro-batch"
         )
 
+    def test_the_loss_does_not_depend_on_the_rows_of_a_rollout(self) -> None:
+        """Cutting rollouts into rows must change neither loss nor gradient, in every aggregation mode.
+
+        The rows of a rollout are in one micro-batch if the record declares `whole_rollouts`, else in different ones.
+        """
+        whole = [replace(each, rollout=at) for at, each in enumerate(_sequences(range(4)))]
+        rows = cut_rollouts(whole)
+        if self.provider.whole_rollouts:
+            rows = [replace(each, unit=each.rollout) for each in rows]
+        for mode in get_args(Aggregation):
+            expected, gradients = self._aggregated(whole, mode)
+            found, others = self._aggregated(rows, mode)
+            assert abs(found - expected) < ATOL, f"{mode}: the loss is {found:.6g} in rows, {expected:.6g} as a whole"
+            assert others.keys() == gradients.keys()
+            wrong = [token for token, value in gradients.items() if abs(others[token] - value) > ATOL]
+            assert not wrong, f"{mode}: {len(wrong)} tokens have another gradient if their rollout is cut into rows"
+
     def test_the_batch_stays_as_it_is(self) -> None:
         """A loss must not modify its inputs: several terms of an objective read them."""
         micro = _micro(range(4))
@@ -261,6 +280,24 @@ class PolicyLossConformance(FunctionTests):
             assert torch.equal(tensor, getattr(micro, name)), f"the loss changed {name}"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _aggregated(
+        self, sequences: Sequence[TrainSequence], mode: Aggregation
+    ) -> tuple[float, dict[tuple[int, int], float]]:
+        """Loss over micro-batches of one row or unit, and gradient of each token by its rollout and position."""
+        loss = 0.0
+        gradients: dict[tuple[int, int], float] = {}
+        for micro in pack(sequences, totals=totals(sequences, max_length=5), max_sequences=1):
+            logprobs_T = _logprobs(micro, 0.3)
+            share = aggregate(self._loss(micro, logprobs_T)[0], micro, mode)
+            (gradient_T,) = torch.autograd.grad(share, logprobs_T)
+            loss += share.item()
+            on_T = micro.loss_mask_T
+            tokens = zip(
+                micro.rollouts_S[micro.segments_T][on_T].tolist(), micro.positions_T[on_T].tolist(), strict=True
+            )
+            gradients |= dict(zip(tokens, gradient_T[on_T].tolist(), strict=True))
+        return loss, gradients
 
     def _loss(self, micro: MicroBatch, logprobs_T: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         found: tuple[Tensor, Mapping[str, Tensor]] = self._function()(
@@ -275,8 +312,8 @@ class PolicyLossConformance(FunctionTests):
         return logprobs_T, torch.where(micro.loss_mask_T, loss_T, 0.0)
 
 
-def _micro(sequences: Any) -> MicroBatch:
-    """One micro-batch of sequences of 2 prompt tokens and 3 to 5 response tokens."""
+def _sequences(sequences: Any) -> list[TrainSequence]:
+    """Sequences of 2 prompt tokens and 3 to 5 response tokens."""
     found = []
     for at in sequences:
         random, length = np.random.default_rng(at), 5 + at % 3
@@ -295,7 +332,12 @@ def _micro(sequences: Any) -> MicroBatch:
                 advantages=advantages,
             )
         )
-    (micro,) = pack(found)
+    return found
+
+
+def _micro(sequences: Any) -> MicroBatch:
+    """One micro-batch of these sequences."""
+    (micro,) = pack(_sequences(sequences))
     return micro
 
 

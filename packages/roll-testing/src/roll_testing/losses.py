@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from roll_core.algorithms.aggregate import Aggregation, stream_weights, weighted_sum
+from roll_core.algorithms.kl import KLKind
 from roll_core.algorithms.losses import (
     CrossEntropy,
     EntropyTerm,
@@ -46,12 +47,15 @@ EVERY_TERM = Objective(
     terms={
         **{f"policy {mode}": PolicyTerm(aggregation=mode) for mode in get_args(Aggregation)},
         **{f"kl {mode}": KLTerm(aggregation=mode) for mode in get_args(Aggregation)},
+        **{f"kl {kind}": KLTerm(kind=kind) for kind in get_args(KLKind)},
+        "kl unbiased": KLTerm(unbiased=True),
         **{f"entropy {mode}": EntropyTerm(aggregation=mode) for mode in get_args(Aggregation)},
         "prompt": CrossEntropy(stream="prompt"),
     },
     coefs={f"entropy {mode}": -0.1 for mode in get_args(Aggregation)},
 )
-"""Policy loss, KL and entropy in every aggregation mode, and the likelihood of a stream's tokens."""
+"""Policy loss, KL and entropy in every aggregation mode, every estimator of the KL, and the likelihood of a stream's
+tokens."""
 
 TRAINING = TrainingSpec(
     learning_rate=1e-2,

@@ -145,6 +145,8 @@ class DPPOOptions(PolicyLossOptions):
     """Maximum divergence of tokens with positive advantage that became more likely."""
     ratio_high: PositiveFloat = 20.0
     """Maximum importance weight."""
+    probability_epsilon: PositiveFloat = 1e-8
+    """Added to the probability of other tokens in the logarithm of `divergence: kl`, as in verl."""
 
     @override
     def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:

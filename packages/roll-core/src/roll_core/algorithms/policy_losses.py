@@ -124,7 +124,7 @@ def dppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
             divergence_T = (log_p_T.exp() - behaviour_T.exp()).abs()
         else:
             rest_p_T, rest_q_T = -torch.expm1(log_p_T), -torch.expm1(behaviour_T)
-            rest_ratio_T = (rest_q_T + PROBABILITY_EPS) / (rest_p_T + PROBABILITY_EPS)
+            rest_ratio_T = (rest_q_T + given.probability_epsilon) / (rest_p_T + given.probability_epsilon)
             divergence_T = behaviour_T.exp() * (behaviour_T - log_p_T) + rest_q_T * rest_ratio_T.log()
         moved_T = torch.sign(advantages_T) == torch.sign(log_p_T - behaviour_T)
         delta_T = _by_sign(advantages_T > 0, given.delta_high, given.delta_low)
@@ -295,9 +295,6 @@ def kl_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> F
 
 
 # -- shared terms ------------------------------------------------------------------------------------------------------
-
-PROBABILITY_EPS = 1e-8
-"""Added to probabilities in logarithms, as in verl."""
 
 
 def log_ratio(logprobs_T: Tensor, micro: MicroBatch, clamp: float | None) -> Tensor:

@@ -74,6 +74,6 @@ def difficulty_mask(scores_S: Tensor, groups_S: Tensor, *, low: float = 0.0, hig
     return (means_S > low) & (means_S < high)
 
 
-def error_max_len_clip(scores_S: Tensor, lengths_S: Tensor, *, threshold: int, correct: float = 1.0) -> Tensor:
+def error_max_len_clip(scores_S: Tensor, lengths_S: Tensor, *, threshold: int, correct: float) -> Tensor:
     """Mask out wrong responses (score < `correct`) of at least `threshold` tokens, `[S]` bool."""
     return (scores_S >= correct) | (lengths_S < threshold)

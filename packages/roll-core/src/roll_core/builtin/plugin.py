@@ -163,7 +163,7 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
         ("dppo", "dppo", "DPPOOptions", "Masks tokens by the divergence of their probability"),
         ("topr", "topr", "TOPROptions", "Positives without a ratio, negatives with a truncated one"),
         ("raft_plus_plus", "raft_plus_plus", "RAFTOptions", "Clipped ratio of positive advantages only"),
-        ("raftpp", "raft_plus_plus", "RAFTOptions", "The same as raft_plus_plus"),
+        ("raft++", "raft_plus_plus", "RAFTOptions", "The same as raft_plus_plus"),
         ("dro", "dro", "DROOptions", "Policy gradient with a squared log-ratio as penalty"),
         ("kimi", "dro", "DROOptions", "The same as dro"),
         ("vespo", "vespo", "VESPOOptions", "Sequences weighted by a smooth function of their ratio"),

@@ -426,6 +426,8 @@ class RLVRConfig(RewardRunConfig):
     """Exclude wrong responses that are too long from the loss. Correct responses are kept at any length."""
     error_max_len_threshold: PositiveInt | None = None
     """Number of tokens from which a wrong response is too long. Default: `response_length`."""
+    error_max_len_reward: float = 1.0
+    """Reward from which a response is correct, for `error_max_len_clip`."""
     difficulty_mask: bool = False
     """Keep only groups whose mean reward lies between the two thresholds."""
     difficulty_low_threshold: float = 0.0
@@ -668,11 +670,12 @@ class RLVRConfig(RewardRunConfig):
                 found["adv_estimator"] = (
                     f"{self.adv_estimator} ends the run at a negative reward, which {why} can give: set grpo"
                 )
-        scaled = [name for name, reward in self.rewards.items() if reward.weight < 1]
+        bound = self.error_max_len_reward
+        scaled = [name for name, reward in self.rewards.items() if reward.weight < bound]
         if self.error_max_len_clip and scaled:
             found["error_max_len_clip"] = (
-                f"takes responses with a reward below 1 as wrong, which includes correct ones if rewards.{scaled[0]}"
-                " has a weight below 1: set weight to 1"
+                f"takes responses with a reward below {bound:g} as wrong, which includes correct ones if"
+                f" rewards.{scaled[0]} has a lower weight: set error_max_len_reward"
             )
         return found
 

@@ -389,7 +389,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if config.error_max_len_clip:
             lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
             threshold = config.error_max_len_threshold or config.response_length
-            kept_S &= error_max_len_clip(experience.scores_S, lengths_S, threshold=threshold)
+            kept_S &= error_max_len_clip(
+                experience.scores_S, lengths_S, threshold=threshold, correct=config.error_max_len_reward
+            )
         return kept_S
 
     def _shuffle_seed(self, run: Run) -> int | None:
