@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
+import pytest
+
+from roll_testing.bounds import check_near
 from roll_testing.errors import mentions
 
 LEAVES_GARBAGE = """\
@@ -32,6 +36,14 @@ class TestBroken(Kit):
 
 
 """
+
+
+@pytest.mark.parametrize(("found", "factor"), [([1.9, -3.8], True), ([1.9, 3.8], False), ([np.nan, 1.0], False)])
+def test_a_constant_factor_is_named(found, factor):
+    """As with an optimizer whose first step is not the learning rate times the gradient."""
+    with pytest.raises(AssertionError) as raised:
+        check_near("gradient", {"w": np.array(found)}, {"w": np.array([1.0, -2.0])}, 1e-5)
+    assert mentions(str(raised.value), 1.9, "times") == factor
 
 
 def test_garbage_that_shows_a_traceback_does_not_hide_a_failure(tmp_path):

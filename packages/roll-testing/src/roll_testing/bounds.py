@@ -52,15 +52,22 @@ def distance(found: Arrays, expected: Arrays) -> float:
 
 
 def check_near(what: str, found: Arrays, expected: Arrays, bound: float) -> None:
-    """Fail if the distance exceeds `bound`; the message names the tensor with the largest difference."""
+    """Fail if the distance exceeds `bound`; the message names the tensor with the largest difference, or a factor."""
     off = distance(found, expected)
     if off <= bound:
         return
     each = {name: float(np.abs(found[name] - expected[name]).max()) for name in expected if expected[name].size}
     worst = max(each, key=lambda name: (not np.isfinite(each[name]), each[name]))
+    one, other = (
+        np.concatenate([side[name].ravel().astype(np.float64) for name in expected]) for side in (found, expected)
+    )
+    with np.errstate(all="ignore"):
+        factor = (one * other).sum() / np.square(other).sum()
+        proportional = np.linalg.norm(one - factor * other) <= 1e-3 * np.linalg.norm(one)
     raise AssertionError(
         f"{what}: relative distance {off:.3g}, allowed {bound:g}; furthest off is {worst}, by {each[worst]:.3g} where"
         f" the largest entry is {float(np.abs(expected[worst]).max()):.3g}"
+        + (f"; all of it is {factor:.4g} times the expected value" if proportional else "")
     )
 
 
