@@ -52,5 +52,8 @@ class TestTools(EnvironmentConformance):
     def create(self) -> PythonTools:
         return PythonTools(target="helpers_environments:Counter")
 
+    def create_failing(self) -> PythonTools:
+        return PythonTools(target="helpers_environments:Faulty", options={"at": "reset"})
+
     def replies(self, seed: int) -> Sequence[str | Reply]:
         return [call("add", number=1), call("add", number=2), "done"]

@@ -17,6 +17,7 @@ import json
 import math
 import threading
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -88,6 +89,10 @@ class EnvironmentConformance:
         schema = schema_of(record, Config, owner=self.name)
         cls = load_class(record.target, Environment, owner=self.name)  # type: ignore[type-abstract]
         return cls(**schema.model_validate(dict(self.settings)).model_dump())
+
+    def create_failing(self) -> Environment | None:
+        """An environment that cannot work: its service is gone, or its files are. Default: None, it cannot fail."""
+        return None
 
     def replies(self, seed: int) -> Sequence[str | Reply]:
         """Replies that end the episode of a seed with its highest reward: texts, or replies with tool calls."""
@@ -167,6 +172,21 @@ class EnvironmentConformance:
             whose = f" of {player}" if player else ""
             assert rewards or episode.score is not None, f"neither a turn{whose} nor the score has a reward"
 
+    def test_a_failure_is_no_reward(self) -> None:
+        """`create_failing` must raise in an episode, or score it as failed. A reward of 0 would be trained on."""
+        environment = self.create_failing()
+        if environment is None:
+            pytest.skip("create_failing returns None")
+        main = partial(self._episode, self.seeds[0], self.replies(self.seeds[0]), "stop", environment)
+        try:
+            episode = self._within(main)
+        except AssertionError:
+            raise
+        except Exception:
+            return
+        assert episode.score is not None, "a failing environment ends its episode without an error"
+        assert episode.score.failed, f"a failing environment scores {episode.score.value}"
+
     def test_turns_name_players_of_the_opening(self) -> None:
         """The player of each turn and of each reward must be one of `Opening.players`."""
         episode = self._run(self.seeds[0], ["", *self.replies(self.seeds[0])])
@@ -239,8 +259,10 @@ class EnvironmentConformance:
         episode: Episode = self._within(lambda: self._episode(seed, replies, finish_reason))
         return episode
 
-    async def _episode(self, seed: int, replies: Sequence[str | Reply], finish_reason: Any) -> Episode:
-        environment = self.create()
+    async def _episode(
+        self, seed: int, replies: Sequence[str | Reply], finish_reason: Any, environment: Environment | None = None
+    ) -> Episode:
+        environment = environment or self.create()
         try:
             opening = await self._call(environment, "reset", dict(self.task), seed)
             turns: list[Turn] = []
