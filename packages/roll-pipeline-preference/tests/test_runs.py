@@ -105,6 +105,30 @@ def test_a_damaged_cache_of_reference_logprobs_is_written_again(local_runs, dama
     assert (logprobs(), logprobs(), model.passes) == (expected, expected, 2)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "mask", "passes"),
+    [
+        (["beta=0.5", "actor_train.training_args.learning_rate=0.1"], [0, 1, 2], [0, 1, 1], 1),
+        (["actor_train.model_args.dtype=bf16"], [0, 1, 2], [0, 1, 1], 2),
+        (["seed=4"], [0, 1, 2], [0, 1, 1], 2),
+        (["actor_train.model_args.random_init.num_hidden_layers=2"], [0, 1, 2], [0, 1, 1], 2),
+        (["tokenizer.alphabet='0123456789<'"], [0, 1, 2], [0, 1, 1], 2),
+        ([], [0, 1, 3], [0, 1, 1], 2),  # another template, tokenizer or row
+        ([], [0, 1, 2], [0, 0, 1], 2),  # another length of the prompt
+        ([], [0, 1], [0, 1], 2),  # truncated
+    ],
+)
+def test_cached_reference_logprobs_are_of_one_model_and_of_the_rows_tokens(local_runs, overrides, tokens, mask, passes):
+    path = local_runs.folder / "cache.yaml"
+    path.write_text(yaml.safe_dump(local_runs.preference(precompute_ref_log_probs=True)), encoding="utf-8")
+    model = Model()
+    for given, ids, masked in (([], [0, 1, 2], [0, 1, 1]), (overrides, tokens, mask)):
+        config = load(path, given, local_runs.registry).config
+        row = TrainSequence(id="a", tokens=np.array(ids), loss_mask=np.array(masked, dtype=bool))
+        asyncio.run(cached_logprobs(config, model, [row]))
+    assert model.passes == passes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 def test_adapters_are_their_own_reference(local_runs, loss):
