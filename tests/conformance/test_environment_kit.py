@@ -125,7 +125,7 @@ def _ended() -> Iterator[None]:
 
 
 class Backed(Sums):
-    """Right: raises if its service is gone."""
+    """Right: raises without its service."""
 
     gone = False
 

@@ -91,7 +91,7 @@ class EnvironmentConformance:
         return cls(**schema.model_validate(dict(self.settings)).model_dump())
 
     def create_failing(self) -> Environment | None:
-        """An environment that cannot work: its service is gone, or its files are. Default: None, it cannot fail."""
+        """An environment that cannot work, for example without its service. Default: None, it cannot fail."""
         return None
 
     def replies(self, seed: int) -> Sequence[str | Reply]:
