@@ -46,6 +46,27 @@ def plan(words: Sequence[str], registry: Registry) -> int:
     )
 
 
+def init(words: Sequence[str], registry: Registry) -> int:
+    """Write a first run. Asks for missing arguments on a terminal."""
+    parser = command_parser(
+        "init",
+        "Write a first run: a commented config, a sample of data, and a reward to edit. It trains a small model with"
+        " random weights on a CPU and downloads nothing. Asks for missing arguments on a terminal.",
+    )
+    parser.epilog = "example: roll-core init rlvr first"
+    parser.add_argument("kind", metavar="KIND", nargs="?", help="sft, rlvr, preference, distill, agentic, diffusion, …")
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="folder to write; no file is overwritten")
+    options = parser.parse_intermixed_args(words)
+    if options.dir is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        parser.error("expected KIND and DIR, such as: rlvr first")
+    from roll_tools.init import write_starter
+
+    try:
+        return write_starter(options.kind, options.dir, registry)
+    except EOFError:  # Ctrl-D at a question
+        raise KeyboardInterrupt from None
+
+
 def doctor(words: Sequence[str], registry: Registry) -> int:
     """Check this machine, its software and its devices, and what a config needs of them."""
     parser = command_parser(

@@ -20,6 +20,7 @@ ROLL_HOOK_API = 1
 def roll_commands() -> Iterator[CommandProvider]:
     """Commands that examine what a run needs, read the files of runs, and play environments."""
     for name, summary in (
+        ("init", "Write a first run: config, data and reward to edit"),
         ("plan", "Show the placement and memory of each role, and whether the run fits"),
         ("doctor", "Check this machine and its software, and suggest fixes"),
         ("audit", "Check rows, tokenizer and chat template, and show which tokens are trained"),

@@ -33,10 +33,10 @@ commands:
   check CONFIG... [key=value ...]   report all mistakes in configs, without starting a run
   plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
   plugins test NAME                 run the conformance tests of an installed plugin
-  init [KIND] [DIR]                 write a first run: config, data and reward to edit
   new KIND NAME [--dir DIR]         write a plugin package whose tests pass
 
 commands of roll-tools, which `pip install 'roll-core[train]'` brings:
+  init [KIND] [DIR]                 write a first run: config, data and reward to edit
   plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
   doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
@@ -199,26 +199,6 @@ def _test_plugin(words: list[str]) -> int:
     return test_plugin(options.name, options.disable_plugin, options.k)
 
 
-def _init(words: list[str]) -> int:
-    parser = command_parser(
-        "init",
-        "Write a first run: a commented config, a sample of data, and a reward to edit. It trains a small model with"
-        " random weights on a CPU and downloads nothing. Asks for missing arguments on a terminal.",
-    )
-    parser.epilog = "example: roll-core init rlvr first"
-    parser.add_argument("kind", metavar="KIND", nargs="?", help="sft, rlvr, preference, distill, agentic, diffusion, …")
-    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="folder to write; no file is overwritten")
-    options = parser.parse_intermixed_args(words)
-    if options.dir is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        parser.error("expected KIND and DIR, such as: rlvr first")
-    from roll_core.cli.init import init
-
-    try:
-        return init(options.kind, options.dir, options.disable_plugin)
-    except EOFError:  # Ctrl-D at a question
-        raise KeyboardInterrupt from None
-
-
 def _new(words: list[str]) -> int:
     from roll_core.cli.plugins import from_roll_testing
 
@@ -246,7 +226,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "check": _check,
     "plugins": _plugins,
-    "init": _init,
     "new": _new,
 }
 

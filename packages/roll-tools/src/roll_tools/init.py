@@ -11,27 +11,28 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.api import prepare
+from roll_core.config import load
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError, UnknownProviderError
-from roll_core.plugins.registry import load_registry
+from roll_core.plugins.requirements import check_extra
 from roll_core.plugins.targets import data_file
 from roll_core.spec.providers import PipelineProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+
+    from roll_core.plugins.registry import Registry
 
 PLACEHOLDER = re.compile(r"\bstarter([/.])")
 """The folder in a starter's texts: `starter/data/train.jsonl`, `starter.rewards:score`."""
 NOT_COPIED = {"__pycache__", ".mypy_cache", ".ruff_cache"}
 
 
-def init(kind: str | None, folder: Path | None, disabled_plugins: Sequence[str]) -> int:
+def write_starter(kind: str | None, folder: Path | None, registry: Registry) -> int:
     """Write the starter `kind` into `folder`, and print how to run it. Asks for an argument that is None.
 
     Names packages that the run needs and that are not installed. Raises `UnknownProviderError` for an unknown kind, and
     `RunDirectoryError` if a file exists or cannot be written; an existing file is never changed.
     """
-    registry = load_registry(disabled_plugins)
     kinds: dict[str, PipelineProvider] = {}
     for each in registry.providers(PipelineProvider):
         if each.starter:
@@ -47,7 +48,9 @@ def init(kind: str | None, folder: Path | None, disabled_plugins: Sequence[str])
     sys.stdout.writelines(f"wrote {file}\n" for file in written)
     with contextlib.chdir(start):
         try:
-            prepare(configs, (), disabled_plugins, files=False)
+            for config in configs:
+                load(config, (), registry, needs=True)
+            check_extra("train", what="a run")
         except (ConfigError, PluginError) as error:
             sys.stdout.write(f"\nThe run cannot start yet:\n{error}\n")
     commands = [] if start == Path() else [f"cd {shlex.quote(str(start))}"]
