@@ -1,7 +1,7 @@
 """`./run run python tools/image_requirements.py [TARGET...]`: every version that goes into the images.
 
 For each target of docker/bake.json, to docker/requirements: what its packages of ours require, with engines, and the
-core's extras for every run. torch is that of the workspace.
+extras for every run. torch is that of the workspace.
 Builds of torch for other hardware come from PyTorch's own index when an image is built, under the same version; nothing
 of theirs is in the lists.
 """
@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 
 BAKE = REPOSITORY / "docker" / "bake.json"
 FOLDER = REPOSITORY / "docker" / "requirements"
-EXTRAS = ("train", "math")
-"""Of roll-core, in every image."""
+EXTRAS = {"roll_core": "train", "roll_rewards": "math"}
+"""Extras that every image has, by package."""
 NARROWER = {"npu": ["torch-npu==2.13.*"]}
 """Beside what the packages themselves require: torch-npu belongs to one release of torch."""
 OF_CUDA = re.compile(r"nvidia-(?!ml-py)|cuda-|triton==")
@@ -53,8 +53,8 @@ def requirements(packages: list[str]) -> list[str]:
     for package in packages:
         project = read(REPOSITORY / "packages" / package.replace("_", "-") / "pyproject.toml")["project"]
         found += project["dependencies"]
-        if package == "roll_core":
-            found += [each for extra in EXTRAS for each in project["optional-dependencies"][extra]]
+        if package in EXTRAS:
+            found += project["optional-dependencies"][EXTRAS[package]]
     return sorted({each for each in found if not Requirement(each).name.startswith("roll-")})
 
 

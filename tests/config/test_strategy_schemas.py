@@ -294,7 +294,7 @@ def test_a_schema_whose_rule_crashes_names_its_owner(registry, tmp_path):
 
 def test_a_reward_that_two_packages_offer_is_refused_only_where_it_is_used(check):
     assert check("rewards: {}\n").rewards == {}
-    with raises_error(ConfigError, "'roll-core/math_rule'", "'roll-acme/math_rule'"):
+    with raises_error(ConfigError, "'roll-rewards/math_rule'", "'roll-acme/math_rule'"):
         check("rewards: {math: {reward: math_rule}}\n")
 
 

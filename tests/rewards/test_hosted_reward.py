@@ -142,7 +142,6 @@ def test_a_column_that_cannot_be_sent_is_a_failure_of_its_sample(worker_of, aski
 
 def test_the_rewards_of_the_core_enforce_their_timeout_themselves():
     assert {each.name: each.enforces_timeout for each in roll_rewards()} == {
-        "math_rule": True,
         "function": True,
         "model": False,
     }

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.builtin.config import MathRuleConfig
-from roll_core.builtin.rewards.math_rule import MathRuleReward
 from roll_core.errors import DataError, RewardFailure
+from roll_rewards.config import MathRuleConfig
+from roll_rewards.math_rule import MathRuleReward
 from roll_testing.errors import raises_error
 
 RIGHT = [

@@ -140,7 +140,7 @@ def test_every_reward_is_listed_and_is_a_component_but_the_combination():
         for each in registry.names(RewardProvider)
         if "roll-rewards" in registry.owner(registry.find(RewardProvider, each))
     }
-    assert names == (set(CLASSES) - {"function", "math_rule"}) | {"composite"}
+    assert names == (set(CLASSES) - {"function"}) | {"composite"}
 
 
 def test_the_doctor_reports_the_layers_or_what_is_missing(monkeypatch):

@@ -23,6 +23,14 @@ def roll_rewards() -> Iterator[RewardProvider]:
         enforces_timeout=True,
         summary="Whether the response's program passes its tests, in a sandbox",
     )
+    yield RewardProvider(
+        name="math_rule",
+        target="roll_rewards.math_rule:MathRuleReward",
+        config="roll_rewards.config:MathRuleConfig",
+        needs=("math-verify[antlr4_9_3]>=0.8",),
+        enforces_timeout=True,
+        summary="1 if the response's final answer equals the ground truth, mathematically",
+    )
     for name, target, schema, summary in (
         ("exact_match", "answers:ExactMatch", "ExactMatchConfig", "1 if the answer equals the ground truth as text"),
         ("f1", "answers:F1", "F1Config", "Words that the answer has in common with the ground truth"),

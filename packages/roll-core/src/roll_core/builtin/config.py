@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, RewardConfig
+from roll_core.spec.config import Config, PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-
-
-class MathRuleConfig(RewardConfig):
-    """`reward: math_rule`: 1 if the final answer equals the ground truth mathematically, else 0."""
-
-    zero_or_one: ClassVar[bool] = True
-
-    reward: Literal["math_rule"]
-    ground_truth: str = "ground_truth"
-    """Column with the correct answer: text, a number, or a list of alternatives."""
-    require_boxed: bool = False
-    r"""If true, a response without \boxed{…} gets 0. Otherwise the answer may also be in $…$ or in plain text."""
-    float_rounding: NonNegativeInt = 6
-    """Number of decimal places to which numbers are compared."""
-    processes: PositiveInt = 2
-    """Maximum number of processes per worker; more are started as responses queue up."""
-    memory_limit_mb: PositiveInt = 4096
-    """Memory limit of one process, in MB, so that a malicious response cannot exhaust the host's memory."""
-
-    @override
-    def columns(self) -> Mapping[str, str]:
-        return {"ground_truth": self.ground_truth}
 
 
 class FunctionConfig(RewardConfig):

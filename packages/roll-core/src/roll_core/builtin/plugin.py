@@ -54,15 +54,7 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
 
 @hookimpl
 def roll_rewards() -> Iterator[RewardProvider]:
-    """Rewards by rule, by a user's function and by a model."""
-    yield RewardProvider(
-        name="math_rule",
-        target="roll_core.builtin.rewards.math_rule:MathRuleReward",
-        config="roll_core.builtin.config:MathRuleConfig",
-        needs=("math-verify[antlr4_9_3]>=0.8",),
-        enforces_timeout=True,
-        summary="1 if the response's final answer equals the ground truth, mathematically",
-    )
+    """Rewards by a user's function and by a model."""
     yield RewardProvider(
         name="function",
         target="roll_core.builtin.rewards.function:FunctionReward",

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core import __version__
@@ -19,6 +18,7 @@ from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
     from typing import NoReturn
 
     from roll_core.plugins.registry import Registry

@@ -1,1 +1,1 @@
-"""Built-in rewards: rule-based mathematics, and a user's Python function."""
+"""Built-in rewards: a user's Python function, and a model."""

@@ -19,8 +19,8 @@ from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
-    from roll_core.builtin.config import MathRuleConfig
     from roll_core.spec.rollout import RewardRequest
+    from roll_rewards.config import MathRuleConfig
 
 
 class MathRuleReward(RewardFunction):
@@ -33,7 +33,7 @@ class MathRuleReward(RewardFunction):
         """Start the first child process, which loads sympy; the first `score` blocks until that is done."""
         config = self.config
         self._pool = RewardPool(
-            "roll_core.builtin.rewards.math_scorer:prepare",
+            "roll_rewards.math_scorer:prepare",
             {"require_boxed": config.require_boxed, "float_rounding": config.float_rounding},
             size=config.processes,
             start_timeout_s=config.start_timeout_s,
