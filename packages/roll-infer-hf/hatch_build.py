@@ -1,4 +1,4 @@
-"""The build hook of roll-core, where it is installed: only `BUILD_EXT=1` needs it."""
+"""The build hook of roll-modeling, where it is installed: only `BUILD_EXT=1` needs it."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 def get_build_hook() -> type[BuildHookInterface]:
     """hatchling asks for it."""
     try:
-        from roll_core.native.extension_wheel import ExtensionHook
+        from roll_modeling.extension_wheel import ExtensionHook
     except ModuleNotFoundError:
         return SourcesOnly
     return ExtensionHook
@@ -21,4 +21,4 @@ class SourcesOnly(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Refuses `BUILD_EXT=1`."""
         if os.environ.get("BUILD_EXT", "0") not in ("", "0"):
-            raise RuntimeError("BUILD_EXT=1 needs roll-core and torch in this environment; use --no-build-isolation")
+            raise RuntimeError("BUILD_EXT=1 needs roll-modeling and torch installed; use --no-build-isolation")

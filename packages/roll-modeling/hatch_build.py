@@ -1,24 +1,10 @@
-"""The build hook of roll-core, where it is installed: only `BUILD_EXT=1` needs it."""
+"""roll-modeling's own use of its build hook, which is not installed yet when roll-modeling is built."""
 
-import os
-from typing import Any
+import sys
+from pathlib import Path
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+sys.path.insert(0, str(Path(__file__).parent / "src"))
 
+from roll_modeling.extension_wheel import ExtensionHook
 
-def get_build_hook() -> type[BuildHookInterface]:
-    """hatchling asks for it."""
-    try:
-        from roll_core.native.extension_wheel import ExtensionHook
-    except ModuleNotFoundError:
-        return SourcesOnly
-    return ExtensionHook
-
-
-class SourcesOnly(BuildHookInterface):
-    """Leaves the wheel as it is."""
-
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Refuses `BUILD_EXT=1`."""
-        if os.environ.get("BUILD_EXT", "0") not in ("", "0"):
-            raise RuntimeError("BUILD_EXT=1 needs roll-core and torch in this environment; use --no-build-isolation")
+__all__ = ["ExtensionHook"]

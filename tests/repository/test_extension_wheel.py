@@ -37,7 +37,7 @@ def build(package: str, folder: Path, **variables: str) -> Path:
 @pytest.mark.parametrize(
     ("package", "source"),
     [
-        ("roll-core", "roll_core/weights/digests.cpp"),
+        ("roll-modeling", "roll_modeling/digests.cpp"),
         ("roll-modeling", "roll_modeling/elementwise.cpp"),
         ("roll-infer-hf", "roll_infer_hf/kernels/decode.cpp"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll_core.errors import ExtensionError
 from roll_core.spec import weights
 from roll_core.spec.weights import CHUNK_BYTES, copy_digested, digest, leaves_of, set_leaf_function
-from roll_core.weights import digests
+from roll_modeling import digests
 
 GUARD = 64
 EDGES = [0, 1, 63, 64, 65, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049]

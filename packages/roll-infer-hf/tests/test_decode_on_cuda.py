@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_core.native import extensions
 from roll_infer_hf.kernels import decode
 from roll_infer_hf.kernels.decode import CUDA_EXTENSION, DecodeKernels
+from roll_modeling import extensions
 from roll_testing.errors import raises_error
 
 SOURCE = Path(decode.__file__).with_name("decode.cu")

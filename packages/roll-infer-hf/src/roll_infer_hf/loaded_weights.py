@@ -25,6 +25,7 @@ from roll_core.spec.weights import check_version, copy_digested, digest, loaded_
 from roll_core.types import WeightReceipt
 from roll_modeling.buckets import Incoming
 from roll_modeling.comparing import SIDES, compare, compare_adapter, entries, refuse, refuse_adapter
+from roll_modeling.digests import use_compiled_digests
 from roll_modeling.layout import SIBLINGS, adjacent
 from roll_modeling.lora import target_layers
 
@@ -67,6 +68,8 @@ class Replaceable(ABC):
         """
         check_version(self.who, version, current, manifest)
         self.compare(manifest)
+        if not shared:
+            use_compiled_digests()
         self.incomplete = True
         digests = self.replace(manifest, Incoming(self.who, manifest, iter(tensors)), shared=shared)
         self.released = False

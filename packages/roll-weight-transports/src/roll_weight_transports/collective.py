@@ -33,6 +33,7 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
+from roll_modeling.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -154,6 +155,7 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
         from roll_core.rendezvous import HostedStore
 
         super().__init__(setup)
+        use_compiled_digests()
         self._num_receivers, self._host = len(setup.receivers), setup.host
         secret = secrets.token_hex(16)
         self._store = HostedStore(setup.host, secret)

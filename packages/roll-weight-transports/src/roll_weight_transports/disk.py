@@ -32,6 +32,7 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
+from roll_modeling.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,7 @@ class DiskSender(SenderEndpoint):
     """Sending endpoint; writes buckets as files."""
 
     def __init__(self, setup: SenderSetup) -> None:
+        use_compiled_digests()
         self._bucket_bytes = min(setup.bucket_bytes, BUCKET_BYTES)
         self._num_receivers = len(setup.receivers)
         directory = setup.options["directory"]

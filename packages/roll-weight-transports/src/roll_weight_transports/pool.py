@@ -35,6 +35,7 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
+from roll_modeling.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,7 @@ class PooledSender(SenderEndpoint):
     """Owns the buffer, accepts receivers, and fills the buffer."""
 
     def __init__(self, setup: SenderSetup, memory: SharedMemory) -> None:
+        use_compiled_digests()
         self._memory = memory
         self._bucket_bytes = min(setup.bucket_bytes, memory.bucket_bytes)
         self._expected = frozenset(setup.receivers)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_core.native.extensions import Extension, declare
 from roll_modeling.elementwise import CFLAGS, HEADER
+from roll_modeling.extensions import Extension, declare
 
 if TYPE_CHECKING:
     import numpy as np

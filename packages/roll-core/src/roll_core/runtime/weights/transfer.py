@@ -16,7 +16,6 @@ from roll_core.runtime.weights.proof import sample_fingerprint
 from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
 from roll_core.spec.weights import entry_bytes, make_receipt, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest
-from roll_core.weights.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +138,6 @@ class WeightSender:
             if self._endpoint is not None:
                 self._endpoint.close()
                 self._endpoint = None
-            use_compiled_digests()
             self._endpoint, self._endpoint_setup = load_transport(plan.transport).sender(setup), wanted
         return self._endpoint
 
@@ -227,7 +225,6 @@ class WeightReceiver:
         if self._endpoint is not None and self._endpoint.address != address:
             self.close()
         if self._endpoint is None:
-            use_compiled_digests()
             setup = ReceiverSetup(
                 address=address,
                 rank=self._rank,

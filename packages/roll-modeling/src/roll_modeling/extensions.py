@@ -173,7 +173,7 @@ class Extension:
         env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
         if self.has_cuda_sources:
             env |= _gpu_environment(self.name)
-        command = [sys.executable, "-m", "roll_core.native.extensions", json.dumps(task)]
+        command = [sys.executable, "-m", "roll_modeling.extensions", json.dumps(task)]
         try:
             done = subprocess.run(
                 command,

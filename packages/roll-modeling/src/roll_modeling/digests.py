@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.errors import ExtensionError
-from roll_core.native.extensions import Extension, declare
 from roll_core.spec.weights import CHUNK_BYTES, leaves_of, set_leaf_function
+from roll_modeling.extensions import Extension, declare
 
 if TYPE_CHECKING:
     from roll_core.spec.weights import Bytes
