@@ -38,6 +38,7 @@ PACKAGES = (
     "roll-strategy-fsdp2",
     "roll-strategy-deepspeed",
     "roll-tools",
+    "roll-trackers",
     "roll-weight-transports",
 )
 DESPITE = ["deepspeed>=0.19,<0.20"]

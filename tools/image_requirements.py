@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 BAKE = REPOSITORY / "docker" / "bake.json"
 FOLDER = REPOSITORY / "docker" / "requirements"
-EXTRAS = {"roll_core": "train", "roll_rewards": "math"}
+EXTRAS = {"roll_core": "train", "roll_rewards": "math", "roll_trackers": "tensorboard"}
 """Extras that every image has, by package."""
 NARROWER = {"npu": ["torch-npu==2.13.*"]}
 """Beside what the packages themselves require: torch-npu belongs to one release of torch."""

@@ -279,7 +279,7 @@ def test_a_plugins_list_comes_before_the_cores_and_a_broken_one_is_left_out(tmp_
         KnownErrorsProvider(name=name, target=f"{name}:KNOWN", summary="Acme's")
         for name in ("acme_errors_of_a_test", "acme_errors_that_are_gone")
     )
-    core = load_plugins(environ={"ROLL_PLUGINS": ""})
+    core = load_plugins(environ={"ROLL_PLUGINS": "roll-tools"})
     acme = Plugin(
         package="roll-infer-acme", version="1.0", entry_point="acme", target="acme", state="loaded", providers=providers
     )

@@ -73,7 +73,7 @@ RECORDS = {
     ],
     "FragmentProvider": BASE,
     "CheckProvider": [*BASE, "platform"],
-    "KnownErrorsProvider": BASE,
+    "KnownErrorsProvider": [*BASE, "general"],
     "ImporterProvider": BASE,
     "CommandProvider": BASE,
 }  # fmt: skip

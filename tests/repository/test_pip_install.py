@@ -119,7 +119,15 @@ def test_configs_are_checked_and_planned_without_torch(tmp_path, wheels):
     assert refused.returncode == 2
     assert "pip install roll-strategy-hf" in refused.stderr
     environment.install(
-        "--no-deps", "roll-infer-hf", "roll-modeling", "roll-strategy-hf", "roll-tools", "roll-weight-transports"
+        "--no-deps",
+        *(
+            "roll-infer-hf",
+            "roll-modeling",
+            "roll-strategy-hf",
+            "roll-tools",
+            "roll-trackers",
+            "roll-weight-transports",
+        ),
     )
     assert next((tmp_path / "venv").rglob("roll_tools/templates/report.html.j2")).is_file()
     assert not environment.has("torch")
@@ -139,7 +147,7 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
     assert not environment.has("ray")
     offered = json.loads(environment.roll_core("plugins", "--json").stdout)["plugins"]
     assert {each["package"] for each in offered} == {
-        *("roll-core", "roll-infer-hf", "roll-strategy-hf", "roll-tools", "roll-weight-transports")
+        *("roll-core", "roll-infer-hf", "roll-strategy-hf", "roll-tools", "roll-trackers", "roll-weight-transports")
     }
     commands = (
         ["plugins", "-v"],

@@ -14,7 +14,7 @@ _LAZY = {
     "check": "roll_core.api",
     "plan": "roll_tools.planning",
     "PlannedRun": "roll_tools.planning",
-    "LiveMetrics": "roll_core.api.live",
+    "LiveMetrics": "roll_tools.live",
     "LoadedConfig": "roll_core.config",
     "RunResult": "roll_core.runtime.run.loop",
     "ConfigError": "roll_core.errors",

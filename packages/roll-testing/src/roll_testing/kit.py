@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
 """Environment variable. With the value `full`, a missing engine fails the tests instead of skipping them."""
 
-HF_PACKAGES = "roll-executor-ray,roll-infer-hf,roll-rewards,roll-strategy-hf,roll-tools,roll-weight-transports"
-"""Value of `ROLL_PLUGINS` that loads the core, the report, the strategies of the quick start, and what several
-workers need."""
+HF_PACKAGES = (
+    "roll-executor-ray,roll-infer-hf,roll-rewards,roll-strategy-hf,roll-tools,roll-trackers,roll-weight-transports"
+)
+"""Value of `ROLL_PLUGINS` that loads the core, the report, rewards, trackers, the strategies of the quick start, and
+what several workers need."""
 
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import CheckProvider, CommandProvider
+from roll_core.spec.providers import CheckProvider, CommandProvider, KnownErrorsProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +52,17 @@ def roll_checks() -> Iterator[CheckProvider]:
         ("data", "files", "Whether the data files of the config exist"),
     ):
         yield CheckProvider(name=name, target=f"roll_tools.checks.{module}:{name}", summary=summary)
+
+
+@hookimpl
+def roll_known_errors() -> Iterator[KnownErrorsProvider]:
+    """Errors of the libraries that every run needs, and of the machine."""
+    yield KnownErrorsProvider(
+        name="general",
+        target="roll_tools.known_errors:KNOWN_ERRORS",
+        summary="Errors of torch, its libraries and the machine",
+        general=True,
+    )
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from roll_core.spec.config import Config
+from roll_core.spec.config import Config, PositiveInt
 
 
 class RunOptions(Config):
@@ -88,3 +88,12 @@ class TrackioOptions(RunOptions):
 
     space_id: str | None = None
     """Space of the hub that shows the run. Default: only local."""
+
+
+class TensorBoardOptions(Config):
+    """Options of the TensorBoard tracker (`tracker_kwargs.tensorboard`)."""
+
+    log_dir: str | None = None
+    """Directory of the event files. Default: `tensorboard/` of the run directory."""
+    flush_secs: PositiveInt = 30
+    """Minimum time in seconds between two flushes of the event file."""

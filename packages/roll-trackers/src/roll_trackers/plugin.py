@@ -17,6 +17,13 @@ ROLL_HOOK_API = 1
 def roll_trackers() -> Iterator[TrackerProvider]:
     """One tracker for each library, and CSV."""
     for name, tracker, options, needs, summary in (
+        (
+            "tensorboard",
+            "TensorBoardTracker",
+            "TensorBoardOptions",
+            "tensorboard>=2.16",
+            "Event files for TensorBoard, in the run directory",
+        ),
         ("wandb", "WandbTracker", "WandbOptions", "wandb>=0.19", "Weights & Biases, online or offline"),
         ("mlflow", "MlflowTracker", "MlflowOptions", "mlflow>=2.14", "MLflow: a server, or SQLite in output_dir"),
         ("swanlab", "SwanlabTracker", "SwanlabOptions", "swanlab>=0.10", "SwanLab, online or offline"),

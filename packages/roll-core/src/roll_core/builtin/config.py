@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import Config, PositiveInt, RewardConfig
+from roll_core.spec.config import PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -47,12 +47,3 @@ class FunctionConfig(RewardConfig):
 
         reason = check(self.function, columns, timeout_s, signature=self.signature)
         return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}
-
-
-class TensorBoardOptions(Config):
-    """Options of the TensorBoard tracker (`tracker_kwargs.tensorboard`)."""
-
-    log_dir: str | None = None
-    """Directory of the event files. Default: `tensorboard/` of the run directory."""
-    flush_secs: PositiveInt = 30
-    """Minimum time in seconds between two flushes of the event file."""

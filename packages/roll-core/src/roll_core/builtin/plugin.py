@@ -8,12 +8,10 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     AdvantageProvider,
     ExecutorProvider,
-    KnownErrorsProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
     RewardProvider,
-    TrackerProvider,
     WeightTransportProvider,
 )
 
@@ -67,18 +65,6 @@ def roll_rewards() -> Iterator[RewardProvider]:
         target="roll_core.builtin.rewards.model:ModelReward",
         config="roll_core.spec.config:ModelRewardConfig",
         summary="The score of a reward model, which is a role of its own",
-    )
-
-
-@hookimpl
-def roll_trackers() -> Iterator[TrackerProvider]:
-    """TensorBoard. `metrics.jsonl` is always written and needs no tracker."""
-    yield TrackerProvider(
-        name="tensorboard",
-        target="roll_core.builtin.tensorboard:TensorBoardTracker",
-        config="roll_core.builtin.config:TensorBoardOptions",
-        needs=("tensorboard>=2.16",),
-        summary="Event files for TensorBoard, in the run directory",
     )
 
 
@@ -193,14 +179,4 @@ def roll_executors() -> Iterator[ExecutorProvider]:
         summary="All workers in the driver's process",
         priority=10,
         in_process=True,
-    )
-
-
-@hookimpl
-def roll_known_errors() -> Iterator[KnownErrorsProvider]:
-    """Errors of the libraries that every run needs, and of the machine."""
-    yield KnownErrorsProvider(
-        name="core",
-        target="roll_core.builtin.known_errors:KNOWN_ERRORS",
-        summary="Errors of torch, its libraries and the machine",
     )

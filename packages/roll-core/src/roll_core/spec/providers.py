@@ -310,6 +310,9 @@ class KnownErrorsProvider(Provider):
     """Offers known errors with remedies. `target` is a tuple of `roll_core.spec.diagnostics.KnownError`, imported only
     after a run failed."""
 
+    general: bool = False
+    """True for errors of the machine and of common libraries. They are compared after those of all other lists."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImporterProvider(Provider):

@@ -59,8 +59,9 @@ def advise(error: BaseException, registry: Registry) -> Advice | None:
 
 
 def _known(registry: Registry) -> Iterator[KnownError]:
-    """Known errors, the plugins' before the core's: a plugin's entries are more specific to its engine."""
-    for record in reversed(registry.providers(KnownErrorsProvider)):
+    """Known errors, general ones last: other entries are more specific to an engine."""
+    records = registry.providers(KnownErrorsProvider)[::-1]
+    for record in [each for general in (False, True) for each in records if each.general is general]:
         try:
             yield from known_errors(record, owner=registry.owner(record))
         except PluginError as error:

@@ -7,8 +7,8 @@ import yaml
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
 
-from roll_core.builtin.tensorboard import TensorBoardTracker
 from roll_testing.errors import raises_error
+from roll_trackers.tensorboard_tracker import TensorBoardTracker
 
 
 def read(directory: Path) -> list[tuple[int, str, object]]:
@@ -49,7 +49,7 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_tensorflow() -> None:
     code = (
-        "import sys, roll_core.builtin.tensorboard;"
+        "import sys, roll_trackers.tensorboard_tracker;"
         "print([m for m in ('torch', 'tensorflow', 'ray', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

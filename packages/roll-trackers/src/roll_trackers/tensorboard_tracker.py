@@ -19,8 +19,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from roll_core.builtin.config import TensorBoardOptions
 from roll_core.spec.pipeline import Tracker
+from roll_trackers.config import TensorBoardOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
