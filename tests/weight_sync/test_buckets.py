@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import TensorEntry, WeightManifest
+from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
 from roll_testing.errors import raises_error
 
 

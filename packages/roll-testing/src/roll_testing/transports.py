@@ -157,7 +157,7 @@ class WeightTransportConformance(PackagingTests):
     def test_a_torn_bucket_fails_the_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A byte that changes after it was digested must be detected by the receiver's digest.
 
-        Requires a sender that fills buckets by `roll_core.spec.buckets.fill`.
+        Requires a sender that fills buckets by `roll_modeling.bucket_plan.fill`.
         """
 
         def torn(target: Tensor, source: Tensor) -> str:
@@ -165,7 +165,7 @@ class WeightTransportConformance(PackagingTests):
             target.view(-1).view(torch.uint8)[:1] ^= 16
             return found
 
-        monkeypatch.setattr("roll_core.spec.buckets.copy_digested", torn)
+        monkeypatch.setattr("roll_modeling.bucket_plan.copy_digested", torn)
         sender, sent, held = self.open_sender(1), weights(), {}
         manifest = make_manifest(1, sent.items())
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
-from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.platform import HOST_BACKEND, HOST_DEVICE
 from roll_core.spec.transport import (
     ReceiverEndpoint,
@@ -33,6 +32,7 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
+from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
 from roll_modeling.digests import use_compiled_digests
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
     from roll_core.rendezvous import HostedStore, RemoteStore
-    from roll_core.spec.buckets import Bucket
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
+    from roll_modeling.bucket_plan import Bucket
 
 BUCKET_BYTES = 32 << 20
 """Upper bound of a bucket, unless a tensor is larger: enough to saturate a network."""

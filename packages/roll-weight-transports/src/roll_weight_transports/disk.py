@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
 from roll_core.host import hostname
-from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.transport import (
     ReceiverEndpoint,
     ReceiversLostError,
@@ -32,6 +31,7 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
+from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
 from roll_modeling.digests import use_compiled_digests
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.buckets import Bucket
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
+    from roll_modeling.bucket_plan import Bucket
 
 BUCKET_BYTES = 64 << 20
 """Upper bound of a bucket, unless a tensor is larger: receivers read one while the next is written."""

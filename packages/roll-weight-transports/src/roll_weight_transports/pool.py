@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
-from roll_core.spec.buckets import ALIGNMENT, fill, plan_buckets, require_exhausted, views
 from roll_core.spec.transport import (
     ReceiverEndpoint,
     ReceiversLostError,
@@ -35,6 +34,7 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
+from roll_modeling.bucket_plan import ALIGNMENT, fill, plan_buckets, require_exhausted, views
 from roll_modeling.digests import use_compiled_digests
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.spec.buckets import Bucket
     from roll_core.spec.transport import Deadline, ReceiverSetup, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
+    from roll_modeling.bucket_plan import Bucket
 
 _MIN_TIMEOUT_S = 1e-3
 """A socket's timeout of 0 would make it non-blocking."""

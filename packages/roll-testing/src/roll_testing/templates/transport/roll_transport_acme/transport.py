@@ -12,7 +12,6 @@ import socket
 import struct
 from typing import TYPE_CHECKING
 
-from roll_core.spec.buckets import fill, plan_buckets, require_exhausted, views
 from roll_core.spec.transport import (
     Deadline,
     ReceiverEndpoint,
@@ -25,6 +24,7 @@ from roll_core.spec.transport import (
     SenderSetup,
     WeightTransport,
 )
+from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.field_docs import document_fields
 from roll_core.spec.weights import copy_digested, digest, entry_bytes, tensor_entry, torch_dtype
 
 if TYPE_CHECKING:
@@ -111,6 +110,3 @@ def _next_tensor(entry: TensorEntry, exported: Iterator[tuple[str, Tensor]]) -> 
     if tuple(tensor.shape) != entry.shape:
         raise WeightSyncError(f"the export yielded {name} of shape {tuple(tensor.shape)}, expected {entry.shape}")
     return name, tensor
-
-
-document_fields(__name__)
