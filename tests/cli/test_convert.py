@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from roll_core.cli.main import main
 from roll_core.errors import CheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.records.portable_state import FOLDER, write_portable_state
+from roll_core.runtime.run.roles import PORTABLE
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import load_model
+from roll_modeling.portable_files import write_portable_state
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
@@ -57,11 +58,11 @@ def saved(folder, roles, **changed):
     store = CheckpointStore(folder / "checkpoints")
     with store.writing(1, run) as path:
         for role, strategy in roles.items():
-            (path / role / FOLDER).mkdir(parents=True)
+            (path / role / PORTABLE).mkdir(parents=True)
             write_portable_state(
                 replace(strategy.export_state(), **changed),
                 strategy.spec,
-                path / role / FOLDER,
+                path / role / PORTABLE,
                 leads=True,
                 file_bytes=20_000,
             )
@@ -86,7 +87,7 @@ def test_transformers_loads_what_the_strategy_would_have_exported(stored, tmp_pa
     assert found.dtype == expected.dtype
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
     assert not torch.distributed.is_initialized()
-    assert len(list((checkpoint / "actor_train" / FOLDER).glob("state-*.safetensors"))) > 3
+    assert len(list((checkpoint / "actor_train" / PORTABLE).glob("state-*.safetensors"))) > 3
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -248,7 +249,7 @@ def test_of_several_roles_one_has_to_be_named(stored, tmp_path, capsys):
 
 def test_a_flipped_byte_is_found_before_anything_is_written(stored, tmp_path, capsys):
     checkpoint = saved(tmp_path, {"actor_train": trained(stored())})
-    file = checkpoint / "actor_train" / FOLDER / "state-00002.safetensors"
+    file = checkpoint / "actor_train" / PORTABLE / "state-00002.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from roll_core.weights.shards import ShardFiles
 from roll_modeling import pieces
 from roll_modeling.model import load_model
 from roll_modeling.pieces import write_gathered
+from roll_modeling.shards import ShardFiles
 from roll_testing.models import QWEN3, write_checkpoint
 
 MIXTURE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

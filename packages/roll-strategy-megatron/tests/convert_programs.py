@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll_core.runtime.records.portable_state import write_portable_state
+from roll_modeling.portable_files import write_portable_state
 from roll_testing.bench import Case, built, take_step
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.runtime.records.portable_state import opened_portable_state
 from roll_core.spec.train import WantedOutputs
+from roll_modeling.portable_files import opened_portable_state
 from roll_testing.bench import built, outputs
 from roll_testing.bounds import check_rows
 from roll_testing.models import DEEPSEEK, make_batch, write_checkpoint

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from roll_core.weights.shards import ShardFiles
 from roll_modeling.export import check_exportable, write_description, write_model
 from roll_modeling.lora import base_name
 from roll_modeling.portable_state import stored_buffers
+from roll_modeling.shards import ShardFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

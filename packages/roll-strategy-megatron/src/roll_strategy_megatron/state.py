@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from roll_core.errors import CheckpointError
 from roll_core.spec.train import ParameterState, PortableState
-from roll_core.weights.shards import ShardFiles
 from roll_modeling.checkpoints import (
     STATE,
     check_names,
@@ -33,6 +32,7 @@ from roll_modeling.checkpoints import (
     shared_folder,
     write_json,
 )
+from roll_modeling.shards import ShardFiles
 from roll_strategy_megatron.bridge.source import FileSource
 from roll_strategy_megatron.optimizer import KINDS
 

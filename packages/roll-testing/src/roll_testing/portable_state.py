@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from roll_core.errors import CheckpointError
-from roll_core.runtime.records.portable_state import KINDS, opened_portable_state, write_portable_state
 from roll_core.spec.model import LoraSpec
 from roll_modeling.model import DTYPES
+from roll_modeling.portable_files import KINDS, opened_portable_state, write_portable_state
 from roll_testing.bench import Step, as_array
 from roll_testing.bounds import BOUNDS, check_names, check_near, check_same_run, distance
 from roll_testing.losses import LOSSES, OF_TASK, SPLITS, TRAINING

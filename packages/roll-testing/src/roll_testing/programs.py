@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.spec.train import ParameterState, PortableState, WantedOutputs
+from roll_modeling.portable_files import opened_portable_state, write_portable_state
 from roll_testing.bench import (
     WHOLE,
     accumulate,

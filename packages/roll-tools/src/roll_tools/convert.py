@@ -27,16 +27,11 @@ from roll_core.errors import (
 )
 from roll_core.host import usable_cores
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.records.portable_state import (
-    FOLDER,
-    MODEL,
-    opened_portable_state,
-    read_portable_index,
-    saved_model,
-)
 from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.resuming import SavedRun
+from roll_core.runtime.run.roles import PORTABLE
 from roll_core.spec.config import WorkerConfig
+from roll_core.spec.model import saved_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +70,7 @@ def convert_checkpoint(
         working.mkdir(parents=True)
         saved = SavedRun.of(checkpoint).roles[name]
         if saved.portable:
-            _write(checkpoint.path / name / FOLDER, working, base_model)
+            _write(checkpoint.path / name / PORTABLE, working, base_model)
         else:
             model = _model_of(checkpoint, saved, base_model, trust_remote_code=trust_remote_code)
             asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, given, registry))
@@ -209,6 +204,7 @@ async def _export(
 def _write(folder: Path, out: Path, base_model: str | None) -> None:
     try:
         from roll_modeling.convert import write_stored_state
+        from roll_modeling.portable_files import MODEL, opened_portable_state, read_portable_index
     except ModuleNotFoundError as error:
         raise MissingRequirementError(
             f"roll-core checkpoint convert: {error.name} is not installed. Run: pip install roll-modeling"

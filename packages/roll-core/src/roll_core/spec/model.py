@@ -211,4 +211,13 @@ class ModelSize:
         return self.head == 0
 
 
+def saved_model(found: Mapping[str, Any]) -> ModelSpec:
+    """Restore a `ModelSpec` from its `asdict` mapping, as read from JSON. Raises `KeyError`, `TypeError`."""
+    lora: dict[str, Any] | None = found["lora"]
+    if lora is None:
+        return ModelSpec(**found)
+    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}
+    return ModelSpec(**{**found, "lora": LoraSpec(**lists)})
+
+
 document_fields(__name__)

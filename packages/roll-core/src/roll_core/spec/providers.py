@@ -55,7 +55,7 @@ class TrainCapabilities:
     `WantedOutputs.comparison`, and exports its head, for distillation with `kd_support: full`."""
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
-    `import_state`."""
+    `import_state`. Its package requires roll-modeling, which writes and reads the files."""
     router_replay: bool = False
     """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
     any_world_size: bool = False

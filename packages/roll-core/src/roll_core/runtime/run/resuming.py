@@ -32,7 +32,7 @@ class SavedRole:
     world_size: int
     weight_version: int
     portable: bool = False
-    """True if the checkpoint also contains the state that all strategies read (`records.portable_state`)."""
+    """True if the checkpoint also contains the state that all strategies read (`roll_modeling.portable_files`)."""
     model: Mapping[str, Any] | None = None
     """The `ModelSpec` as a mapping. With `strategy_config`, it suffices to build the role without its run."""
     strategy_config: Mapping[str, Any] = field(default_factory=dict)

@@ -20,7 +20,6 @@ from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, Worke
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.cluster.placement import slots_of
-from roll_core.runtime.records.portable_state import FOLDER
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, WorkerReplica
 from roll_core.runtime.workers.infer import InferWorker, join_readings
@@ -56,6 +55,8 @@ TRAINED = frozenset({"weights", "grads", "optimizer"})
 ENGINE = frozenset({"engine"})
 ATTEMPTS = 3
 """Restarts of all replicas of a role per call. The limit matters for a prompt that crashes every replica."""
+PORTABLE = "portable"
+"""Folder of the portable state in a checkpoint, beside the folders `rank-<n>`."""
 METRICS_S = 10.0
 """Timeout in seconds for a replica's metrics; the next step waits for them."""
 
@@ -275,7 +276,7 @@ class GroupTrainRole(TrainRole):
         async with self._lease(TRAINED):
             unfinished = await save.each([save.args(folder) for folder in self._rank_folders(path)])
             if portable:
-                await self._workers(TrainWorker.save_portable).all(str(path / FOLDER))
+                await self._workers(TrainWorker.save_portable).all(str(path / PORTABLE))
         return any(unfinished)
 
     async def finish_save(self) -> None:
@@ -293,7 +294,7 @@ class GroupTrainRole(TrainRole):
         load = self._workers(TrainWorker.load)
         async with self._lease(TRAINED):
             if portable:
-                await self._workers(TrainWorker.load_portable).all(str(path / FOLDER))
+                await self._workers(TrainWorker.load_portable).all(str(path / PORTABLE))
             else:
                 await load.each([load.args(folder) for folder in self._rank_folders(path)])
         self.weight_version = version

@@ -12,7 +12,6 @@ from roll_core.data.module_rows import CheckedLoss, CheckedProgram, module_batch
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.records.portable_state import opened_portable_state, write_portable_state
 from roll_core.runtime.weights.plan import SendingWorker, device_facts
 from roll_core.runtime.weights.transfer import WeightSender
 from roll_core.runtime.workers.strategy import make_strategy, mesh_info
@@ -195,6 +194,8 @@ class TrainWorker(SendingWorker):
 
     def save_portable(self, path: str) -> None:
         """Write the state into `path` in the format that every strategy can load."""
+        from roll_modeling.portable_files import write_portable_state
+
         leads = self.place.rank == 0
         if leads:
             Path(path).mkdir(parents=True, exist_ok=True)
@@ -202,6 +203,8 @@ class TrainWorker(SendingWorker):
 
     def load_portable(self, path: str) -> None:
         """Load the state that `save_portable` of any strategy wrote."""
+        from roll_modeling.portable_files import opened_portable_state
+
         with opened_portable_state(Path(path)) as state:
             self.strategy.import_state(state)
 

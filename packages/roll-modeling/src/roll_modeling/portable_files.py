@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
-from roll_core.runtime.records.manifest import is_inside
-from roll_core.spec.model import LoraSpec, ModelSpec
+from roll_core.spec.model import ModelSpec, saved_model
 from roll_core.spec.train import ParameterState, PortableState
+from roll_modeling.export import write_description
+from roll_modeling.shards import ShardFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,9 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLDER = "portable"
-"""Folder of the portable state, beside the folders `rank-<n>`."""
 INDEX, MODEL, BUFFERS = "index.json", "model", "buffers.safetensors"
+FILE = re.compile(r"state-\d+\.safetensors")
 FORMAT = 1
 FILE_BYTES = 1 << 30
 """Maximum bytes per file. Parameters are not split; a larger one gets a file of its own."""
@@ -62,8 +63,6 @@ def write_portable_state(
     Raises `CheckpointError` if a tensor has another dtype or shape than declared.
     """
     from safetensors.torch import save_file
-
-    from roll_core.weights.shards import ShardFiles
 
     pieces = ShardFiles(folder, "state-{:05d}.safetensors", file_bytes)
     files: dict[str, str] = {}
@@ -95,8 +94,8 @@ def read_portable_index(folder: Path) -> PortableIndex:
         if found["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {found['format']}; this version reads {FORMAT}")
         parameters: Mapping[str, Any] = found["parameters"]
-        if outside := [each["file"] for each in parameters.values() if not is_inside(each["file"])]:
-            raise CheckpointError(f"{folder}: the file {outside[0]!r:.100} is not inside the checkpoint")
+        if foreign := [each["file"] for each in parameters.values() if not FILE.fullmatch(each["file"])]:
+            raise CheckpointError(f"{folder}: the file {foreign[0]!r:.100} is not one of a portable state")
         return PortableIndex(
             step_count=int(found["step_count"]),
             adapters=found["adapters"],
@@ -162,17 +161,6 @@ def _describe(model: ModelSpec, folder: Path) -> None:
     if model.library:
         return
     try:
-        from roll_modeling.export import write_description
-
         write_description(model, folder)
-    except (ModelError, UnsupportedError, ModuleNotFoundError) as error:
+    except (ModelError, UnsupportedError) as error:
         log.info("the portable state has no config and tokenizer of the model: %s", error)
-
-
-def saved_model(found: Mapping[str, Any]) -> ModelSpec:
-    """Restore a `ModelSpec` from its `asdict` mapping, as read from JSON. Raises `KeyError`, `TypeError`."""
-    lora: dict[str, Any] | None = found["lora"]
-    if lora is None:
-        return ModelSpec(**found)
-    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}
-    return ModelSpec(**{**found, "lora": LoraSpec(**lists)})
