@@ -145,7 +145,7 @@ def test_the_listing_for_people_names_the_cause_too(site):
 
 def test_check_of_the_plugins_fails_for_a_broken_one_and_says_so(site):
     site.install("acme", source="import a_module_that_is_nowhere")
-    done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core")
+    done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core", ROLL_PLUGINS="acme")
     assert done.returncode == 2
     assert mentions(done.stdout, "acme 1.0", "acme.plugin")
 
@@ -243,7 +243,7 @@ def test_a_plugin_without_its_engine_says_what_is_missing(site):
         source=site_source().replace('summary="', 'needs=("no-such-engine>=2",), summary="'),
         files={"strategy.py": "import no_such_engine\n"},
     )
-    done = site.roll_core("plugins", "--check")
+    done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core", ROLL_PLUGINS="acme")
     assert done.returncode == 2
     assert mentions(done.stdout, "no-such-engine", "2", "'no-such-engine>=2'")
     assert site.check("acme").returncode == 0, "the machine that checks need not have the engine"

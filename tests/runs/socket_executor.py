@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
 from roll_core.runtime.cluster.platform import environment_of
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import ExecutorProvider
+from shared_tests.forked import Forked
 
 ROLL_HOOK_API = 1
 
@@ -80,8 +80,9 @@ class Worker:
         settings = {"role": spec.role, "rank": place.rank, "level": logging.INFO, "crash_file": "", "reported": []}
         env = environment_of(executor.platform, spec.kind, place.local_indices) | dict(spec.env)
         with theirs:
-            command = [sys.executable, "-m", worker_main.__name__, str(theirs.fileno()), json.dumps(settings)]
-            self.process = subprocess.Popen(command, env=os.environ | env, pass_fds=(theirs.fileno(),))
+            words = [worker_main.__name__, str(theirs.fileno()), json.dumps(settings)]
+            output = Path(f"{spec.role}-{place.rank}.txt")
+            self.process = Forked(words, output=output, env=os.environ | env, pass_fds=(theirs.fileno(),))
 
     async def connect(self):
         reader, self.writer = await asyncio.open_connection(sock=self.ours)

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -23,6 +21,7 @@ from roll_core.runtime.records.best import BestCheckpoint
 from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
 from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
 from roll_core.runtime.run.uploading import CheckpointUploader
+from shared_tests.forked import Forked
 
 
 @pytest.fixture
@@ -224,12 +223,10 @@ def test_sigterm_waits_for_the_copy_and_a_killed_process_leaves_a_store_to_resum
     config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
     path = runs.folder / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [sys.executable, "-m", "roll_core", "run", str(path), "resume_from_checkpoint=auto"]
+    command = ["roll_core", "run", str(path), "resume_from_checkpoint=auto"]
 
     def started_until(step):
-        process = subprocess.Popen(
-            command, cwd=runs.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        process = Forked(command, output=runs.folder / "output.txt")
         deadline = time.monotonic() + 200
         while max(steps(f"{store}/sft"), default=0) < step:
             assert process.poll() is None, process.communicate()[0]

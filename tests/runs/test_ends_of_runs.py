@@ -27,26 +27,19 @@ from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.runtime.records.run_files import read_lines
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
+from shared_tests.forked import Forked
 
 
-def start(runs, config) -> subprocess.Popen:
+def start(runs, config) -> Forked:
     """The run in a process group of its own, as a shell would start it."""
     path = runs.folder / "run.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "roll_core", "run", str(path)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return subprocess.Popen(
-        command,
-        cwd=runs.folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    output = runs.folder / "output.txt"
+    return Forked(["roll_core", "run", str(path)], output=output, cwd=runs.folder, env=env, start_new_session=True)
 
 
-def wait_for_step(runs, process: subprocess.Popen, step: int, timeout_s: float = 200) -> Path:
+def wait_for_step(runs, process: Forked | subprocess.Popen, step: int, timeout_s: float = 200) -> Path:
     """The run's directory, once so many steps are recorded."""
     run = runs.folder / "output" / "rlvr" / "latest"
     deadline = time.monotonic() + timeout_s
@@ -63,7 +56,7 @@ def record_of(run: Path) -> dict:
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, timeout_s: float = 200) -> None:
+def wait_for(condition: Callable[[], bool], process: Forked, timeout_s: float = 200) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()[0]

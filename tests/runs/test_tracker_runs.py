@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from roll_core.errors import NonFiniteError, TrackerError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.records.record import read_record
 from roll_testing.errors import mentions
+from shared_tests.forked import Forked
 
 PLUGIN = Path(__file__).parent / "tracked.py"
 FILES = "config.yaml report.html samples.jsonl"
@@ -34,10 +32,7 @@ def test_a_run_stopped_by_sigterm_closes_its_trackers_and_the_resumed_run_contin
     config = local_runs.rlvr(max_steps=10_000, track_with=["recording", "csv"])
     path = local_runs.folder / "run.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "roll_core", "run", str(path)]
-    process = subprocess.Popen(
-        command, cwd=local_runs.folder, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = Forked(["roll_core", "run", str(path)], output=local_runs.folder / "output.txt")
     first = local_runs.folder / "output" / "rlvr" / "001"
     deadline = time.monotonic() + 200
     while not (first / "metrics.csv").is_file() or "step 2" not in events_of(first):

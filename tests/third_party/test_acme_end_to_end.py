@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from roll_testing.errors import mentions
+from shared_tests import forked
 
 
 @pytest.fixture
@@ -53,15 +53,13 @@ def config(tmp_path: Path) -> Path:
 
 
 def roll_core(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(installed)}
-    command = [sys.executable, "-m", "roll_core", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return forked.run(["roll_core", *arguments], env=os.environ | {"PYTHONPATH": str(installed)}, timeout=240)
 
 
 @pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_the_plugins_own_parts_train_together(installed, config, executor):
     done = roll_core(installed, "run", str(config), f"executor={executor}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     run = config.parent / "output" / "roll" / "latest"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     scores = [line["score/mean"] for line in lines]
@@ -105,7 +103,7 @@ def test_the_plugins_estimator_trains_as_grpo_does(installed, config):
         done = roll_core(installed, "run", str(config), f"adv_estimator={estimator}")
         run = config.parent / "output" / "roll" / "latest"
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-        assert len(lines) == 5, done.stdout + done.stderr
+        assert len(lines) == 5, done.stdout
         names = ("score/mean", "advantage/max", "advantage/min", "actor/loss", "actor/grad_norm")
         found[estimator] = [[line[name] for name in names] for line in lines]
     assert found["acme_relative"] == found["grpo"]
@@ -131,7 +129,7 @@ def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, confi
     }
     config.write_text(yaml.safe_dump(sft), encoding="utf-8")
     done = roll_core(installed, "run", str(config))
-    assert mentions(done.stdout + done.stderr, "BigramTrainStrategy")  # and gets that far
+    assert mentions(done.stdout, "BigramTrainStrategy")  # and gets that far
     run = config.parent / "output" / "roll" / "latest"
     last = json.loads((run / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
     assert {"train/loss", "val/loss"} <= set(last)
@@ -142,7 +140,7 @@ def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, confi
 @pytest.mark.slow
 def test_a_run_publishes_by_the_plugins_own_transport(installed, config):
     done = roll_core(installed, "run", str(config), "weight_transport=acme", "max_steps=6")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     run = config.parent / "output" / "roll" / "latest"
     record = json.loads((run / "run.json").read_text("utf-8"))
     assert record["weight_transports"] == {"policy -> sampler": "acme"}
@@ -155,23 +153,23 @@ def test_a_run_publishes_by_the_plugins_own_transport(installed, config):
 def test_the_plugins_transport_is_refused_within_one_process(installed, config):
     done = roll_core(installed, "run", str(config), "weight_transport=acme", "executor=local")
     assert done.returncode != 0
-    assert "acme: the workers are in one process" in done.stdout + done.stderr
+    assert "acme: the workers are in one process" in done.stdout
 
 
 def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, config):
     done = roll_core(installed, "check", str(config), "policy.strategy_args.strategy_config.vocabullary=3")
     assert done.returncode == 2
-    assert "vocabullary" in done.stderr + done.stdout
-    assert "vocabulary" in done.stderr + done.stdout
+    assert "vocabullary" in done.stdout
+    assert "vocabulary" in done.stdout
 
 
 def test_a_strategy_on_a_platform_that_it_does_not_name_is_refused(installed, config):
     done = roll_core(installed, "run", str(config), "platform=cpu")
     assert done.returncode == 2
-    assert mentions(done.stdout + done.stderr, "acme_train", "acme_board")
+    assert mentions(done.stdout, "acme_train", "acme_board")
 
 
 def test_without_the_plugin_the_run_says_what_is_missing(config):
     done = roll_core(Path("nowhere"), "check", str(config))
     assert done.returncode == 2
-    assert "acme_bandit" in done.stderr + done.stdout
+    assert "acme_bandit" in done.stdout

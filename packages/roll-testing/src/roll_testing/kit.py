@@ -128,11 +128,15 @@ class Kit:
 
     def _missing_engine(self) -> str:
         """Return which requirement of the record is not installed; empty if all are."""
-        try:
-            check_requirements(self.provider, owner=self.name)
-        except MissingRequirementError as error:
-            return str(error)
-        return ""
+        found = self._once("missing")
+        if self.name not in found:
+            found[self.name] = ""
+            try:
+                check_requirements(self.provider, owner=self.name)
+            except MissingRequirementError as error:
+                found[self.name] = str(error)
+        missing: str = found[self.name]
+        return missing
 
     @classmethod
     def _once(cls, what: str) -> dict[Any, Any]:
