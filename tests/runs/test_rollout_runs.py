@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 
 from roll_core.errors import NonFiniteError
 from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.runtime.run.roles import GroupInferRole
 from roll_infer_hf.core import EngineCore
+from roll_infer_hf.engine import HFInferStrategy
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions, raises_error
 
@@ -269,6 +272,26 @@ def test_without_seeds_siblings_replicas_and_starts_draw_differently_and_with_th
     assert first != second
     assert (runs[0] == runs[1]) == repeats
     assert held_out[0] == held_out[1] != {}
+
+
+def test_an_engine_without_seeds_gets_none(local_runs, monkeypatch):
+    """Neither from the probe, nor from rollouts and validation."""
+    seeds, generate, init = [], HFInferStrategy.generate, GroupInferRole.__init__
+
+    def recorded(self, request):
+        seeds.append((request.id.split()[0], request.params.seed))
+        return generate(self, request)
+
+    def without_seeds(self, *arguments, **given):
+        init(self, *arguments, **given)
+        self.capabilities = replace(self.capabilities, seeds=False, free_seeds=False)
+
+    monkeypatch.setattr(HFInferStrategy, "generate", recorded)
+    monkeypatch.setattr(GroupInferRole, "__init__", without_seeds)
+    held_out = {"data_args": {"file_name": str(local_runs.folder / "val.jsonl")}}
+    local_runs.ok(local_runs.rlvr(max_steps=1, eval_steps=1, validation=held_out))
+    assert {seed for _, seed in seeds} == {None}
+    assert "probe" in {of for of, _ in seeds}
 
 
 def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(local_runs, monkeypatch):
