@@ -15,6 +15,11 @@ A step is the time in which the environments do the work of a batch. Their share
 A synchronous step starts its batch when the last one is trained on, waits for its longest episode, then trains. An
 asynchronous run trains on other devices, while up to `async_generation_ratio` further batches run. Weights are replaced
 in the middle of episodes and of turns, which stalls the engines.
+
+A batch has the next episodes in order, whatever they take: otherwise a run trains on short episodes first. Its longest
+episode thus has `async_generation_ratio` + 1 steps, and environments without an episode that may start wait for it.
+"Queue model" is the step of these rules alone, computed by `queue_model` without our scheduler, engines and weights
+that stall them. "Of the model" compares our step with it.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import heapq
 import json
 import math
 import random
@@ -269,10 +275,12 @@ async def simulate(load: Workload, environments: int, ratio: float, steps: int, 
     return {
         "environments": environments,
         "ratio": ratio,
+        "steps": steps,
         # In these seconds the environments do the work of a batch, whether or not it is trained on in the meantime.
         "step_s": bound_s / of_bound,
         "bound_s": bound_s,
         "of_bound": of_bound,
+        "model_s": queue_model(load, environments, ratio, 100),
         "longest_s": float(np.mean(longest_s)),
         "staleness": max(ages),
         "failed_attempts": failures,
@@ -289,6 +297,40 @@ def seconds_of(sample: Any) -> float:
 def num_turns(groups: Sequence[Group]) -> int:
     """Turns of all episodes."""
     return sum(len(sample.rollout.turns) for group in groups for sample in group.samples if sample.rollout)
+
+
+def queue_model(load: Workload, environments: int, ratio: float, steps: int) -> float:
+    """Mean step if episodes start in order, each in the first idle environment, and nothing else takes time.
+
+    The episodes of batch `k` may start when batch `k - ratio - 1` is trained on. Random numbers are other ones than the
+    simulation's; the first fifth of the steps is not counted.
+    """
+    rng, free, ends = random.Random(2), [0.0] * environments, [0.0]
+    for batch in range(1, steps + 1):
+        before = batch - 1 - math.floor(ratio)
+        begin = ends[before] + (TRAIN_S + SYNC_S if before > 0 else 0.0) if before >= 0 else 0.0
+        last = ends[-1] + TRAIN_S + SYNC_S if batch > 1 else 0.0  # the batch is requested after the training step
+        for _ in range(environments):
+            end = max(begin, free[0]) + episode_s(load, rng)
+            heapq.heapreplace(free, end)
+            last = max(last, end)
+        ends.append(last)
+    return (ends[-1] - ends[steps // 5]) / (steps - steps // 5)
+
+
+def episode_s(load: Workload, rng: random.Random) -> float:
+    """Seconds of an episode with its failed attempts, drawn as `SimulatedEnvironment` draws them."""
+    turns = min(load.most_turns, max(1, round(rng.lognormvariate(math.log(load.turns), load.turns_sigma))))
+    factor = load.slow_factor if rng.random() < load.slow_share else 1.0
+    fails = rng.random() < load.failing_share
+    done = rng.randrange(turns) if fails else turns
+    calls = (factor * rng.lognormvariate(math.log(load.call_s), load.call_sigma) for _ in range(1 + done))
+    replies = (rng.lognormvariate(math.log(load.reply), load.reply_sigma) for _ in range(done + fails))
+    seconds = sum(min(each, load.timeout_s - 1) for each in calls)
+    seconds += sum(min(REPLY, max(2, round(each))) * SPEED.base_s for each in replies)
+    if not fails:
+        return seconds
+    return seconds + (load.timeout_s if rng.random() < 0.5 else 0.0) + episode_s(load, rng)
 
 
 # -- CPU of a turn -----------------------------------------------------------------------------------------------------
@@ -366,15 +408,17 @@ def report(load: Workload, rows: Sequence[Mapping[str, float]], costs: Mapping[s
         "",
         str(load),
         "",
-        "| environments | async_generation_ratio | step | bound | of the bound | faster than sync | staleness |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        "| environments | async_generation_ratio | step | bound | of the bound | queue model | of the model"
+        " | faster than sync | staleness |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     sync = {row["environments"]: row["step_s"] for row in rows if not row["ratio"]}
     for row in rows:
         mode = f"{row['ratio']:g}" if row["ratio"] else "synchronous"
         lines.append(
             f"| {row['environments']} | {mode} | {row['step_s']:.0f} s | {row['bound_s']:.0f} s"
-            f" | {row['of_bound']:.1%} | {sync[row['environments']] / row['step_s']:.2f} × | {row['staleness']} |"
+            f" | {row['of_bound']:.1%} | {row['model_s']:.0f} s | {row['model_s'] / row['step_s']:.1%}"
+            f" | {sync[row['environments']] / row['step_s']:.2f} × | {row['staleness']} |"
         )
     return "\n".join(
         [
@@ -382,8 +426,12 @@ def report(load: Workload, rows: Sequence[Mapping[str, float]], costs: Mapping[s
             "",
             "An episode is trained on at most `async_generation_ratio` steps after its group was started, and a batch"
             " has the next groups in order. The longest episode of a batch takes"
-            f" {max(row['longest_s'] for row in rows):.0f} s on average with {rows[-1]['environments']} environments:"
-            " with a smaller ratio than this time divided by the bound, less one, environments wait for it.",
+            f" {max(row['longest_s'] for row in rows):.0f} s on average with {rows[-1]['environments']} environments,"
+            " and has ratio + 1 steps: with a small ratio, environments wait for it. The queue model is the step of a"
+            " scheduler that costs nothing: it starts the episodes in order under this limit, each in the first idle"
+            " environment, without engines and without weights that stall them. Its random numbers are other ones, and"
+            f" it has 100 steps, the simulation {' or '.join(map(str, sorted({row['steps'] for row in rows})))}: it may"
+            " be slower.",
             "",
             f"ROLL Flash reports up to {PUBLISHED} × for agents (arXiv:2510.11345), on other hardware and with a load"
             " that is not this one.",
