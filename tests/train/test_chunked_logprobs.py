@@ -183,6 +183,25 @@ def test_entropy_that_is_only_reported_carries_no_gradient():
     assert found.logprobs_N.requires_grad
 
 
+@pytest.mark.parametrize("more", [{}, {"entropy": True}, {"entropy": True, "entropy_grad": False}])
+def test_top_k_outputs_carry_no_gradient(more):
+    hidden, weight, bias, targets, _ = inputs(dtype=torch.float32)
+    found = head_outputs(LinearHead(weight=weight, bias=bias), hidden, targets, HeadRequest(topk=3, **more))
+    assert found.logprobs_N.requires_grad
+    assert not found.topk_logprobs_NK.requires_grad
+
+
+def test_an_entropy_without_upstream_gradient_changes_no_gradient():
+    gradients = []
+    for entropy in (False, True):
+        hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
+        head = LinearHead(weight=weight, bias=bias)
+        head_outputs(head, hidden, targets, HeadRequest(entropy=entropy)).logprobs_N.backward(upstream[0])
+        gradients.append((hidden.grad, weight.grad, bias.grad))
+    for without, beside in zip(*gradients, strict=True):
+        torch.testing.assert_close(beside, without, rtol=0, atol=1e-6)
+
+
 def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite(kernels):
     weight = torch.tensor([[1e4], [-1e4]])
     hidden = torch.ones(1, 1, requires_grad=True)

@@ -94,21 +94,16 @@ def head_outputs(
     head: LinearHead, hidden_NH: Tensor, targets_N: Tensor, request: HeadRequest, gather_ids_NK: Tensor | None = None
 ) -> HeadOutputs:
     """Logprobs of `targets_N` and `gather_ids_NK`, with gradients to the hidden states and the head."""
-    num_tokens = len(targets_N)
+    num_tokens, more = len(targets_N), 0
     if prefers_onednn(head.weight) and (more := padded_rows(num_tokens) - num_tokens):
         hidden_NH, targets_N = F.pad(hidden_NH, (0, 0, 0, more)), F.pad(targets_N, (0, more))
         gather_ids_NK = None if gather_ids_NK is None else F.pad(gather_ids_NK, (0, 0, 0, more))
     outputs = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight, head.bias, targets_N, gather_ids_NK, head, request
     )
-    logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK, gathered_NK = (each[:num_tokens] for each in outputs)
-    return HeadOutputs(
-        logprobs_N=logprobs_N,
-        entropy_N=entropy_N if request.entropy else None,
-        topk_logprobs_NK=topk_logprobs_NK if request.topk else None,
-        topk_ids_NK=topk_ids_NK if request.topk else None,
-        gathered_logprobs_NK=gathered_NK if gather_ids_NK is not None else None,
-    )
+    if more:
+        outputs = tuple(None if each is None else each[:num_tokens] for each in outputs)
+    return HeadOutputs(**dict(zip(HEAD_OUTPUTS, outputs, strict=True)))
 
 
 def any_head_outputs(
@@ -374,7 +369,7 @@ class _ChunkedHead(torch.autograd.Function):
         gather_ids_NK: Tensor | None,
         head: LinearHead,
         request: HeadRequest,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         num_tokens, vocab_size = len(targets_N), weight_VH.shape[0]
         size = request.chunk(vocab_size, hidden_NH.device)
         needs_grad = any(ctx.needs_input_grad[:3])
@@ -396,23 +391,29 @@ class _ChunkedHead(torch.autograd.Function):
                 gathered.append(logp_CV.gather(1, gather_ids_NK[span]))
             if start + len(logp_CV) <= most_kept:
                 kept.append(logp_CV)
-        # Separate tensors, because some are marked as not differentiable below. Without any token the logprobs remain
-        # differentiable, because ranks that share a model run the backward pass together.
-        logprobs_N = torch.cat(chosen) if chosen else hidden_NH.new_zeros(0, dtype=torch.float32)
-        entropy_N = torch.cat(entropies) if entropies else hidden_NH.new_zeros(0, dtype=torch.float32)
-        k = min(request.topk, vocab_size)
-        topk_logprobs_NK = (
-            torch.cat([top for top, _ in tops]) if tops else hidden_NH.new_zeros(0, k, dtype=torch.float32)
-        )
-        topk_ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, k)
-        num_ids = 0 if gather_ids_NK is None else gather_ids_NK.shape[1]
-        gathered_NK = torch.cat(gathered) if gathered else hidden_NH.new_zeros(0, num_ids, dtype=torch.float32)
-        ctx.mark_non_differentiable(topk_logprobs_NK, topk_ids_NK)
-        if not (request.entropy and request.entropy_grad):
-            ctx.mark_non_differentiable(entropy_N)
+        # Without any token the logprobs remain differentiable, because ranks that share a model run the backward pass
+        # together. Outputs that are not requested are None: tensors would cost as much as a small product.
+        k, entropy_N, top_NK, ids_NK, gathered_NK = min(request.topk, vocab_size), None, None, None, None
+        constant: list[Tensor] = []
+
+        def joined(parts: list[Tensor], *shape: int) -> Tensor:
+            return torch.cat(parts) if parts else hidden_NH.new_zeros(0, *shape, dtype=torch.float32)
+
+        logprobs_N = joined(chosen)
+        if request.entropy:
+            entropy_N = joined(entropies)
+            constant += [] if request.entropy_grad else [entropy_N]
+        if request.topk:
+            top_NK = joined([top for top, _ in tops], k)
+            ids_NK = torch.cat([ids for _, ids in tops]) if tops else targets_N.new_zeros(0, k)
+            constant += [top_NK, ids_NK]
+        if gather_ids_NK is not None:
+            gathered_NK = joined(gathered, gather_ids_NK.shape[1])
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, gather_ids_NK)
         ctx.head, ctx.request, ctx.kept = head, request, kept
-        return logprobs_N, entropy_N, topk_logprobs_NK, topk_ids_NK, gathered_NK
+        return logprobs_N, entropy_N, top_NK, ids_NK, gathered_NK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
