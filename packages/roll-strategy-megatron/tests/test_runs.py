@@ -167,6 +167,23 @@ def test_grpo_on_tensor_by_pipeline_ranks_begins_as_on_one_rank_with_hf_train_an
     assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
 
 
+def test_stale_rollouts_give_the_numbers_of_one_rank_of_hf_train(run):
+    """Generation runs one step ahead of training; the recorded rollouts are trained on again."""
+
+    def settings(place, **given):
+        found = rlvr(actor_train=place.role(sequences=64), max_steps=3, async_generation_ratio=1.0, **given)
+        found["actor_infer"]["device_mapping"] = [2]
+        return found
+
+    ahead = run("ahead", settings(Place(spread=TENSOR, ranks=2), record_rollouts=True))
+    found, expected = metrics(ahead), metrics(run("alone", settings(ALONE, replay_rollouts=str(ahead.resolve()))))
+    assert len(found) == len(expected) == 3
+    assert all(line["actor/logprob_lag"] > 0 for line in found[1:])
+    for one, other in zip(found, expected, strict=True):
+        for name in (name for name in other if name.startswith(("actor/", "correction/"))):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
 def test_grpo_with_the_engines_experts_begins_on_expert_parallel_ranks_as_with_hf_train(run):
     """The engine rounds to bf16, so that its routers choose otherwise now and then."""
     config = {"router_replay": {"mode": "R3"}, "guards": {"logprob_probe": "off", "logprob_gap": "off"}}

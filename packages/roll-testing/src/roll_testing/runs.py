@@ -178,6 +178,23 @@ class Runs:
             | given
         )
 
+    def ahead(
+        self, strategy: str, ranks: int, *, replicas: int = 1, **strategy_config: Any
+    ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+        """Metrics of `rlvr` with generation one step ahead of training, on the engine's own slot.
+
+        First those of the policy on `ranks` ranks, then those of one rank of `hf_train` on the recorded rollouts.
+        """
+        (self.folder / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
+        config = self.rlvr(exp_name="ahead", async_generation_ratio=1.0, record_rollouts=True)
+        config["actor_infer"]["device_mapping"] = [ranks]
+        config = self.on_ranks(config, strategy, ranks, replicas=replicas, **strategy_config)
+        recorded = self.ok(config | {"num_gpus_per_node": ranks + 1})
+        replay = {"async_generation_ratio": 1.0, "replay_rollouts": str(recorded.run_dir.path), "num_gpus_per_node": 2}
+        alone = self.rlvr(exp_name="alone", **replay)
+        alone["actor_infer"]["device_mapping"] = [1]
+        return self.learnt(recorded), self.learnt(self.ok(alone))
+
     def run(self, config: dict[str, Any], *overrides: str) -> RunResult:
         """Run a config with overrides such as `seed=1`; `self.screen` has the console's text."""
         path = self.folder / f"{config['exp_name']}.yaml"
