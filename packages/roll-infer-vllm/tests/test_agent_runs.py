@@ -1,0 +1,14 @@
+"""Agents that call vLLM through the recording endpoint, in a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared_tests.recorded_agent_run import RecordedAgentRunTests
+
+
+@pytest.mark.engine("vllm")
+@pytest.mark.timeout(900)
+class TestRecordedAgentRun(RecordedAgentRunTests):
+    engine = "vllm"
+    settings = {"kv_cache_memory_bytes": 64 << 20}  # noqa: RUF012
