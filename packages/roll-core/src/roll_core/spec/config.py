@@ -71,6 +71,7 @@ class Config(BaseModel):
         strict=True,
         protected_namespaces=(),
         validate_default=True,
+        defer_build=True,  # a command builds the validators of the schemas it reads
     )
 
 
