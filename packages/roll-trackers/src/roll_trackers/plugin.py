@@ -27,7 +27,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
         ("wandb", "WandbTracker", "WandbOptions", "wandb>=0.19", "Weights & Biases, online or offline"),
         ("mlflow", "MlflowTracker", "MlflowOptions", "mlflow>=2.14", "MLflow: a server, or SQLite in output_dir"),
         ("swanlab", "SwanlabTracker", "SwanlabOptions", "swanlab>=0.10", "SwanLab, online or offline"),
-        ("trackio", "TrackioTracker", "TrackioOptions", "trackio>=0.5", "Trackio: local, or a Space of the hub"),
+        ("trackio", "TrackioTracker", "TrackioOptions", "trackio>=0.43", "Trackio: local, or a Space of the hub"),
         (
             "prometheus",
             "PrometheusTracker",
