@@ -111,7 +111,7 @@ class Worker:
     async def close(self):
         if self.reading and not self.error:
             with contextlib.suppress(Exception):  # it may exit meanwhile
-                await asyncio.wait_for(self.request_frame("close", 5.0), 10)
+                await asyncio.wait_for(self.request_frame("close", 5.0), 60)
         self.process.kill()
         self.process.wait()
         if self.reading:

@@ -291,7 +291,7 @@ def test_after_an_error_in_a_turn_the_next_one_begins():
         with raises_error(ValueError, "broke"):
             async with house.turns.take({"infer": ENGINE}):
                 raise ValueError("broke")
-        await asyncio.wait_for(house.work("update", train=TRAINED), 5)
+        await asyncio.wait_for(house.work("update", train=TRAINED), 60)
         return house.since()
 
     assert asyncio.run(act())[-1] == "update"
@@ -324,7 +324,7 @@ def test_a_role_joins_a_lease_that_was_taken_for_it_too_and_waits_for_one_that_w
         async with house.turns.take({"infer": ENGINE, "scorer": WEIGHTS}):
             house.since()
             first.set()
-            await asyncio.wait_for(beside, 1)
+            await asyncio.wait_for(beside, 60)
         seen = house.since()
         async with house.turns.take({"infer": ENGINE}):
             second.set()

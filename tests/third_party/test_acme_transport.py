@@ -94,7 +94,7 @@ def publish(change):
         sender.send(MANIFEST, iter(TENSORS.items()), Deadline(20))
     except ReceiversLostError as error:
         found["lost"] = error
-    thread.join(20)
+    thread.join(60)
     sender.close()
     return found
 

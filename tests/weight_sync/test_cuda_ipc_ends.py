@@ -108,18 +108,18 @@ def test_a_bucket_is_given_back_once_the_device_has_read_it(monkeypatch, device)
     class Busy(HostMemory):
         def synchronize(self, device):
             reading.set()
-            read.wait(20)
+            read.wait(60)
 
     monkeypatch.setitem(device_memory.KINDS, "cpu", Busy())
     receiver = receiver_of(sender.address, 0)
     thread = in_thread(lambda: list(receiver.receive(manifest, Deadline(20))))
     sending = in_thread(sender.send, manifest, iter(tensors.items()), Deadline(20))
-    assert reading.wait(20)
+    assert reading.wait(60)
     sending.join(0.1)
     assert sending.is_alive()
     read.set()
-    sending.join(20)
-    thread.join(20)
+    sending.join(60)
+    thread.join(60)
     assert not sending.is_alive()
     receiver.close()
     sender.close()
@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
     with raises_error(WeightSyncError, *facts):
         list(receiver.receive(manifest, Deadline(20)))
     receiver.close()
-    sending.join(20)
+    sending.join(60)
     assert lost == [0]
     sender.close()
 

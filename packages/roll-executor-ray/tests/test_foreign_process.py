@@ -139,7 +139,7 @@ def test_cancelling_a_call_ends_it_over_there(runner: asyncio.Runner, shared: Fo
         await shared.process.request("cancel", number)
         with pytest.raises(CallFailed):
             decode(WIRE, await waiting)
-        return await asyncio.wait_for(shared.call("until_cancelled"), 10)
+        return await asyncio.wait_for(shared.call("until_cancelled"), 60)
 
     assert runner.run(cancel())
 

@@ -259,7 +259,7 @@ def test_no_process_and_no_directory_is_left(requesting, tmp_path, monkeypatch):
     started = [each for each in children(os.getpid()) if each not in before]
     reward.close()
     assert started
-    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert psutil.wait_procs(started, timeout=60)[1] == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +292,7 @@ def test_boxes_end_with_a_killed_worker(tmp_path):
             time.sleep(0.05)
         assert len(started) >= 3
         worker.kill()
-    assert psutil.wait_procs(started, timeout=20)[1] == []
+    assert psutil.wait_procs(started, timeout=60)[1] == []
 
 
 def test_a_host_without_isolation_is_refused(reward, monkeypatch):
