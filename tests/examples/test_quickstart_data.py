@@ -1,6 +1,7 @@
 """The quick start's data: repeatable, disjoint, and wrong as often as it says."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,14 @@ def test_the_same_files_every_time(data, tmp_path):
     subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], check=True)
     again = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text(encoding="utf-8").splitlines()]
     assert again == data["sft"]
+
+
+@pytest.mark.parametrize(
+    ("response", "in_order", "same_digits"),
+    [("01233", 1.0, 1.0), ("01332", 0.0, 1.0), ("01234", 1.0, 0.0), ("43210", 0.0, 0.0), ("", 1.0, 0.0)],
+)
+def test_the_components_of_the_reward_are_those_of_its_value(response, in_order, same_digits):
+    rewards = runpy.run_path(str(SCRIPT.with_name("rewards.py")))
+    row = {"prompt": "32013>", "response": response, "ground_truth": "01233"}
+    found = rewards["sorted_in_parts"](**row)
+    assert found == {"value": rewards["sorted_digits"](**row), "in_order": in_order, "same_digits": same_digits}
