@@ -139,6 +139,7 @@ METHODS = {
         "stop!": "(self)",
     },
     rollout.RewardFunction: {"start": "(self)", "score!": "(self, request)", "close": "(self)"},
+    rollout.EngineReward: {"messages!": "(self, request)"},
     environment.Environment: {
         "reset!": "(self, task, seed)",
         "step!": "(self, reply)",

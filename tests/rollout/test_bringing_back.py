@@ -131,14 +131,26 @@ def test_one_who_gives_up_waiting_leaves_nothing_behind():
     in_virtual_time(main)
 
 
-def test_where_nobody_publishes_to_it_the_death_is_raised():
+@pytest.mark.parametrize("published", [False, True])
+def test_without_a_publisher_it_loads_its_own_weights_unless_others_were_published_to_it(published):
     async def main():
         role = GroupInferRole("judge", WorkerConfig(), NoWorkers(), progress_s=1.0)
         replica = engine("0")
         role.queue.add(replica)
+        if published:
+            role.received(1)
+
+        async def revive():
+            await asyncio.sleep(30)
+            role.queue.add(engine("1"))
+
+        role.revive = revive
         asyncio.get_running_loop().call_later(1.5, replica.kill)
-        with pytest.raises(WorkerDiedError):
-            await role.generate(REQUESTS)
+        if published:
+            with pytest.raises(WorkerDiedError):
+                await role.generate(REQUESTS)
+        else:
+            check(await role.generate(REQUESTS))
         await role.queue.close()
 
     in_virtual_time(main)

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from roll_core.errors import RewardFailure
 from roll_rewards.config import HttpConfig, JudgeConfig
-from roll_rewards.services import HttpReward, JudgeReward, majority
+from roll_rewards.judges import JudgeReward, majority
+from roll_rewards.services import HttpReward
 
 
 @pytest.fixture

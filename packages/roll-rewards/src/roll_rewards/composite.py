@@ -13,9 +13,10 @@ from roll_core.types import Reward
 from roll_rewards.answers import F1, CrossThinkQA, ExactMatch, MultipleChoice
 from roll_rewards.code import CodeReward
 from roll_rewards.ifeval import IFEvalReward
+from roll_rewards.judges import JudgeReward
 from roll_rewards.math_rule import MathRuleReward
 from roll_rewards.rules import Format, LengthPenalty, RepetitionPenalty
-from roll_rewards.services import HttpReward, JudgeReward
+from roll_rewards.services import HttpReward
 
 if TYPE_CHECKING:
     from roll_core.spec.rollout import RewardRequest

@@ -10,10 +10,20 @@ from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 from typing_extensions import override
 
 from roll_core.builtin.config import FunctionConfig
-from roll_core.spec.config import Config, NonNegativeInt, PositiveFloat, PositiveInt, RewardConfig
+from roll_core.spec.config import (
+    Config,
+    EngineRewardConfig,
+    GeneratingArguments,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RewardConfig,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+    from roll_core.types import SamplingParams
 
 NO_TEST_CODE = "test code needs two programs that exchange values, which sandbox_url cannot run: set sandbox_command"
 
@@ -282,16 +292,9 @@ class HttpConfig(RewardConfig):
     """Sent as `Authorization: Bearer …`. It is removed from records; `${oc.env:NAME}` reads a variable."""
 
 
-class JudgeConfig(RewardConfig):
-    """`reward: judge`: the score that a language model gives."""
+class JudgingConfig(RewardConfig):
+    """The message to a judge, and the score of its replies. Base of `judge` and `judge_model`."""
 
-    reward: Literal["judge"]
-    judge_api_url: Url
-    """Base URL of an OpenAI-compatible API, for example `http://localhost:8000/v1` of vLLM or SGLang."""
-    judge_model_name: str
-    """Name of the model."""
-    judge_api_key: str = ""
-    """Key of the API. It is removed from records; `${oc.env:NAME}` reads a variable."""
     judge_prompt: str = YES_OR_NO
     """Message to the model, with the placeholders `{prompt}`, `{response}` and `{ground_truth}`."""
     ground_truth: str = "ground_truth"
@@ -309,11 +312,9 @@ class JudgeConfig(RewardConfig):
     """Sampling temperature."""
     max_tokens: PositiveInt = 1024
     """Maximum tokens of a reply."""
-    timeout_s: PositiveFloat = 120.0
-    """Maximum seconds of all votes."""
 
     @model_validator(mode="after")
-    def _prompt_and_scale_fit(self) -> JudgeConfig:
+    def _prompt_and_scale_fit(self) -> JudgingConfig:
         if "{response}" not in self.judge_prompt:
             raise ValueError("judge_prompt lacks the placeholder {response}")
         if self.score_range[0] >= self.score_range[1]:
@@ -325,6 +326,44 @@ class JudgeConfig(RewardConfig):
     @override
     def columns(self) -> Mapping[str, str]:
         return {"ground_truth": self.ground_truth} if "{ground_truth}" in self.judge_prompt else {}
+
+
+class JudgeConfig(JudgingConfig):
+    """`reward: judge`: the score that a language model behind an API gives."""
+
+    reward: Literal["judge"]
+    judge_api_url: Url
+    """Base URL of an OpenAI-compatible API, for example `http://localhost:8000/v1` of vLLM or SGLang."""
+    judge_model_name: str
+    """Name of the model."""
+    judge_api_key: str = ""
+    """Key of the API. It is removed from records; `${oc.env:NAME}` reads a variable."""
+    timeout_s: PositiveFloat = 120.0
+    """Maximum seconds of all votes."""
+
+
+class JudgeModelConfig(EngineRewardConfig, JudgingConfig):
+    """`reward: judge_model`: the score that a language model gives, which is a role of the run."""
+
+    reward: Literal["judge_model"]
+
+    @model_validator(mode="after")
+    def _has_its_own_sampling_keys(self) -> JudgeModelConfig:
+        if self.generating_args != GeneratingArguments():
+            raise ValueError(
+                "generating_args has no effect with reward: judge_model: set num_votes, temperature, max_tokens"
+            )
+        return self
+
+    @property
+    @override
+    def num_replies(self) -> int:
+        return self.num_votes
+
+    @override
+    def sampling_params(self) -> SamplingParams:
+        given = GeneratingArguments(temperature=self.temperature)
+        return given.sampling_params(default_max_new_tokens=self.max_tokens)
 
 
 # -- combination -------------------------------------------------------------------------------------------------------

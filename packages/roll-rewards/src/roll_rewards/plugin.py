@@ -40,7 +40,13 @@ def roll_rewards() -> Iterator[RewardProvider]:
         ("length_penalty", "rules:LengthPenalty", "LengthPenaltyConfig", "Penalty of long responses"),
         ("repetition_penalty", "rules:RepetitionPenalty", "RepetitionPenaltyConfig", "Penalty of repeated n-grams"),
         ("ifeval", "ifeval:IFEvalReward", "IFEvalConfig", "Verifiable instructions of IFEval"),
-        ("judge", "services:JudgeReward", "JudgeConfig", "Score of a language model behind OpenAI's API"),
+        ("judge", "judges:JudgeReward", "JudgeConfig", "Score of a language model behind OpenAI's API"),
+        (
+            "judge_model",
+            "judges:JudgeModelReward",
+            "JudgeModelConfig",
+            "Score of a language model, a role of its own",
+        ),
         ("http", "services:HttpReward", "HttpConfig", "Value that an HTTP endpoint returns"),
         ("composite", "composite:CompositeReward", "CompositeConfig", "Weighted sum of other rewards"),
     ):

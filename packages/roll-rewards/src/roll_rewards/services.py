@@ -1,4 +1,4 @@
-"""Rewards of other services: a language model behind OpenAI's API, or an endpoint that returns the value.
+"""Requests to other services, and the reward of an endpoint that returns the value.
 
 Only JSON crosses the network. The processes of the reward worker are killed at `timeout_s`, so a service that sends a
 byte now and then cannot hold a sample. Retries are those of every reward (`max_retries`).
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import urllib.error
 import urllib.request
-from collections import Counter
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +20,13 @@ from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from roll_core.spec.rollout import RewardRequest
-    from roll_rewards.config import HttpConfig, JudgeConfig
+    from roll_rewards.config import HttpConfig
 
 MAX_REPLY = 4 << 20
 """Maximum bytes of a reply."""
-PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
-YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 class ReplyTooLargeError(RewardFailure):
@@ -101,75 +97,6 @@ class HttpReward(RewardFunction):
             raise RewardFailure(f"{config.url}: detail is {str(detail)[:100]!r}, expected numbers and texts")
         numbers = {key: each if isinstance(each, str) else float(each) for key, each in detail.items()}
         return Reward(value=float(value), detail=numbers)
-
-
-class JudgeReward(RewardFunction):
-    """The score that a language model gives, by the majority of `num_votes` replies."""
-
-    config: JudgeConfig
-
-    @override
-    def score(self, request: RewardRequest) -> Reward:
-        config = self.config
-        content = self._prompt(request)
-        url = config.judge_api_url.rstrip("/") + "/chat/completions"
-        message = {
-            "model": config.judge_model_name,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-        }
-        votes, last = [], ""
-        for _ in range(config.num_votes):
-            last = _content(post(url, message, config.judge_api_key, config.timeout_s), url)
-            votes.append(self._vote(last))
-        valid = [vote for vote in votes if vote is not None]
-        if 2 * len(valid) <= len(votes):
-            raise RewardFailure(f"{len(valid)} of {len(votes)} replies have a score, the last: {last[-200:]!r}")
-        return Reward(value=majority(valid), detail={"votes": float(len(valid)), "reply": last[-500:]})
-
-    def _prompt(self, request: RewardRequest) -> str:
-        column = self.config.ground_truth
-        if "{ground_truth}" in self.config.judge_prompt and column not in request.metadata:
-            raise RewardFailure(f"judge_prompt needs the column {column!r}, which the row lacks")
-        values = {
-            "prompt": request.prompt,
-            "response": request.response,
-            "ground_truth": str(request.metadata.get(column, "")),
-        }
-        # All at once: a response that contains a placeholder stays as it is.
-        return PLACEHOLDER.sub(lambda match: values[match[1]], self.config.judge_prompt)
-
-    def _vote(self, reply: str) -> float | None:
-        """Value of a reply, from 0 to 1; None if it has no score."""
-        config, reply = self.config, reply.rpartition("</think>")[2]
-        if config.judge_scale == "yes_no":
-            words = YES_NO.findall(reply)
-            return float(words[-1].lower() == "yes") if words else None
-        found = [each.group(1) for each in re.finditer(config.score_pattern, reply)]
-        try:
-            score = float(found[-1])
-        except (IndexError, TypeError, ValueError):
-            return None
-        low, high = config.score_range
-        return (score - low) / (high - low) if low <= score <= high else None
-
-
-def majority(votes: Sequence[float]) -> float:
-    """The most frequent vote. Of several, the lowest: a tie does not raise a reward."""
-    counts = Counter(votes)
-    most = max(counts.values())
-    return min(vote for vote, number in counts.items() if number == most)
-
-
-def _content(reply: Any, url: str) -> str:
-    try:
-        content = reply["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        content = None
-    if not isinstance(content, str):
-        raise RewardFailure(f"{url}: the reply is no chat completion: {str(reply)[:100]!r}")
-    return content
 
 
 def _is_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ import pytest
 
 from roll_core.errors import RewardFailure
 from roll_core.plugins.targets import load_class, schema_of
-from roll_core.spec.config import ModelRewardConfig, RewardConfig
+from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import RewardFunction, RewardRequest
 from roll_core.types import Reward, Sample
@@ -172,9 +172,12 @@ class RewardConformance(PackagingTests):
             metadata=dict(columns),
         )
         is_model = isinstance(self.config(), ModelRewardConfig)
+        replies = ("1",) if isinstance(self.config(), EngineRewardConfig) else ()
         values = np.linspace(-1, 1, size + 2, dtype=np.float32) if is_model else None
         messages = ({"role": "user", "content": prompt},)
-        return RewardRequest(sample=sample, prompt=prompt, response=response, messages=messages, values=values)
+        return RewardRequest(
+            sample=sample, prompt=prompt, response=response, messages=messages, values=values, replies=replies
+        )
 
 
 def score(reward: RewardFunction, request: RewardRequest) -> Reward:

@@ -18,6 +18,7 @@ from roll_core.data.templates import control_tokens
 from roll_core.errors import ModelError, PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.workers.build import model_folder, model_spec, offloads, provider_of
+from roll_core.spec.config import EngineRewardConfig
 from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
 from roll_core.spec.transport import WeightSizes
 from roll_tools.sizes import model_size
@@ -111,7 +112,9 @@ def _role_memory(
         parameters=question.model.parameters,
         uses=(*estimate.uses, *buffers),
         savings=estimate.savings,
-        offloads=offloads(role, config, registry, placement.platform),
+        # An engine to which no role publishes could not load its weights again.
+        offloads=offloads(role, config, registry, placement.platform)
+        and (role.kind != "generate" or bool(role.model_from)),
     )
 
 
@@ -134,7 +137,7 @@ def _question(
     return MemoryInput(
         model=size,
         config=strategy,
-        task=role.task,
+        task=spec.task,
         dtype=spec.dtype,
         trains=role.kind == "train",
         trained_parameters=0 if role.kind != "train" else (added or size.parameters),
@@ -146,8 +149,8 @@ def _question(
         world_size=len(places),
         num_slots=max(1, *(len(place.slots) for place in places)),
         **_micro_batches(role, worker, config, placement, size),
-        prompt_tokens=config.prompt_length,
-        outputs=math.ceil(placement.pipeline.outputs / len(places)),
+        prompt_tokens=_prompt_tokens(worker, config),
+        outputs=math.ceil(_outputs(worker, placement) / len(places)),
         random_weights=spec.random_init is not None,
         shares_weights=_borrows(role, config, placement),
     )
@@ -176,13 +179,25 @@ def _sync_buffers(
     )
 
 
+def _prompt_tokens(worker: WorkerConfig, config: RunConfig) -> int:
+    """Tokens of the longest prompt. That of an engine reward contains the policy's prompt and response."""
+    return config.prompt_length + (config.response_length if isinstance(worker, EngineRewardConfig) else 0)
+
+
+def _outputs(worker: WorkerConfig, placement: Placement) -> int:
+    """Sequences that the role's workers sample or score in a phase."""
+    return placement.pipeline.outputs * (worker.num_replies if isinstance(worker, EngineRewardConfig) else 1)
+
+
 def _micro_batches(
     role: RoleSpec, worker: WorkerConfig, config: RunConfig, placement: Placement, size: ModelSize
 ) -> dict[str, int]:
     """Largest microbatches of a role, if every sequence is as long as the config allows."""
     args = worker.training_args
     max_new_tokens = worker.generating_args.max_new_tokens if role.kind == "generate" else None
-    longest = config.prompt_length + (max_new_tokens or config.response_length)
+    if isinstance(worker, EngineRewardConfig):
+        max_new_tokens = worker.sampling_params().max_new_tokens
+    longest = _prompt_tokens(worker, config) + (max_new_tokens or config.response_length)
     if role.library:
         longest = role.row_tokens
     if size.max_positions:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from roll_core.config.explain import Finding
 from roll_core.config.schema import paths, roles
 from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
+from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, RewardConfig, RewardRunConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
@@ -64,6 +65,8 @@ class FileCheck:
 
     def _models(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[Finding]:
         sources: dict[KeyPath, str] = {}
+        chats: dict[KeyPath, KeyPath] = {}
+        scores: dict[KeyPath, KeyPath] = {}
         rewards = {path: each for path, each in _rewards(data).items() if each.kind != "reward"}
         models: dict[KeyPath, Any] = {path: each.model_args.model_dump() for path, each in rewards.items()}
         for path, worker, role in roles(schema, dict(data)):
@@ -79,6 +82,8 @@ class FileCheck:
                 at, source = ("pretrain",), data.get("pretrain")
             if isinstance(source, str):
                 sources[at] = source
+                if path in rewards:
+                    (chats if rewards[path].kind == "generate" else scores)[at] = path
         for at, source in sources.items():
             folder = os.path.expanduser(source)
             if self._is_written(source) or (is_hub_id(source) and not os.path.exists(folder)):
@@ -90,7 +95,10 @@ class FileCheck:
             elif not any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "model_index.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
                 yield Finding(at, f"{source} has no config.json", hint, code="ROLL-C040")
-            elif at[:-2] in rewards and (why := reward_model_problem(model_keys({}, folder))):
+            elif at in chats and (lacks := chat_problem(Path(folder))):
+                message = f"{source} has {lacks}, which the messages of {'.'.join(chats[at])} need"
+                yield Finding(at, message, CHAT_HINT, code="ROLL-C041")
+            elif at in scores and (why := reward_model_problem(model_keys({}, folder))):
                 yield Finding(at, f"{source} is not a reward model: {why}", REWARD_MODEL_HINT, code="ROLL-C041")
 
     def _rows(

@@ -10,7 +10,7 @@ from roll_core.config.explain import Finding
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import InferWorkerConfig, RunConfig, StrategyConfig
+from roll_core.spec.config import EngineRewardConfig, InferWorkerConfig, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainProvider, exports_state, replays_experts
@@ -41,7 +41,9 @@ class StrategyCheck:
         self.role = role
         self.at_name: KeyPath = (*path, "strategy_args", "strategy_name")
         self.at_config: KeyPath = (*path, "strategy_args", "strategy_config")
-        self.keeps_weights = issubclass(worker, InferWorkerConfig) and not worker.receives_weights
+        self.keeps_weights = issubclass(worker, EngineRewardConfig) or (
+            issubclass(worker, InferWorkerConfig) and not worker.receives_weights
+        )
         policy = None if self.keeps_weights else self.data.get(policy_role)
         self.policy: dict[Any, Any] = policy if isinstance(policy, dict) else {}
         self.report = parts.report
@@ -288,6 +290,8 @@ class StrategyCheck:
         if not self.keeps_weights:
             self._try(strategy.check_model, keys)
         self._check_architecture(source, keys)
+        if issubclass(self.worker, EngineRewardConfig):  # the lengths of its prompts are unknown
+            return
         longest = []
         for each in (self.role, self.data.get("validation")):
             if isinstance(each, dict):

@@ -8,6 +8,7 @@ are an error, never a silent unknown token.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,20 @@ def stored_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTraine
     except (OSError, ValueError):
         return None
     return tokenizer
+
+
+CHAT_HINT = "name an instruction-tuned model with its tokenizer and chat template"
+
+
+def chat_problem(folder: Path) -> str:
+    """What a model's directory lacks to render chats, from its files alone; empty if nothing."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return "no tokenizer"
+    try:
+        stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        stored = None
+    return "" if stored or any(folder.glob("chat_template*")) else "no chat template"
 
 
 def make_tokenizer(

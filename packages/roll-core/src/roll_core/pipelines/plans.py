@@ -83,9 +83,11 @@ def rewards(config: RewardRunConfig) -> list[RoleSpec]:
 
 
 def _rollout(name: str, config: RewardRunConfig) -> Phase:
-    """The engine generates, and reward models score beside it."""
+    """The engine generates, and the models of rewards score or generate beside it."""
     acts: dict[str, Activity] = {"actor_infer": "generate"}
-    acts |= {f"rewards.{domain}": "score" for domain, reward in config.rewards.items() if reward.kind == "score"}
+    for domain, reward in config.rewards.items():
+        if reward.kind in ("score", "generate"):
+            acts[f"rewards.{domain}"] = "score" if reward.kind == "score" else "generate"
     return Phase(name=name, acts=acts)
 
 

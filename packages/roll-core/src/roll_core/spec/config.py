@@ -574,7 +574,47 @@ class RewardConfig(WorkerConfig):
         return {}
 
 
-class ModelRewardConfig(RewardConfig):
+class RoleRewardConfig(RewardConfig):
+    """A reward that is a role with a model. Base of the schemas of such rewards."""
+
+    strategy_args: StrategyArguments
+    """How the model computes."""
+
+    @model_validator(mode="after")
+    def _has_no_processes(self) -> Self:
+        # A saved config contains every default explicitly, so only other values count as given.
+        fields = RewardConfig.model_fields
+        ignored = [key for key in NOT_OF_MODELS if getattr(self, key) != fields[key].default]
+        if ignored:
+            raise ValueError(
+                f"{ignored[0]} has no effect with reward: {self.reward}, remove it: rpc_timeout limits each call of the"
+                " model, and its result would be the same in a retry"
+            )
+        return self
+
+
+class EngineRewardConfig(RoleRewardConfig):
+    """A reward computed from the replies of a model that generates: a role with an infer strategy.
+
+    A plugin's reward whose schema subclasses this one is a `roll_core.spec.rollout.EngineReward`.
+    """
+
+    kind: ClassVar[RoleKind] = "generate"
+
+    strategy_args: StrategyArguments
+    """How the model generates: an infer strategy."""
+
+    @property
+    def num_replies(self) -> int:
+        """Replies per sample."""
+        return self.generating_args.num_return_sequences
+
+    def sampling_params(self) -> SamplingParams:
+        """Sampling parameters of the replies. Their seeds derive from the run's and the sample's id."""
+        return self.generating_args.sampling_params(default_max_new_tokens=1024)
+
+
+class ModelRewardConfig(RoleRewardConfig):
     """`reward: model`: the score of a reward model. The reward is a role with a model, like `reference`.
 
     A plugin's reward whose schema subclasses this one gets the outputs of such a model, too.
@@ -595,14 +635,6 @@ class ModelRewardConfig(RewardConfig):
             raise ValueError("model_args names no model: set model_name_or_path to a reward model")
         if self.input == "text" and self.model_args.random_init is not None:
             raise ValueError("input is text, but random_init has no tokenizer of its own: set input: tokens")
-        # A saved config contains every default explicitly, so only other values count as given.
-        fields = RewardConfig.model_fields
-        ignored = [key for key in NOT_OF_MODELS if getattr(self, key) != fields[key].default]
-        if ignored:
-            raise ValueError(
-                f"{ignored[0]} has no effect with reward: model, remove it: rpc_timeout limits each scoring pass, and"
-                " its result would be the same in a retry"
-            )
         return self
 
 

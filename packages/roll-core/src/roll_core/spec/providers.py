@@ -179,8 +179,8 @@ class PipelineProvider(Provider):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardProvider(Provider):
     """Offers a reward; `target` is a subclass of `roll_core.spec.rollout.RewardFunction`, `config` one of
-    `RewardConfig`. If the schema has `kind` `score`, a role with a model computes the outputs that `target` turns into
-    rewards."""
+    `RewardConfig`. If the schema has `kind` `score` or `generate`, a role with a model computes the outputs or replies
+    that `target` turns into rewards."""
 
     enforces_timeout: bool = False
     """True if `score` itself raises `RewardFailure` at `timeout_s`, for any response; it then runs on threads of the

@@ -20,7 +20,7 @@ from roll_core.field_docs import document_fields
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roll_core.spec.config import RewardConfig
+    from roll_core.spec.config import EngineRewardConfig, RewardConfig
     from roll_core.types import Completion, CompletionOutput, Floats, Group, Reward, Sample, SamplingParams, TokenIds
 
 
@@ -108,6 +108,8 @@ class RewardRequest:
     values: Floats | None = None
     """`[L]`, output of the reward's own model at each token of its input. Only if the reward's schema has `kind`
     `score`."""
+    replies: Sequence[str] = ()
+    """What the reward's own model generated, without special tokens. Only for an `EngineReward`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -141,6 +143,20 @@ class RewardFunction(ABC):
 
     def close(self) -> None:
         """Release all resources. May be called more than once; not called if the process is killed."""
+
+
+class EngineReward(RewardFunction):
+    """Scores a sample by the replies of a model to a message about it. Its schema is an `EngineRewardConfig`.
+
+    The reward is a role with an infer strategy. The driver has one instance. `score` gets the replies in
+    `RewardRequest.replies`, `EngineRewardConfig.num_replies` of them.
+    """
+
+    config: EngineRewardConfig
+
+    @abstractmethod
+    def messages(self, request: RewardRequest) -> Sequence[Mapping[str, str]]:
+        """Chat messages to the model, which its own chat template renders. May raise `RewardFailure`."""
 
 
 document_fields(__name__)

@@ -2,7 +2,8 @@
 
 group ──► RewardRouter ─┬► RewardRole ──► a worker ──► value | failure ──► retry on the next worker, or exclude
           by tag        │  round robin
-                        └► ModelRewardRole (`model_rewards`) ──► a role with a model
+                        ├► ModelRewardRole (`model_rewards`) ──► a role that scores
+                        └► EngineRewardRole (`engine_rewards`) ──► a role that generates
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from roll_core.types import Group, Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import TypeAlias
 
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
+    from roll_core.runtime.rollout.engine_rewards import EngineRewardRole
     from roll_core.runtime.rollout.model_rewards import ModelRewardRole
     from roll_core.spec.config import RewardConfig
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Sample
+
+    AnyRewardRole: TypeAlias = "RewardRole | ModelRewardRole | EngineRewardRole"
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 class RewardRouter:
     """The run's reward roles by domain. A sample's tag selects its role; a single role scores everything."""
 
-    def __init__(self, roles: Mapping[str, RewardRole | ModelRewardRole], tags: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, roles: Mapping[str, AnyRewardRole], tags: Mapping[str, Sequence[str]]) -> None:
         """`roles` by domain; `tags[domain]` lists further tags that the domain's role scores."""
         self._roles = roles
         self._by_tag = dict(roles) | {tag: roles[domain] for domain, included in tags.items() for tag in included}
@@ -52,7 +57,7 @@ class RewardRouter:
         """Domains that have a role."""
         return frozenset(self._roles)
 
-    def role_of(self, tag: str) -> RewardRole | ModelRewardRole:
+    def role_of(self, tag: str) -> AnyRewardRole:
         """The role that scores a tag. Raises `DataError` for an unknown tag."""
         role = next(iter(self._roles.values())) if len(self._roles) == 1 else self._by_tag.get(tag)
         if role is None:

@@ -262,9 +262,11 @@ class ActiveRun(Run):
         return None if rewards is None else partial(rewards.score, tokenizer=self.tokenizer)
 
     async def generated(self) -> None:
-        """Wait until the engines have finished their requests. Returns at once if groups are generated ahead."""
-        for engine in () if self._ahead else self.infer_roles.values():
-            await engine.queue.drained()
+        """Wait until the engines of rollouts have finished their requests. Returns at once if groups are generated
+        ahead."""
+        for name, engine in () if self._ahead else self.infer_roles.items():
+            if not isinstance(self.config.roles()[name], RewardConfig):
+                await engine.queue.drained()
 
     def fault_metrics(self, role: str) -> dict[str, float]:
         """Replicas that `role` has lost, and reward calls that were retried since the last call of this method."""

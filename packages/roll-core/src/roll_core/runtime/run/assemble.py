@@ -14,6 +14,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import executor_of, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
+from roll_core.runtime.rollout.engine_rewards import EngineRewardRole, reply_encoder
 from roll_core.runtime.rollout.model_rewards import ModelInput, ModelRewardRole, model_input
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
@@ -30,15 +31,18 @@ from roll_core.runtime.workers.build import (
     slots_per_worker,
     vocab_size_of,
 )
-from roll_core.spec.config import ModelRewardConfig, RewardConfig
+from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
 from roll_core.spec.providers import InferCapabilities, RewardProvider
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
     from roll_core.config.secrets import Redactor
+    from roll_core.data.encode import Encoder
+    from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import Executor
     from roll_core.runtime.records.record import RunRecord
+    from roll_core.runtime.rollout.scoring import AnyRewardRole
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.spec.pipeline import Pipeline
     from roll_core.spec.platform import Platform
@@ -64,9 +68,12 @@ async def start_roles(
     roles = pipeline.roles()
     configs = {role.name: role_config(config, role.name) for role in roles}
     inputs: dict[str, ModelInput] = {}
+    encoders: dict[str, Encoder] = {}
     for role in roles:
         if isinstance(worker := configs[role.name], ModelRewardConfig):
             inputs[role.name] = model_input(role.name, worker, run.tokenizer)
+        elif isinstance(worker, EngineRewardConfig):
+            encoders[role.name] = reply_encoder(role.name, worker, config.pretrain, run.tokenizer)
     places = place_roles(
         configs,
         platform,
@@ -87,7 +94,7 @@ async def start_roles(
     log.info("executor %s on platform %s", chosen.name, platform.name)
     groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
     record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
-    rewards: dict[str, RewardRole | ModelRewardRole] = {}
+    rewards: dict[str, AnyRewardRole] = {}
     for role in roles:
         worker, group = configs[role.name], groups[role.name]
         domain = role.name.partition(".")[2]
@@ -118,6 +125,17 @@ async def start_roles(
                 restart=partial(run.restart, role.name) if role.model_from else None,
             )
             await run.leases.start(engine)
+            if isinstance(worker, EngineRewardConfig):
+                function, owner = _function_of(worker, registry)
+                rewards[domain] = EngineRewardRole(
+                    role.name,
+                    worker,
+                    encoders[role.name],
+                    function,
+                    owner=owner,
+                    generate=engine.generate_beside,
+                    seed=config.seed if capabilities.seeds else None,
+                )
         else:
             run.train_roles[role.name] = trainer = GroupTrainRole(
                 role.name,
@@ -132,9 +150,7 @@ async def start_roles(
             )
             await run.leases.start(trainer)
             if isinstance(worker, ModelRewardConfig):
-                provider = registry.find(RewardProvider, worker.reward)
-                owner = registry.owner(provider)
-                function = load_target(provider.target, owner=owner)(worker)
+                function, owner = _function_of(worker, registry)
                 rewards[domain] = ModelRewardRole(
                     trainer, worker, inputs[role.name], function, owner=owner, ready=run.generated
                 )
@@ -145,3 +161,10 @@ async def start_roles(
     stack.push_async_callback(run.close)
     run.weight_sync = WeightSyncController(run, roles, registry, record, in_process=chosen.in_process)
     return executor
+
+
+def _function_of(config: RewardConfig, registry: Registry) -> tuple[Any, str]:
+    """The function of a reward that is a role with a model, and its owner."""
+    provider = registry.find(RewardProvider, config.reward)
+    owner = registry.owner(provider)
+    return load_target(provider.target, owner=owner)(config), owner

@@ -351,7 +351,8 @@ class GroupInferRole(InferRole):
 
         `leases` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
         roles and lose their weights. They sleep only if `receives_weights`: if a role publishes weights to them.
-        `restart` restarts all replicas and publishes weights to them. It is called once no replica is alive.
+        `restart` restarts all replicas and publishes weights to them. It is called once no replica is alive. Without
+        it, replicas of a role to which nobody published are restarted with the weights of their model.
         """
         self.name, self.config, self.group = name, config, group
         self._workers = WorkerStub[InferWorker](group)
@@ -367,7 +368,7 @@ class GroupInferRole(InferRole):
             find_stop=find_stop,
             progress_s=progress_s,
             timeouts=timeouts,
-            survives_all=lambda: restart is not None and group.survives_all,
+            survives_all=lambda: (restart is not None or not self._receives_weights) and group.survives_all,
         )
         self._restart, self._restarting = restart, asyncio.Lock()
         self._leases, self._sleeps, self._receives_weights = leases or SlotLeases(), sleeps, receives_weights
@@ -426,6 +427,11 @@ class GroupInferRole(InferRole):
             await self._workers(InferWorker.start).at(rank)
             self._waiting.add(rank)
 
+    async def reload(self) -> None:
+        """Restart replicas whose workers exited, with the weights of their model."""
+        await self.revive()
+        self._readmit()
+
     async def give_up(self, ranks: Sequence[int], why: str) -> bool:
         """Kill hanging replicas, as if their workers had exited. Returns True if any worker of the group is lost.
 
@@ -441,6 +447,9 @@ class GroupInferRole(InferRole):
     def received(self, version: int) -> None:
         """Record that weights of this version were published, and add restarted replicas to the request queue."""
         self.weight_version, self._receives_weights, self.has_weights = version, True, True
+        self._readmit()
+
+    def _readmit(self) -> None:
         for rank in sorted(self._waiting):
             self._replicas[rank] = WorkerReplica(self.group, rank)
             self.queue.add(self._replicas[rank])
@@ -452,6 +461,14 @@ class GroupInferRole(InferRole):
             raise UnsupportedError(f"{self.name}: its strategy does not declare the capability prompt_topk")
         async with self.lease():
             return await self.served(self.queue.generate(requests))
+
+    async def generate_beside(self, request: GenerateRequest) -> Completion:
+        """Run a request without a lease, for an engine whose weights stay on its slots. Restarts lost replicas."""
+        if self.group.lost:
+            async with self._restarting:
+                await self.reload()
+        (completion,) = await self.served(self.queue.generate([request]))
+        return completion
 
     async def served(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Await generation results while holding a lease. Restarts the replicas whenever none is alive.
@@ -465,8 +482,8 @@ class GroupInferRole(InferRole):
                 if await self._is_done(task):
                     return await task
                 async with self._restarting:
-                    if self._restart is not None and self.queue.no_replicas.is_set():
-                        await self._restart()
+                    if self.queue.no_replicas.is_set():
+                        await (self._restart or self.reload)()
             if not await self._is_done(task) and (death := self.queue.error) is not None:
                 raise death
             return await task

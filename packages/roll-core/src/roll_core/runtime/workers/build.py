@@ -72,12 +72,12 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
     if not path and source.random_init is None:
         hint = "give model_name_or_path or random_init here, or pretrain for all roles"
         raise _incomplete(config.exp_name, f"{role.name}.model_args", "names no model", hint)
-    # A reward model has its own vocabulary, unless its weights are random.
-    own_tokenizer = role.kind == "score" and role.task == "reward" and bool(path)
+    # The model of a reward has its own vocabulary, unless its weights are random.
+    own_tokenizer = role.kind in ("score", "generate") and role.task == "reward" and bool(path)
     # The role trains the policy or generates with its weights.
     generates_policy = role.kind == "generate" and role.model_from == config.policy_role
     return ModelSpec(
-        task=role.task,
+        task="causal_lm" if role.kind == "generate" else role.task,
         library=role.library,
         path=path,
         random_init=source.random_init,
@@ -284,13 +284,10 @@ def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tup
 
 
 def _survives(role: RoleSpec) -> Survival:
-    """Worker exits that a role survives.
-
-    An engine that another role publishes to can be restarted even if no replica is left.
-    """
-    if role.kind == "generate" and role.model_from:
+    """Worker exits that a role survives. An engine can be restarted even if no replica is left."""
+    if role.kind == "generate":
         return "always"
-    return "while_others_live" if role.kind in ("generate", "reward") else "never"
+    return "while_others_live" if role.kind == "reward" else "never"
 
 
 def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:

@@ -1,0 +1,118 @@
+"""Rewards of language models as judges: behind OpenAI's API, or in a role of the run. Both read the same replies.
+
+sample ──► judging_prompt ─┬─► POST /chat/completions ─┬─► replies ──► votes ──► majority ──► reward
+                           └─► the role's engine ──────┘
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import RewardFailure
+from roll_core.spec.rollout import EngineReward, RewardFunction
+from roll_core.types import Reward
+from roll_rewards.services import post
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.rollout import RewardRequest
+    from roll_rewards.config import JudgeConfig, JudgeModelConfig, JudgingConfig
+
+PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
+YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+
+
+class JudgeReward(RewardFunction):
+    """The score that a language model behind an API gives, by the majority of `num_votes` replies."""
+
+    config: JudgeConfig
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        config = self.config
+        url = config.judge_api_url.rstrip("/") + "/chat/completions"
+        message = {
+            "model": config.judge_model_name,
+            "messages": judging_messages(config, request),
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+        replies = [
+            _content(post(url, message, config.judge_api_key, config.timeout_s), url) for _ in range(config.num_votes)
+        ]
+        return reward_of(config, replies)
+
+
+class JudgeModelReward(EngineReward):
+    """The score that the model of the role gives, by the majority of `num_votes` replies."""
+
+    config: JudgeModelConfig
+
+    @override
+    def messages(self, request: RewardRequest) -> Sequence[Mapping[str, str]]:
+        return judging_messages(self.config, request)
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        return reward_of(self.config, request.replies)
+
+
+def judging_messages(config: JudgingConfig, request: RewardRequest) -> list[dict[str, str]]:
+    """The message to the judge: `judge_prompt` with its placeholders replaced. Raises `RewardFailure`."""
+    column = config.ground_truth
+    if "{ground_truth}" in config.judge_prompt and column not in request.metadata:
+        raise RewardFailure(f"judge_prompt needs the column {column!r}, which the row lacks")
+    values = {
+        "prompt": request.prompt,
+        "response": request.response,
+        "ground_truth": str(request.metadata.get(column, "")),
+    }
+    # All at once: a response that contains a placeholder stays as it is.
+    return [{"role": "user", "content": PLACEHOLDER.sub(lambda match: values[match[1]], config.judge_prompt)}]
+
+
+def reward_of(config: JudgingConfig, replies: Sequence[str]) -> Reward:
+    """The majority of the replies' scores. Raises `RewardFailure` if half of the replies or more have none."""
+    votes = [_vote(config, reply) for reply in replies]
+    valid = [vote for vote in votes if vote is not None]
+    last = replies[-1] if replies else ""
+    if 2 * len(valid) <= len(votes):
+        raise RewardFailure(f"{len(valid)} of {len(votes)} replies have a score, the last: {last[-200:]!r}")
+    return Reward(value=majority(valid), detail={"votes": float(len(valid)), "reply": last[-500:]})
+
+
+def _vote(config: JudgingConfig, reply: str) -> float | None:
+    """Value of a reply, from 0 to 1; None if it has no score."""
+    reply = reply.rpartition("</think>")[2]
+    if config.judge_scale == "yes_no":
+        words = YES_NO.findall(reply)
+        return float(words[-1].lower() == "yes") if words else None
+    found = [each.group(1) for each in re.finditer(config.score_pattern, reply)]
+    try:
+        score = float(found[-1])
+    except (IndexError, TypeError, ValueError):
+        return None
+    low, high = config.score_range
+    return (score - low) / (high - low) if low <= score <= high else None
+
+
+def majority(votes: Sequence[float]) -> float:
+    """The most frequent vote. Of several, the lowest: a tie does not raise a reward."""
+    counts = Counter(votes)
+    most = max(counts.values())
+    return min(vote for vote, number in counts.items() if number == most)
+
+
+def _content(reply: Any, url: str) -> str:
+    try:
+        content = reply["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise RewardFailure(f"{url}: the reply is no chat completion: {str(reply)[:100]!r}")
+    return content
