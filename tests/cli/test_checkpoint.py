@@ -1,6 +1,7 @@
 """`roll-core checkpoint list | verify`: what is shown, and the exit codes."""
 
 import json
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from roll_core.cli import main as cli
 from roll_core.errors import NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.remote_checkpoints import RemoteFolder
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.run.resuming import SavedRole, SavedRun
 from roll_testing.errors import mentions
@@ -142,6 +144,26 @@ def test_a_renamed_checkpoint_is_found_out(run, capsys):
     code, rows = listed(capsys, "list", str(run.path))
     assert code == 1
     assert rows[1]["problems"] == ["it is the checkpoint of step 4 by its manifest.json"]
+
+
+def test_copies_in_a_store_are_listed_and_verified(run, tmp_path, capsys):
+    url = f"file://{tmp_path}/store/x/001-0a0b0c0d"
+    for checkpoint in CheckpointStore(run.checkpoints).list():
+        RemoteFolder(url, {}).put_checkpoint(checkpoint.path, threading.Event())
+    code, rows = listed(capsys, "list", f"file://{tmp_path}/store/x")
+    assert code == 0
+    assert [(row["path"], row["step"], row["state"]) for row in rows] == [
+        (f"file://{tmp_path}/store/x/001-0a0b0c0d/step-{step}", step, "complete") for step in (2, 4)
+    ]
+    assert rows[0]["roles"]["actor_train"]["world_size"] == 2
+    (tmp_path / "store" / "x" / "001-0a0b0c0d" / "step-4" / "actor_train" / "weights").write_bytes(b"1" * 3000)
+    assert cli.main(["checkpoint", "verify", url]) == 1
+    shown = capsys.readouterr().out
+    assert mentions(shown, f"{url}/step-4", "actor_train/weights")
+    assert shown.endswith(f": {url}/step-2\n")
+    assert cli.main(["checkpoint", "verify", f"{url}/step-2"]) == 0
+    assert cli.main(["checkpoint", "list", f"file://{tmp_path}/nothing"]) == 2
+    assert mentions(capsys.readouterr().err, NoCheckpointError.code)
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])

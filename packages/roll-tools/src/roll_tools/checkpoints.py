@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, NoCheckpointError
 from roll_core.runtime.records.best import BestCheckpoint
-from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoints import STATE, Checkpoint, CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
+from roll_core.runtime.records.remote_checkpoints import RemoteFolder, store_errors
 from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.resuming import SavedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from roll_core.runtime.records.manifest import Manifest
 
 ROLE = ("strategy", "world_size", "weight_version", "portable")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -54,14 +59,17 @@ class CheckpointRow:
         return "intact" if self.digests_read else "complete"
 
 
-def list_checkpoints(place: Path, *, as_json: bool, digests: bool) -> int:
-    """Print the checkpoints of a run, an experiment or a directory, oldest first.
+def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool) -> int:
+    """Print the checkpoints of a run, an experiment, a directory or a URL, oldest first.
 
     Without `digests` only file sizes are compared. Returns the exit code: 1 if a checkpoint is damaged, otherwise 0.
     """
-    stores = checkpoint_stores(place)
-    best = _best(stores)
-    rows = [_row(checkpoint, digests=digests, best=best) for store in stores for checkpoint in store.list()]
+    if isinstance(place, str):
+        rows = list(_copies(place, digests=digests))
+    else:
+        stores = checkpoint_stores(place)
+        best = _best(stores)
+        rows = [_row(checkpoint, digests=digests, best=best) for store in stores for checkpoint in store.list()]
     if as_json:
         _print_json(rows)
     elif rows:
@@ -71,16 +79,16 @@ def list_checkpoints(place: Path, *, as_json: bool, digests: bool) -> int:
     return 1 if any(row.problems for row in rows) else 0
 
 
-def verify_checkpoints(places: Sequence[Path], *, as_json: bool) -> int:
+def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool) -> int:
     """Read checkpoints back and compare digests.
 
-    Each of `places` is a checkpoint, or a run or directory whose checkpoints are all verified. Returns the exit code: 1
-    if a checkpoint is damaged, otherwise 0.
+    Each of `places` is a checkpoint, or a run, directory or URL whose checkpoints are all verified. Returns the exit
+    code: 1 if a checkpoint is damaged, otherwise 0.
     """
-    checkpoints = [checkpoint for place in places for checkpoint in _named(place)]
+    checkpoints = [checkpoint for place in places if not isinstance(place, str) for checkpoint in _named(place)]
     rows = []
-    for checkpoint in checkpoints:
-        row = _row(checkpoint, digests=True)
+    found = (_row(checkpoint, digests=True) for checkpoint in checkpoints)
+    for row in chain(found, *(_copies(place, digests=True) for place in places if isinstance(place, str))):
         rows.append(row)
         if not as_json:
             sys.stdout.write(f"{row.path}: {row.state}\n")
@@ -91,6 +99,9 @@ def verify_checkpoints(places: Sequence[Path], *, as_json: bool) -> int:
     if damaged and not as_json:
         for line in _intact(checkpoints, damaged):
             sys.stdout.write(f"{line}\n")
+        for url in dict.fromkeys(row.path.rpartition("/")[0] for row in damaged if "://" in row.path):
+            good = [row.path for row in rows if row.path.startswith(f"{url}/") and not row.problems]
+            sys.stdout.write(f"newest intact checkpoint in {url}: {good[-1] if good else 'none'}\n")
     return 1 if damaged else 0
 
 
@@ -102,6 +113,40 @@ def _named(place: Path) -> list[Checkpoint]:
     if not found:
         raise NoCheckpointError(f"{place} has no checkpoint")
     return found
+
+
+def _copies(url: str, *, digests: bool) -> Iterator[CheckpointRow]:
+    """Rows of the complete checkpoints in a checkpoint store, oldest first. With `digests`, each one is downloaded.
+
+    Raises `NoCheckpointError` if there is none.
+    """
+    folder = RemoteFolder(url, {})
+    with store_errors(url):
+        manifests = folder.manifests()
+    if not manifests:
+        raise NoCheckpointError(f"{url} has no complete checkpoint")
+    for name, manifest in reversed(manifests.items()):
+        with tempfile.TemporaryDirectory() as temporary, store_errors(url):
+            yield _copy(folder, name, manifest, Path(temporary), digests=digests)
+
+
+def _copy(folder: RemoteFolder, name: str, manifest: Manifest, into: Path, *, digests: bool) -> CheckpointRow:
+    problems: list[str] = []
+    saved = None
+    try:
+        if digests:
+            with suppress(CheckpointError):  # `verify` describes the damage
+                folder.fetch(name, into)
+            (path,) = (into / "checkpoints").iterdir()
+            problems = verify(path)
+        else:
+            path = into
+            (path / STATE).write_bytes(folder.read(name, STATE))
+        saved = SavedRun.of(Checkpoint(manifest.step, path))
+    except (CheckpointError, FileNotFoundError) as error:
+        problems = problems or [str(error)]
+    path_of = f"{folder.url}/{name}".rstrip("/")
+    return _made(path_of, manifest.step, manifest, saved, problems, digests=digests)
 
 
 def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
@@ -128,22 +173,35 @@ def _row(
     checkpoint: Checkpoint, *, digests: bool, best: Mapping[str, dict[str, Any]] = MappingProxyType({})
 ) -> CheckpointRow:
     problems = verify(checkpoint.path, digests=digests)
-    created = size_bytes = saved = None
+    manifest = saved = None
     try:
         manifest = read_manifest(checkpoint.path)
-        created, size_bytes = manifest.created, manifest.size_bytes
         saved = SavedRun.of(checkpoint)
     except CheckpointError as error:
         problems = problems or [str(error)]
+    path = str(checkpoint.path)
+    return _made(path, checkpoint.step, manifest, saved, problems, digests=digests, best=best.get(path))
+
+
+def _made(
+    path: str,
+    step: int,
+    manifest: Manifest | None,
+    saved: SavedRun | None,
+    problems: list[str],
+    *,
+    digests: bool,
+    best: dict[str, Any] | None = None,
+) -> CheckpointRow:
     return CheckpointRow(
-        path=str(checkpoint.path),
-        step=checkpoint.step,
-        created=created,
-        size_bytes=size_bytes,
+        path=path,
+        step=step,
+        created=manifest.created if manifest else None,
+        size_bytes=manifest.size_bytes if manifest else None,
         pipeline=saved.pipeline if saved else None,
         roles={name: {key: getattr(role, key) for key in ROLE} for name, role in saved.roles.items()} if saved else {},
         problems=problems,
-        best=best.get(str(checkpoint.path)),
+        best=best,
         digests_read=digests,
     )
 

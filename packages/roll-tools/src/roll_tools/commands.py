@@ -103,16 +103,21 @@ def audit(words: Sequence[str], registry: Registry) -> int:
     )
 
 
+def _place(text: str) -> Path | str:
+    """A path, or the URL of a checkpoint store."""
+    return text if "://" in text else Path(text)
+
+
 def checkpoint(words: Sequence[str], registry: Registry) -> int:
     """List or verify the checkpoints of a run, or convert one to a model."""
     parser = command_parser("checkpoint", "List or verify the checkpoints of a run, or convert one to a model.")
     actions = parser.add_subparsers(dest="action", metavar="list | verify | convert", required=True)
     listing = actions.add_parser("list", help="list the checkpoints of a run or an experiment", allow_abbrev=False)
-    listing.add_argument("place", metavar="RUN_OR_DIR", type=Path, help="directory of a run or an experiment")
+    listing.add_argument("place", metavar="RUN_OR_DIR", type=_place, help="directory of a run or an experiment, or URL")
     listing.add_argument("--verify", action="store_true", help="compare digests too, not only file sizes")
     verifying = actions.add_parser("verify", help="compare all files with the recorded digests", allow_abbrev=False)
     verifying.add_argument(
-        "places", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="+", help="checkpoint or run directories"
+        "places", metavar="RUN_OR_CHECKPOINT", type=_place, nargs="+", help="checkpoint or run directories, or URLs"
     )
     for each in (listing, verifying):
         each.add_argument("--json", action="store_true", help="print JSON")

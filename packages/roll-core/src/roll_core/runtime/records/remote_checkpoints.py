@@ -102,6 +102,11 @@ class RemoteFolder:
             self._files.rm_file(f"{self._path}/{name}/{MANIFEST}")
             self._files.rm(f"{self._path}/{name}", recursive=True)
 
+    def read(self, name: str, file: str) -> bytes:
+        """Contents of a file of the checkpoint `name`."""
+        content: bytes = self._files.cat_file("/".join(part for part in (self._path, name, file) if part))
+        return content
+
     def fetch(self, name: str, into: Path) -> Checkpoint:
         """Copy the checkpoint `name` to `into/checkpoints/step-N` and the run's files to `into`; compare all digests.
 
@@ -110,7 +115,7 @@ class RemoteFolder:
         source = f"{self._path}/{name}".rstrip("/")
         run, _, step = source.rpartition("/")
         target = into / "checkpoints" / step
-        manifest = parse_manifest(self._files.cat_file(f"{source}/{MANIFEST}"))
+        manifest = parse_manifest(self.read(name, MANIFEST))
         for file in (*manifest.files, MANIFEST):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # reported as damage
@@ -128,7 +133,7 @@ def fetch_newest(folder: RemoteFolder, into: Path, *, after: float = 0.0) -> Che
     Skips damaged checkpoints with a warning. Raises `CheckpointError` if all are damaged or the store cannot be read.
     """
     damaged: CheckpointError | None = None
-    with _errors_of(folder.url):
+    with store_errors(folder.url):
         for name, manifest in folder.manifests().items():
             if manifest.created <= after:
                 break
@@ -143,7 +148,8 @@ def fetch_newest(folder: RemoteFolder, into: Path, *, after: float = 0.0) -> Che
 
 
 @contextlib.contextmanager
-def _errors_of(url: str) -> Iterator[None]:
+def store_errors(url: str) -> Iterator[None]:
+    """Raise errors of the file system at `url` as `CheckpointError`."""
     try:
         yield
     except CheckpointError:
