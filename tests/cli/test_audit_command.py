@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from roll_core.builtin.config import MathRuleConfig
 from roll_core.cli import main as cli
 from roll_core.data.rows import Rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_rewards.config import MathRuleConfig
 from roll_testing.kit import HF_PACKAGES
 from roll_tools import data_audit
 from roll_tools.data_audit import audit_reward_columns, audit_rows, audit_template
