@@ -114,6 +114,10 @@ def loaded(tmp_path, registry):
         (FROM_TEACHER | {"teachers": {}, "async_generation_ratio": 1.0}, "async_generation_ratio"),
         ({"async_generation_ratio": 1.0, "actor_infer": ENGINE}, "async_generation_ratio"),
         (TOPK | DATASET | {"async_generation_ratio": 1.0}, "async_generation_ratio"),
+        (TOPK | {"pg_variant": "gspo"}, "pg_variant"),
+        ({"kd_placement": "loss", "entropy_loss_coef": 0.01}, "entropy_loss_coef"),
+        ({"adv_estimator": "grpo"}, "adv_estimator"),
+        ({"whiten_advantages": True}, "whiten_advantages"),
     ],
 )
 def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, keys, located):

@@ -22,7 +22,7 @@ from roll_pipeline_distill.stored import check_stored
 from roll_pipeline_distill.vocabulary import Vocabulary, difference, stored_vocabulary, vocabulary_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from roll_core.pipelines.config import TrainInferCorrectionConfig
     from roll_core.spec.config import DataArguments
@@ -34,6 +34,38 @@ Divergence = Literal[
 """Values of the config key `kd_objective`; see `divergences.divergence`."""
 Tail = Literal["bucket", "renormalise", "drop"]
 """Values of the config key `kd_tail`; see `divergences.with_tail`."""
+POLICY_KEYS = frozenset(
+    (
+        "pg_variant",
+        "pg_options",
+        "pg_clip",
+        "use_pg_clip_range",
+        "pg_clip_low",
+        "pg_clip_high",
+        "dual_clip_loss",
+        "dual_clip",
+        "loss_agg_mode",
+        "entropy_loss_coef",
+        "entropy_target",
+        "top_entropy_quantile",
+        "positive_nll_coef",
+    )
+)
+"""Keys that only a policy loss reads."""
+CREDIT_KEYS = frozenset(
+    (
+        "adv_estimator",
+        "adv_options",
+        "norm_mean_type",
+        "norm_std_type",
+        "reward_clip",
+        "whiten_rewards",
+        "whiten_advantages",
+        "advantage_clip",
+        "soft_overlong_penalty",
+    )
+)
+"""Keys that only the advantages of task rewards read."""
 Between = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -392,7 +424,16 @@ class DistillConfig(RLVRConfig):
         ):
             if is_set and not self.trains_policy:
                 raise ValueError(f"{key} belongs to a policy loss: set kd_placement: advantage or task_coef")
+        if not self.trains_policy and (ignored := self._set_among(POLICY_KEYS)):
+            raise ValueError(f"{ignored[0]} belongs to a policy loss: set kd_placement: advantage or task_coef")
+        if not self.task_coef and (ignored := self._set_among(CREDIT_KEYS)):
+            raise ValueError(f"{ignored[0]} belongs to the credit of task rewards: set task_coef, or remove it")
         return self
+
+    def _set_among(self, keys: Collection[str]) -> list[str]:
+        """Keys whose values differ from the defaults. The config that a run stores has all keys."""
+        defaults = {key: type(self).model_fields[key].get_default(call_default_factory=True) for key in keys}
+        return sorted(key for key in keys if getattr(self, key) != defaults[key])
 
     @override
     def capabilities(self) -> Mapping[str, tuple[str, ...]]:
