@@ -10,6 +10,8 @@ import inspect
 import os
 from pathlib import Path
 
+from pydantic import BaseModel
+
 SNAPSHOT = Path(__file__).with_name("api.txt")
 PACKAGES = Path(__file__).resolve().parents[2]
 
@@ -49,6 +51,8 @@ def described(module: str, name: str) -> list[str]:
 
 def signature(found: object) -> str:
     """Names, kinds and defaults of the parameters; annotations are left out."""
+    if isinstance(found, type) and issubclass(found, BaseModel):
+        found.model_rebuild()  # without it, the signature depends on whether the schema was used before
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):

@@ -140,7 +140,8 @@ def test_every_reward_is_listed_and_is_a_component_but_the_combination():
         for each in registry.names(RewardProvider)
         if "roll-rewards" in registry.owner(registry.find(RewardProvider, each))
     }
-    assert names == (set(CLASSES) - {"function"}) | {"composite"}
+    # A judge of the run is a role of its own.
+    assert names == (set(CLASSES) - {"function"}) | {"composite", "judge_model"}
 
 
 def test_the_doctor_reports_the_layers_or_what_is_missing(monkeypatch):
