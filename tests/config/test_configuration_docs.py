@@ -8,15 +8,20 @@ import inspect
 import os
 import re
 import textwrap
+import typing
+from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 from roll_core.config import load
 from roll_core.config.schema import members
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
-from roll_core.spec.config import Config
+from roll_core.spec.config import Config, RunConfig, WorkerConfig
 from roll_testing.kit import hf_plugins
 from shared_tests.config_table import key_entry
 
@@ -26,6 +31,35 @@ PIPELINES = ("roll-pipeline-agentic", "roll-pipeline-diffusion", "roll-pipeline-
 BEGIN, END = "<!-- keys: made by tests/config/test_configuration_docs.py -->\n", "<!-- end of keys -->"
 
 
+REPOSITORY = Path(__file__).parents[2]
+
+
+def read_yaml(text):
+    """Values as the config loader reads them: `1e-6` is a number. Interpolations stay text."""
+    return OmegaConf.to_container(OmegaConf.create(text))
+
+
+MORE = read_yaml((Path(__file__).parent / "key_examples.yaml").read_text(encoding="utf-8"))
+OPTIONS = {
+    "strategy_config": "strategy_name",
+    "adv_options": "adv_estimator",
+    "pg_options": "pg_variant",
+    "env_config": "environment",
+}
+"""Keys with options of a part, and the sibling key that names the part."""
+CRITIC = {"critic": {"strategy_args": {"strategy_name": "hf_train"}}}
+COMPANIONS = {"critic_lambd": CRITIC, "critic_epochs": CRITIC, "window_options": {"window": "random"}}
+"""Keys without which a key is rejected."""
+MAX_EXAMPLE = 64
+"""Maximum number of characters of an example."""
+
+
+@cache
+def providers():
+    return [each for plugin in hf_plugins(*PIPELINES) for each in plugin.providers if each.config]
+
+
+@cache
 def schemas():
     """Every schema of roll-core, the hf packages and `PIPELINES`, with bases and inner mappings, in order of visits."""
     found = []
@@ -41,10 +75,77 @@ def schemas():
             for member, _ in members(field.annotation):
                 visit(member)
 
-    for record in (each for plugin in hf_plugins(*PIPELINES) for each in plugin.providers):
-        if record.config:
-            visit(load_target(record.config, owner=record.name))
+    for record in providers():
+        visit(load_target(record.config, owner=record.name))
     return found
+
+
+def named(name, base=Config):
+    """Schema of the part with this name; None if there is none below `base`."""
+    found = [load_target(each.config, owner=each.name) for each in providers() if each.name == name]
+    return next((each for each in found if issubclass(each, base)), None)
+
+
+@cache
+def examples():
+    """The shortest value by `(class, key)` in the checked YAML files and the blocks of the docs."""
+    found = {}
+
+    def visit(schema, values):
+        for name, value in values.items():
+            if name not in schema.model_fields:
+                continue
+            text = spell_example(value)
+            owner = next(each for each in schema.__mro__ if name in vars(each).get("__annotations__", {}))
+            field = schema.model_fields[name]
+            shows_nothing = isinstance(value, bool) or value in (field.default, None, {}, []) or "${" in text
+            if not shows_nothing and len(text) <= MAX_EXAMPLE:
+                found[owner, name] = min(found.get((owner, name), text), text, key=len)
+            inner = [named(values.get(OPTIONS[name]))] if name in OPTIONS else []
+            for member, is_mapping in [*members(field.annotation), *((each, False) for each in inner if each)]:
+                for each in value.values() if is_mapping and isinstance(value, dict) else [value]:
+                    if isinstance(each, dict):
+                        visit(named(each.get("reward"), member) or member, each)
+
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    blocks = [
+        block for page in pages for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.S | re.M)
+    ]
+    files = [each for folder in ("examples", "recipes") for each in sorted((REPOSITORY / folder).glob("*/*.yaml"))]
+    texts = [each.read_text(encoding="utf-8") for each in files] + [
+        part
+        for block in blocks  # a block of alternatives has one in each line
+        for part in (block.splitlines() if block.count("device_mapping:") == block.count("\n") else [block])
+    ]
+    for text in texts:
+        values = {str(key): value for key, value in read_yaml(text).items()}
+        tops = [each for each in (named(values.get("pipeline")), *schemas()) if each]
+        fitting = [each for each in tops if issubclass(each, (RunConfig, WorkerConfig)) and fits(each, values)]
+        for top in fitting[:1]:
+            visit(top, values)
+    return found
+
+
+def example(schema, name):
+    """Text of a key's example; empty if its type lists the values, or its default shows the form."""
+    if is_obvious(schema.model_fields[name].annotation):
+        return ""
+    return examples().get((schema, name)) or spell_example(MORE.get(schema.__name__, {}).get(name, ""))
+
+
+def fits(schema, values):
+    return all(key in schema.model_fields or key == "defaults" for key in values)
+
+
+def spell_example(value):
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).removesuffix("...\n").strip()
+    return "" if text == "''" else text
+
+
+def is_obvious(annotation):
+    """True for booleans and names, which the type lists."""
+    options = set(typing.get_args(annotation)) - {type(None)} or {annotation}
+    return all(each is bool or typing.get_origin(each) is typing.Literal or isinstance(each, str) for each in options)
 
 
 def own_fields(schema):
@@ -55,7 +156,11 @@ def own_fields(schema):
             continue
         documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         meaning = " ".join(following.value.value.split()) if documented else ""
-        yield statement.target.id, spell_type(statement.annotation), spell_default(statement.value), meaning
+        default = spell_default(statement.value)
+        if isinstance(statement.value, ast.Name):
+            text = str(schema.model_fields[statement.target.id].default)
+            default = text if len(text) <= MAX_EXAMPLE else "its text"
+        yield statement.target.id, spell_type(statement.annotation), default, meaning
 
 
 def spell_type(node):
@@ -67,6 +172,8 @@ def spell_type(node):
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
         values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         return " | ".join(str(each.value) for each in values)
+    if isinstance(node, ast.BinOp):
+        return f"{spell_type(node.left)} | {spell_type(node.right)}"
     return ast.unparse(node)
 
 
@@ -94,7 +201,7 @@ def lists():
         lines += [f"### {schema.__name__.strip('_')}", "", textwrap.fill(" ".join(title.split()), 100), ""]
         if bases:
             lines += [f"Has the keys of {' and '.join(bases)}, and:", ""]
-        lines += ["".join(key_entry(*row) for row in rows)]
+        lines += ["".join(key_entry(*row, example(schema, row[0])) for row in rows)]
     return "\n".join(lines)
 
 
@@ -115,6 +222,39 @@ def test_every_key_says_what_it_means(schema):
 
 
 ROLES = ("model_args", "training_args", "generating_args", "strategy_args", "rewards", "kind")
+
+
+def test_a_key_has_an_example_unless_its_type_or_default_shows_one():
+    """A default of null, `[]`, `{}`, or with the defaults of its own keys shows no form."""
+    bare = [
+        f"{schema.__name__}.{name}"
+        for schema in schemas()
+        for name, _, default, _ in own_fields(schema)
+        if default in ("", "null", "[]", "{}", "its defaults")
+        and not is_obvious(schema.model_fields[name].annotation)
+        and not example(schema, name)
+    ]
+    assert bare == [], "add them to key_examples.yaml"
+
+
+@pytest.mark.parametrize("schema", schemas(), ids=lambda schema: schema.__name__)
+def test_examples_are_valid(schema):
+    for name, *_ in own_fields(schema):
+        if text := example(schema, name):
+            try:
+                given = f"{name}: {text}".replace("s3://", "memory://")  # of a package that is not installed
+                schema.model_validate(read_yaml(given) | COMPANIONS.get(name, {}))
+            except ValidationError as error:
+                of_key = [each for each in error.errors() if not each["loc"] or each["loc"][0] == name]
+                # A rule between keys runs only for a valid key; it refuses the example without the other keys.
+                assert [each for each in of_key if each["loc"]] == [], f"{name}: {text}"
+
+
+def test_further_examples_are_of_keys_that_nothing_else_sets():
+    named_keys = {(name, key) for name, keys in MORE.items() for key in keys}
+    listed = {(schema.__name__, name) for schema in schemas() for name, *_ in own_fields(schema)}
+    assert named_keys <= listed
+    assert not named_keys & {(schema.__name__, name) for schema, name in examples()}
 
 
 def test_every_key_of_every_schema_is_listed():

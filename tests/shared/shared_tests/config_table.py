@@ -34,9 +34,10 @@ def check_table(page: Path, schema: type[Config], begin: str, end: str, names: M
         raise AssertionError(f"{page.name} differs from {schema.__name__}; {UPDATE_VARIABLE}=1 updates it")
 
 
-def key_entry(key: str, kind: str, default: str, meaning: str) -> str:
-    """A list item of a page, wrapped at 100 columns: the key with its type and default, then its meaning."""
-    facts = ", ".join([kind, *([f"default `{default}`"] if default else [])])
+def key_entry(key: str, kind: str, default: str, meaning: str, example: str = "") -> str:
+    """A list item of a page, wrapped at 100 columns: the key with its type, default and example, then its meaning."""
+    named = {"default": default, "example": example}
+    facts = ", ".join([kind, *(f"{name} `{value}`" for name, value in named.items() if value)])
     text = f"- `{key}` ({facts})" + (f": {meaning}" if meaning else "")
     return textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
 

@@ -168,7 +168,7 @@ class TrainInferCorrectionConfig(Config):
     off_policy_mask_threshold: PositiveFloat | None = None
     """Off-policy sequence mask (OPSM, arXiv:2512.02556): ignore negative advantages of rollouts above this threshold.
 
-    Compared is the mean over the rollout of the engine's logprob minus the trainer's. Default: no mask.
+    Compared is the mean over the rollout of the engine's logprob minus the trainer's, in nats. Default: no mask.
     """
     is_log_ratio_clamp: PositiveFloat = 20.0
     """Maximum |logarithm| of a ratio of the trainer's to the engine's probability."""
@@ -187,7 +187,7 @@ class SoftOverlongPenaltyConfig(Config):
     """
 
     l_max: PositiveInt | None = None
-    """Length from which a response gets the whole penalty. Default: the maximum number of new tokens."""
+    """Length in tokens from which a response gets the whole penalty. Default: the maximum number of new tokens."""
     l_cache: PositiveInt
     """Tokens before `l_max` in which the penalty grows."""
     penalty_factor: PositiveFloat = 1.0

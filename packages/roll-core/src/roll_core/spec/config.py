@@ -688,7 +688,7 @@ class TokenizerConfig(Config):
     alphabet: str | None = None
     """Characters of a `char` tokenizer. Default: those of the training data."""
     vocab_size: Annotated[int, Field(ge=260)] = 1024
-    """Size of a `bpe` tokenizer, special tokens included."""
+    """Size of a `bpe` tokenizer in tokens, special tokens included."""
 
 
 class ValidationConfig(Config):
@@ -740,8 +740,8 @@ class LogprobProbeConfig(GuardConfig):
     """Maximum mean absolute difference of logprobs, in nats. Default: 0.05, or 0.3 for an fp8 engine. bf16 engines
     differ by about 0.01, fp32 engines by less than 1e-4."""
     error_threshold: PositiveFloat = 0.5
-    """Above this, the run ends even if the action is `warn`. Also the bound for the few sampled tokens. A larger
-    `threshold` replaces it."""
+    """Above this, in nats, the run ends even if the action is `warn`. Also the bound for the few sampled tokens. A
+    larger `threshold` replaces it."""
 
     def bound(self, weight_format: WeightFormat) -> float:
         """Threshold for an engine that receives weights in this format."""
@@ -758,7 +758,7 @@ class LogprobGapConfig(WarningGuardConfig):
     threshold: PositiveFloat | None = None
     """Maximum mean absolute difference of logprobs, in nats. Default: 0.05, or 0.1 for an fp8 engine."""
     error_threshold: PositiveFloat = 0.3
-    """Above this, the run ends even if the action is `warn`. A larger `threshold` replaces it."""
+    """Above this, in nats, the run ends even if the action is `warn`. A larger `threshold` replaces it."""
 
     def bound(self, weight_format: WeightFormat) -> float:
         """Threshold for an engine that receives weights in this format."""
