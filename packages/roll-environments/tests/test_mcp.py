@@ -30,6 +30,9 @@ class TestLock(EnvironmentConformance):
     def create(self) -> McpServer:
         return McpServer(command=STDIO, **HIDDEN)
 
+    def create_failing(self) -> McpServer:
+        return McpServer(command=STDIO, env={"FAIL": "reward"}, **HIDDEN)
+
     def replies(self, seed: int) -> Sequence[Reply | str]:
         return [call("turn", number=seed % 10), "done"]
 

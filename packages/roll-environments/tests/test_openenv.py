@@ -58,6 +58,9 @@ class TestNumbers(EnvironmentConformance):
     def create(self) -> OpenEnv:
         return OpenEnv(url=self.url, **TEXT)
 
+    def create_failing(self) -> OpenEnv:
+        return OpenEnv(url=f"http://127.0.0.1:{free_port()}", **TEXT)
+
     def replies(self, seed: int) -> Sequence[str]:
         return [str((seed + 1) % 8), str(seed % 8)]
 

@@ -11,7 +11,7 @@ from roll_core.errors import ConfigError, DataError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.config import DataArguments
 from roll_pipeline_distill.config import DistillConfig
-from roll_testing.errors import raises_error
+from roll_testing.errors import mentions, raises_error
 
 ROLE = {"model_args": {"random_init": {"model_type": "qwen3"}}, "device_mapping": [0]}
 TEACHER = ROLE | {"strategy_args": {"strategy_name": "hf_infer"}}
@@ -185,6 +185,22 @@ def test_the_engine_of_a_served_teacher_is_not_checked_with_the_students_model(l
     with pytest.raises(ConfigError) as caught:
         loaded(**SERVED | given | {"actor_infer": engine})
     assert [each.key for each in caught.value.problems] == ["actor_infer.strategy_args.strategy_config"]
+
+
+def test_a_served_teacher_needs_room_for_one_token_after_the_longest_sequence(loaded):
+    """Engines sample at least one token of each request; the student's engine stops at the last one."""
+
+    def given(limit):
+        engine = ENGINE | {"strategy_args": {"strategy_name": "vllm", "strategy_config": {"max_model_len": limit}}}
+        lengths = {"prompt_length": 100, "response_length": 28}
+        return SERVED | lengths | {"served_teachers": {"main": engine | ROLE}}
+
+    loaded(**given(129))
+    with pytest.raises(ConfigError) as caught:
+        loaded(**given(128))
+    role = "served_teachers.main.strategy_args.strategy_config"
+    assert [(each.key, each.code) for each in caught.value.problems] == [(role, "ROLL-C014")]
+    assert mentions(str(caught.value), "max_model_len", "129")
 
 
 @pytest.mark.parametrize("keys", [SERVED | TOPK | DATASET, FROM_TEACHER | {"teachers": {}}], ids=["served", "samples"])

@@ -85,6 +85,8 @@ class TeacherInferConfig(InferWorkerConfig):
 class ServedTeacherConfig(TeacherInferConfig):
     """`served_teachers.<domain>`: a model whose logprobs an engine computes, as those of a prompt."""
 
+    scores_sequences: ClassVar[bool] = True
+
     tag_included: list[str] = Field(default_factory=list)
     """Further tags whose rows this teacher scores. Its domain is always one of its tags."""
 

@@ -300,6 +300,8 @@ class StrategyCheck:
                 longest.append(tokens if type(tokens) is int else self._length("response_length"))
         # As a `value_error`, it is located at the first key that its message names.
         lengths = self._length("prompt_length"), max(longest)
+        if issubclass(self.worker, InferWorkerConfig) and self.worker.scores_sequences:
+            lengths = sum(lengths), 1
         self._try(strategy.check_lengths, *lengths, code="ROLL-C014", kind="value_error")
 
     def _length(self, key: str) -> int:

@@ -495,6 +495,8 @@ class InferWorkerConfig(WorkerConfig):
     kind: ClassVar[RoleKind] = "generate"
     receives_weights: ClassVar[bool] = True
     """False if no role publishes weights to it. It then keeps the weights of its own model, which it cannot offload."""
+    scores_sequences: ClassVar[bool] = False
+    """True if whole sequences are its prompts. An engine samples one token after a prompt that it only scores."""
 
 
 class FilterArguments(Config):
