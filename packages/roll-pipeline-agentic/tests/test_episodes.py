@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections import Counter
@@ -228,6 +229,26 @@ def test_too_many_failures_in_a_row_end_the_run(tokenizer: Any) -> None:
 
     with pytest.raises(EnvironmentsFailedError):
         asyncio.run(run())
+
+
+def test_a_successful_episode_ends_a_row_of_failures(tokenizer: Any) -> None:
+    """Two of three episodes fail, six in all, but never more than `max_consecutive_failures` = 2 in a row."""
+    numbers = itertools.count()
+
+    class Unstable(Five):
+        async def reset(self, task: Any, seed: int) -> Opening:
+            if next(numbers) % 3:
+                raise RuntimeError("no such level")
+            return await super().reset(task, seed)
+
+    async def run() -> tuple[list[bool], Any]:
+        shared = episodes(tokenizer, partial(Unstable, low=1, high=9), Config(retries=0))
+        groups = [await EpisodeGroup(shared).run(Script(tokenizer, RIGHT), PROMPT) for _ in range(9)]
+        return [sample.reward.failed for group in groups for sample in group.samples if sample.reward], shared
+
+    failed, shared = asyncio.run(run())
+    assert failed == [False, True, True] * 3
+    assert shared.counts == {("guess", "failures"): 6}
 
 
 def test_the_score_of_an_episode_belongs_to_its_last_turn(tokenizer: Any) -> None:

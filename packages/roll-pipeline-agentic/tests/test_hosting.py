@@ -21,6 +21,7 @@ from roll_core.spec.environment import Reply
 from roll_pipeline_agentic import environment_process
 from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.hosting import EnvironmentHost
+from roll_testing.errors import mentions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import wrong_environments as wrong
@@ -143,6 +144,22 @@ def test_a_hanging_call_is_stopped_at_its_deadline(isolation: str, cls: Any) -> 
     failures = asyncio.run(run())
     assert all(isinstance(each, EnvironmentFailure) for each in failures)
     assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(("stage", "at"), [("setup", "init"), ("setup", "reset"), ("step", "step"), ("score", "score")])
+def test_each_stage_has_a_deadline_of_its_own(stage: str, at: str) -> None:
+    """The stage that hangs is stopped after its own seconds; the others have an hour."""
+
+    async def run() -> list[Any]:
+        of = host("thread", at=at, how="hang")
+        keys = {f"{each}_timeout_s": 3600.0 for each in ("setup", "step", "score")} | {f"{stage}_timeout_s": 0.2}
+        of.config = of.config.model_copy(update=keys)
+        async with asyncio.timeout(30):
+            return await closed(of, episode(of))
+
+    (failure,) = asyncio.run(run())
+    assert isinstance(failure, EnvironmentFailure)
+    assert mentions(str(failure), f"__{at}__" if at == "init" else at, "0.2 s")
 
 
 def test_a_process_that_exits_is_replaced(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -37,6 +38,38 @@ def test_a_run_trains_and_reports_episodes(runs: AgenticRuns) -> None:
     assert sample["turns"][0]["context"] == "Guess a number from 1 to 9."
     transcript = "".join(turn["context"] + turn["response"] for turn in sample["turns"])
     assert transcript == sample["prompt"] + sample["response"]
+
+
+def test_each_environment_has_its_share_its_limits_and_its_evaluation(runs: AgenticRuns) -> None:
+    """Of 4 groups, `num_groups_partition` 3 to 1 gives 3 to one tag. An evaluation has its own tags and group size."""
+    guess = {"environment": "guess_number", "env_config": {"high": 9}}
+    given = {
+        "custom_envs": {
+            "short": {**guess, "max_steps": 1, "max_tokens_per_step": 1},
+            "long": {**guess, "env_config": {"high": 10**6}},
+            "held_out": {**guess, "max_steps": 2},
+        },
+        "train_env_manager": {
+            "group_size": 2, "num_env_groups": 8, "tags": ["short", "long"], "num_groups_partition": [6, 2],
+        },
+        "val_env_manager": {"group_size": 1, "tags": ["held_out"]},
+        "val_batch_size": 3,
+        "eval_steps": 2,
+    }  # fmt: skip
+    result = runs.ok(runs.config(**given))
+    lines = [line for line in runs.metrics(result) if line["step"]]
+    for line in lines:
+        assert (line["env/short/turns/max"], line["env/short/tokens_per_turn/mean"]) == (1, 1)
+        assert (line["env/long/turns/mean"], line["env/long/truncated_share"]) == (3, 1)
+    samples = runs.samples(result)
+    found = Counter((each["split"], each["step"], each["tag"]) for each in samples)
+    expected = {("train", step, tag): number for step in (1, 2) for tag, number in (("short", 6), ("long", 2))}
+    assert {key: number for key, number in found.items() if key[0] == "train"} == expected
+    assert {key[2] for key in found if key[0] == "val"} == {"held_out"}
+    groups = Counter(each["group"] for each in samples if each["split"] == "train")
+    assert set(groups.values()) == {2}
+    assert {"val/env/held_out/turns/max"} <= runs.metrics(result)[0].keys()
+    assert max(line.get("val/env/held_out/turns/max", 0) for line in runs.metrics(result)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -204,6 +237,14 @@ def test_a_run_ends_after_too_many_failures_in_a_row(own: AgenticRuns) -> None:
         ),
         ({"train_env_manager": {"group_size": 4, "format_penalty": 0.1}}, "train_env_manager.format_penalty"),
         ({"echo_coef": -1.0}, "echo_coef"),
+        (
+            {"train_env_manager": {"group_size": 4, "num_env_groups": 8, "num_groups_partition": [7]}},
+            "train_env_manager.num_groups_partition",
+        ),
+        (
+            {"train_env_manager": {"group_size": 4, "num_env_groups": 8, "num_groups_partition": [6, 2]}},
+            "train_env_manager.num_groups_partition",
+        ),
     ],
 )
 def test_mistakes_are_located(runs: AgenticRuns, given: dict[str, object], key: str) -> None:
