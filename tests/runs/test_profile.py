@@ -24,7 +24,9 @@ def test_the_selected_steps_are_in_the_timeline_and_the_report_names_it(local_ru
     result = local_runs.ok(config)
     assert profiled(result) == ["sft_train-steps-2-3-rank-0.json.gz"]
     (path,) = result.run_dir.profile.iterdir()
-    assert any(each.get("name", "").startswith("aten::") for each in events(path))
+    names = {each.get("name", "") for each in events(path)}
+    assert any(name.startswith("aten::") for name in names)
+    assert "[memory]" not in names
     assert path.name in result.run_dir.report.read_text(encoding="utf-8")
     without = local_runs.ok(config | {"profile": None, "exp_name": "without"})
     assert profiled(without) == []
@@ -35,8 +37,12 @@ def test_the_selected_steps_are_in_the_timeline_and_the_report_names_it(local_ru
 
 @pytest.mark.parametrize(("steps", "name"), [([3, 9], "3-4"), ([9, 10], None)])
 def test_a_window_that_ends_after_the_run_has_its_steps_up_to_the_last(local_runs, steps, name):
-    result = local_runs.ok(local_runs.sft(max_steps=4, profile={"roles": ["sft_train"], "steps": steps}))
+    profile = {"roles": ["sft_train"], "steps": steps, "memory": True}
+    result = local_runs.ok(local_runs.sft(max_steps=4, profile=profile))
     assert profiled(result) == ([f"sft_train-steps-{name}-rank-0.json.gz"] if name else [])
+    for path in result.run_dir.profile.glob("*"):
+        changes = [each["args"]["Bytes"] for each in events(path) if each.get("name") == "[memory]"]
+        assert max(changes) > 0 > min(changes)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ RUN: Table = {
     "user_defined_rollout_loop_cls": refused("custom code: see docs/plugins.md for pipelines"),
     **each(
         "profiler_timeline profiler_memory",
-        unsupported("there is no profiler; the report shows the time of each part of a step", False),
+        unsupported("set profile, which has roles, steps and memory", False),
     ),
     **each("profiler_output_dir otlp_output_dir", unneeded("nothing is written there")),
     **each("logging_dir base_dir", unneeded("log, metrics and samples are in the run's directory")),

@@ -824,6 +824,8 @@ class ProfileConfig(Config):
     """Roles that train or score, each with workers in processes of its own."""
     steps: list[PositiveInt] = Field(min_length=2, max_length=2)
     """First and last profiled step, counted from 1. Profiled steps are slower, and their events stay in host memory."""
+    memory: bool = False
+    """Also record each allocation and release, in bytes, with the total on its device."""
 
     @field_validator("steps")
     @classmethod

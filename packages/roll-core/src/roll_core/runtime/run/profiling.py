@@ -41,7 +41,7 @@ class StepProfiler:
         if self._first is None and first <= run.step + 1 <= last:
             self._first = run.step + 1
             for name in self._config.roles:
-                await run.train_role(name).start_profile()
+                await run.train_role(name).start_profile(memory=self._config.memory)
 
     async def after_step(self, run: ActiveRun, *, last: bool) -> None:
         """Write the timelines after the last selected step, or after the last step of the run."""

@@ -302,9 +302,9 @@ class GroupTrainRole(TrainRole):
     def _rank_folders(self, path: Path) -> list[str]:
         return [str(path / f"rank-{rank}") for rank in range(self.group.world_size)]
 
-    async def start_profile(self) -> None:
-        """Start the profiler of each rank."""
-        await self._workers(TrainWorker.start_profile).all()
+    async def start_profile(self, *, memory: bool) -> None:
+        """Start the profiler of each rank, with allocations if `memory`."""
+        await self._workers(TrainWorker.start_profile).all(memory)
 
     async def stop_profile(self, name: Path) -> None:
         """Write the timeline of each rank to files whose names begin with the path `name`."""

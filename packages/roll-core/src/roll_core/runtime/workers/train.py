@@ -217,11 +217,11 @@ class TrainWorker(SendingWorker):
         """Write the output layer to a file."""
         self.strategy.export_head(Path(path))
 
-    def start_profile(self) -> None:
+    def start_profile(self, memory: bool) -> None:
         """Start torch's profiler for this thread, which runs all passes, and for the device."""
         from torch.profiler import profile
 
-        self._profiler = profile(record_shapes=True)
+        self._profiler = profile(record_shapes=True, profile_memory=memory)
         self._profiler.start()
 
     def stop_profile(self, name: str) -> None:
