@@ -2,6 +2,7 @@
 and who asks for it learns why it is not there."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -237,15 +238,31 @@ def test_damaged_distributions_do_not_hide_the_others(site):
     assert listed["garbage"]["state"] == "failed"
 
 
-def test_a_plugin_without_its_engine_says_what_is_missing(site):
+@pytest.mark.parametrize(
+    ("needs", "code", "listed"),
+    [
+        ('"no-such-engine>=2",', 0, "not_installed"),
+        ('("no-such-engine>=2", "no-such-engine-rocm>=2"),', 0, "not_installed"),
+        ('"packaging<2",', 2, "broken"),
+        ('"no-such-engine>=2", "packaging<2"', 2, "broken"),
+        ('("no-such-engine>=2", "packaging<2"),', 2, "broken"),
+    ],
+)
+def test_a_plugin_without_its_engine_says_what_is_missing(site, needs, code, listed):
+    """A package of another version is a defect of the installation; a package that is not installed is a choice."""
     site.install(
         "acme",
-        source=site_source().replace('summary="', 'needs=("no-such-engine>=2",), summary="'),
+        source=site_source().replace('summary="', f'needs=({needs}), summary="'),
         files={"strategy.py": "import no_such_engine\n"},
     )
-    done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core", ROLL_PLUGINS="acme")
-    assert done.returncode == 2
-    assert mentions(done.stdout, "no-such-engine", "2", "'no-such-engine>=2'")
+    arguments = ("--check", "--disable-plugin", "roll-core")
+    done = site.roll_core("plugins", *arguments, ROLL_PLUGINS="acme")
+    assert done.returncode == code
+    assert mentions(done.stdout, "no-such-engine" if "no-such" in needs else "packaging")
+    found = json.loads(site.roll_core("plugins", "--json", *arguments, ROLL_PLUGINS="acme").stdout)
+    assert {key: len(found[key]) for key in ("broken", "not_installed")} == {
+        key: int(key == listed) for key in ("broken", "not_installed")
+    }
     assert site.check("acme").returncode == 0, "the machine that checks need not have the engine"
 
 

@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 
 def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: bool, check_parts: bool) -> int:
-    """List every plugin. Returns the exit code: 2 if `check_parts` is set and finds a broken part, otherwise 0."""
+    """List every plugin. Returns the exit code: 2 if `check_parts` is set and finds a broken part, otherwise 0.
+
+    A part whose optional package is not installed is listed separately, and is not broken.
+    """
     registry = load_registry(disabled_plugins)
-    broken = _check_parts(registry) if check_parts else []
+    broken, absent = _check_parts(registry) if check_parts else ([], [])
     if as_json:
         listing: dict[str, Any] = {"plugins": registry.describe(), "conflicts": _conflicts(registry)}
         if check_parts:
-            listing["broken"] = broken
+            listing |= {"broken": broken, "not_installed": absent}
         sys.stdout.write(json.dumps(listing, indent=2) + "\n")
     else:
         for plugin in registry.plugins:
@@ -39,8 +42,11 @@ def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: boo
             sys.stdout.write(f"conflict: {conflict}\n")
         for problem in broken:
             sys.stdout.write(f"broken: {problem}\n")
+        for problem in absent:
+            sys.stdout.write(f"not installed: {problem}\n")
         if check_parts and not broken:
-            sys.stdout.write("all parts can be imported, and their requirements are installed\n")
+            others = "all other parts" if absent else "all parts"
+            sys.stdout.write(f"{others} can be imported, and their requirements are installed\n")
     return 2 if broken else 0
 
 
@@ -104,16 +110,17 @@ def _conflicts(registry: Registry) -> list[str]:
     ]
 
 
-def _check_parts(registry: Registry) -> list[str]:
-    """Describe everything that would fail on use.
+def _check_parts(registry: Registry) -> tuple[list[str], list[str]]:
+    """Describe everything that would fail on use: what is broken, and parts whose packages are not installed.
 
-    These are plugins that did not load, parts that cannot be imported or break their contract, unmet requirements, and
-    misspelt names of weight transports.
+    Broken are plugins that did not load, parts that cannot be imported or break their contract, packages of another
+    version, and misspelt names of weight transports.
     """
-    from roll_core.plugins.requirements import check_requirements
+    from roll_core.plugins.requirements import check_requirements, is_absent
     from roll_core.plugins.targets import check_part
 
     broken = [str(plugin.error) for plugin in registry.plugins if plugin.error is not None]
+    absent: list[str] = []
     transports = registry.names(WeightTransportProvider)
     for plugin in registry.plugins:
         for record in plugin.providers:
@@ -121,9 +128,9 @@ def _check_parts(registry: Registry) -> list[str]:
                 check_requirements(record, owner=registry.owner(record))
                 check_part(record, owner=registry.owner(record))
             except PluginError as error:
-                broken.append(str(error))
+                (absent if is_absent(record) else broken).append(str(error))
             for name in getattr(getattr(record, "capabilities", None), "weight_transports", ()):
                 close = closest(name, transports)
                 if close and name not in transports:
                     broken.append(f"{registry.owner(record)}: lists weight transport {name!r}; did you mean {close!r}?")
-    return broken
+    return broken, absent

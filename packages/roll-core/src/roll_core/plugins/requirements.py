@@ -28,24 +28,29 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
 
     The message lists all missing or mismatched packages: the version found, the version expected, the install command.
     """
-    if not provider.needs:
-        return
-    from packaging.requirements import Requirement as Parsed
-
-    problems: list[str] = []
-    wanted: list[Requirement] = []
-    for need in provider.needs:
-        requirements = [Parsed(each) for each in alternatives(need)]
-        requirements = [each for each in requirements if each.marker is None or each.marker.evaluate()]
-        unmet = [problem for each in requirements if (problem := _problem(each))]
-        if requirements and len(unmet) == len(requirements):
-            problems.append(", and ".join(unmet))
-            wanted.append(next((each for each in requirements if _installed(each)), requirements[0]))
-    if problems:
+    if unmet := _unmet(provider):
+        problems = [", and ".join(_problem(each) for each in need) for need in unmet]
+        wanted = [next((each for each in need if _installed(each)), need[0]) for need in unmet]
         for each in wanted:
             each.marker = None
-        command = " ".join(f"'{each}'" for each in wanted)
-        raise _missing(owner, problems, command)
+        raise _missing(owner, problems, " ".join(f"'{each}'" for each in wanted))
+
+
+def is_absent(provider: Provider) -> bool:
+    """True if requirements are unmet only because their packages are not installed, in whichever version."""
+    unmet = _unmet(provider)
+    return bool(unmet) and not any(_installed(each) for need in unmet for each in need)
+
+
+def _unmet(provider: Provider) -> list[list[Requirement]]:
+    """The alternatives of each entry of `provider.needs` that apply here, if none of them is met."""
+    if not provider.needs:
+        return []
+    from packaging.requirements import Requirement as Parsed
+
+    needs = [[Parsed(each) for each in alternatives(need)] for need in provider.needs]
+    needs = [[each for each in need if each.marker is None or each.marker.evaluate()] for need in needs]
+    return [need for need in needs if need and all(_problem(each) for each in need)]
 
 
 def check_extra(extra: str, *, what: str) -> None:
