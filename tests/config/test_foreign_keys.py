@@ -138,7 +138,9 @@ def test_the_page_for_users_of_other_libraries_names_keys_and_defaults_of_the_sc
     """docs/coming-from.md: the columns `here` have keys and defaults, the column `keys here` settings."""
     docs = Path(__file__).parents[2] / "docs"
     pages = (docs / "configuration.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^- `(\w+)` \(.*?(?:default\s+`([^`]*)`)?\):", pages, re.MULTILINE | re.DOTALL)
+    listed = re.findall(
+        r"^- `(\w+)` \(.*?(?:default\s+`([^`]*)`(?:,\s+example\s+`[^`]*`)?)?\):", pages, re.MULTILINE | re.DOTALL
+    )
     schema = dict(reversed(listed))  # rlvr's default, not that of a later schema that overrides it
     column, seen, wrong = None, set(), []
     for line in (docs / "coming-from.md").read_text(encoding="utf-8").splitlines():
