@@ -53,7 +53,8 @@ def test_the_inverse_is_the_first_token_whose_cumulative_weight_exceeds_the_unif
     rng = np.random.default_rng(seed)
     weights = rng.random(size).astype(np.float32) * (rng.random(size) < 0.5)
     weights[rng.integers(size)] = 1.0
-    found = int(invert_cdf(torch.from_numpy(weights).unsqueeze(0), torch.tensor([min(u, 1 - 1e-12)]).double())[0])
+    uniform = torch.tensor([min(u, 1 - 1e-12)], dtype=torch.float64)  # in float32 it would be 1
+    found = int(invert_cdf(torch.from_numpy(weights).unsqueeze(0), uniform)[0])
     cumulative = np.cumsum(weights.astype(np.float64))
     exact = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     assert weights[found] > 0

@@ -17,7 +17,6 @@ from roll_core.errors import CheckpointError, NoCheckpointError
 from roll_core.runtime.records.best import BestCheckpoint
 from roll_core.runtime.records.checkpoints import STATE, Checkpoint, CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
-from roll_core.runtime.records.remote_checkpoints import RemoteFolder, store_errors
 from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.resuming import SavedRun
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from roll_core.runtime.records.manifest import Manifest
+    from roll_core.runtime.records.remote_checkpoints import RemoteFolder
 
 ROLE = ("strategy", "world_size", "weight_version", "portable")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -120,6 +120,8 @@ def _copies(url: str, *, digests: bool) -> Iterator[CheckpointRow]:
 
     Raises `NoCheckpointError` if there is none.
     """
+    from roll_core.runtime.records.remote_checkpoints import RemoteFolder, store_errors
+
     folder = RemoteFolder(url, {})
     with store_errors(url):
         manifests = folder.manifests()
