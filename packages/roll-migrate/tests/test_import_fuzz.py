@@ -1,4 +1,4 @@
-"""Whatever stands in a file that could be ROLL's: a report that is complete, or one of our errors."""
+"""Whatever stands in a file that could be ROLL's or verl's: a report that is complete, or one of our errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PipelineProvider
 from roll_migrate.command import written
 from roll_migrate.roll import import_roll
+from roll_migrate.verl import import_verl
 
 FILES = Path(__file__).parent / "roll"
 WHOLE = [
     yaml.safe_load((FILES / f"{name}.yaml").read_text())
     for name in ("rlvr_megatron_vllm", "sft_fsdp2", "rlvr_ppo_critic")
+]
+VERL = [
+    yaml.safe_load((FILES.with_name("verl") / f"{name}.yaml").read_text())
+    for name in ("grpo_fsdp_vllm", "ppo_megatron")
 ]
 JUNK = st.one_of(
     st.none(),
@@ -46,8 +51,8 @@ def registry():
 
 
 @st.composite
-def mutated(draw):
-    data = copy.deepcopy(draw(st.sampled_from(WHOLE)))
+def mutated(draw, files):
+    data = copy.deepcopy(draw(st.sampled_from(files)))
     for _ in range(draw(st.integers(1, 4))):
         path = draw(st.sampled_from(list(paths(data))))
         parent = data
@@ -70,12 +75,22 @@ def leaves(value, prefix=""):
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(data=mutated())
+@given(data=mutated(WHOLE))
 def test_every_key_is_accounted_for_or_the_file_is_refused(data, registry, tmp_path):
+    check(import_roll, data, registry, tmp_path)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=mutated(VERL))
+def test_every_key_of_verl_is_accounted_for_or_the_file_is_refused(data, registry, tmp_path):
+    check(import_verl, data, registry, tmp_path)
+
+
+def check(importer, data, registry, tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
     try:
-        imported = import_roll(file, registry)
+        imported = importer(file, registry)
     except RollError:
         return
     told = [each.key for each in imported.keys if each.status != "added"]

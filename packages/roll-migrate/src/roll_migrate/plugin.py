@@ -25,9 +25,14 @@ def roll_commands() -> Iterator[CommandProvider]:
 
 @hookimpl
 def roll_importers() -> Iterator[ImporterProvider]:
-    """Importer of alibaba/ROLL's configs."""
+    """Importers of the configs of alibaba/ROLL and of verl."""
     yield ImporterProvider(
         name="roll",
         target="roll_migrate.roll:import_roll",
         summary="A config of alibaba/ROLL, with its fragments and interpolations resolved",
+    )
+    yield ImporterProvider(
+        name="verl",
+        target="roll_migrate.verl:import_verl",
+        summary="A config of verl's PPO trainer, or a script with its overrides",
     )

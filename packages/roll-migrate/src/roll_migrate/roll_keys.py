@@ -487,9 +487,6 @@ STRATEGIES: dict[str, Table] = {
 }
 """Rules for `strategy_config` that a strategy's own schema cannot express, by the first part of the strategy's name."""
 
-NULL_MEANS_SOMETHING = ("track_with",)
-"""Keys for which null and a missing key mean different things."""
-
 
 def _sampling(*, evaluation: str) -> dict[tuple[str, ...], object]:
     """Of a pipeline with rollouts, whose evaluations are configured under the key `evaluation`."""

@@ -1,0 +1,1093 @@
+"""Conversion rules for the keys of verl's PPO trainer (0.9.1). Update them here if keys change on either side.
+
+Names, defaults and meanings are those of verl/trainer/config and of the code that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_migrate.rules import Key, KeyRule, Outcome, Table, change, each, refused, unneeded, unsupported, value_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roll_core.config.source import KeyPath
+
+ROLE = "actor_rollout_ref"
+ACTOR, REF, ROLLOUT = (ROLE, "actor"), (ROLE, "ref"), (ROLE, "rollout")
+REWARD = "verl"
+"""Name of the one reward in `rewards`."""
+
+
+# -- facts of a config -------------------------------------------------------------------------------------------------
+
+
+def given(source: Mapping[str, Any], path: KeyPath, default: Any) -> Any:
+    """Value at `path`, or verl's default."""
+    value = value_at(source, path)
+    return default if value is None else value
+
+
+def backend(source: Mapping[str, Any], role: KeyPath = ACTOR) -> str:
+    """`megatron` or `fsdp`: the engine that trains or scores a role."""
+    strategy = value_at(source, (*role, "strategy"))
+    if strategy is None and role != ACTOR:
+        return backend(source)
+    if strategy is None and (value_at(source, (*ACTOR, "megatron")) or source.get("model_engine") == "megatron"):
+        strategy = "megatron"
+    return "megatron" if strategy == "megatron" else "fsdp"
+
+
+def num_gpus(source: Mapping[str, Any]) -> int:
+    """Number of GPUs of verl's resource pool."""
+    return _int(given(source, ("trainer", "n_gpus_per_node"), 8)) * _int(given(source, ("trainer", "nnodes"), 1))
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def ulysses(source: Mapping[str, Any], role: KeyPath) -> int:
+    """Ulysses sequence parallel size of a role."""
+    default = given(source, (*role, "fsdp_config", "ulysses_sequence_parallel_size"), 1)
+    return _int(given(source, (*role, "ulysses_sequence_parallel_size"), default))
+
+
+def data_parallel(source: Mapping[str, Any], role: KeyPath) -> int:
+    """Data parallel size of a role."""
+    shards = ulysses(source, role)
+    if backend(source, role) == "megatron":
+        shards = 1
+        for name in ("tensor_model", "pipeline_model", "context"):
+            shards *= _int(given(source, (*role, "megatron", f"{name}_parallel_size"), 1))
+    return max(num_gpus(source) // shards, 1)
+
+
+def dynamic(source: Mapping[str, Any], role: KeyPath) -> bool:
+    """True if micro-batches of a role are filled by tokens."""
+    return bool(given(source, (*role, "use_dynamic_bsz"), value_at(source, (*ACTOR, "use_dynamic_bsz"))))
+
+
+def micro_batch(source: Mapping[str, Any], role: KeyPath) -> int:
+    """Sequences per micro-batch and rank."""
+    return 1 if dynamic(source, role) else _int(value_at(source, (*role, "ppo_micro_batch_size_per_gpu")))
+
+
+def accumulation(source: Mapping[str, Any], role: KeyPath) -> tuple[int, str]:
+    """Micro-batches per optimizer step, and the arithmetic. verl counts a mini-batch in prompts."""
+    default = given(source, (*ACTOR, "ppo_mini_batch_size"), 256)
+    mini, n = _int(given(source, (*role, "ppo_mini_batch_size"), default)), responses(source)
+    parallel, micro = data_parallel(source, role), micro_batch(source, role)
+    steps, rest = divmod(mini * n, parallel * micro)
+    how = (
+        f"{mini} prompts × n {n} = {mini * n} samples per optimizer step: {steps} × {micro} × data parallel {parallel}"
+    )
+    return max(steps, 1), f"{how}; verl refuses a remainder of {rest}" if rest else how
+
+
+def responses(source: Mapping[str, Any]) -> int:
+    """Responses per prompt."""
+    return _int(given(source, (*ROLLOUT, "n"), 1))
+
+
+def has_reference(source: Mapping[str, Any]) -> bool:
+    """True if a KL penalty needs the reference. With LoRA the base model is the reference, as in verl."""
+    if value_at(source, (ROLE, "model", "lora_rank")):
+        return False
+    return bool(value_at(source, (*ACTOR, "use_kl_loss")) or value_at(source, ("algorithm", "use_kl_in_reward")))
+
+
+def has_critic(source: Mapping[str, Any]) -> bool:
+    """True if the algorithm has a critic."""
+    enabled = value_at(source, ("critic", "enable"))
+    return given(source, ("algorithm", "adv_estimator"), "gae") == "gae" if enabled is None else bool(enabled)
+
+
+def positive(value: Any) -> bool:
+    """True for a number above 0."""
+    return isinstance(value, (int, float)) and value > 0
+
+
+def warms_up(source: Mapping[str, Any], optim: KeyPath) -> bool:
+    """True if a learning rate has a warm-up."""
+    names = ("lr_warmup_steps", "lr_warmup_steps_ratio")
+    return any(positive(value_at(source, (*optim, name))) for name in names)
+
+
+def loss_mode(source: Mapping[str, Any]) -> str:
+    """verl's policy loss."""
+    return str(given(source, (*ACTOR, "policy_loss", "loss_mode"), "vanilla"))
+
+
+# -- kinds of rules ----------------------------------------------------------------------------------------------------
+
+
+def _path(target: str) -> KeyPath:
+    return tuple(target.split("."))
+
+
+def to(*targets: str, note: str = "", differs: bool = False, neutral: tuple[Any, ...] = ()) -> KeyRule:
+    """Write the value at other paths. A value in `neutral` is roll-core's default."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        if any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral):
+            return Outcome("not needed", (), "it is the default here")
+        return Outcome("differs" if differs else "renamed", tuple((_path(target), value) for target in targets), note)
+
+    return KeyRule(f"→ `{'`, `'.join(targets)}`", convert)
+
+
+def only(condition: Callable[[Mapping[str, Any]], bool], why: str, rules: Table) -> Table:
+    """Rules that apply if the config fulfils a condition."""
+
+    def limited(rule: Any) -> Any:
+        if not isinstance(rule, KeyRule):
+            return only(condition, why, rule)
+
+        def convert(value: Any, key: Key) -> Outcome:
+            return rule(value, key) if condition(key.source) else Outcome("not needed", (), why)
+
+        return KeyRule(rule.says, convert)
+
+    return {name: limited(rule) for name, rule in rules.items()}
+
+
+def switched(note: str, switch: str = "enable") -> KeyRule:
+    """Reject a mapping if its switch is on."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        if not isinstance(value, Mapping) or not value.get(switch):
+            return Outcome("not needed", (), f"{switch} is off")
+        return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` rejects")
+
+    return KeyRule(f"rejected if {switch} is on: {note}", convert)
+
+
+def _changed(target: str, value: Any, note: str = "") -> Outcome:
+    return Outcome("changed", ((_path(target), value),), note)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _files(target: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        names = value if isinstance(value, list) else [value]
+        found = [str(Path(name).expanduser()) if str(name).startswith("~") else name for name in names]
+        return Outcome("renamed", ((_path(target), found if isinstance(value, list) else found[0]),))
+
+    return change(f"→ `{target}`", convert, nested=True)
+
+
+def _prompt_key(value: Any, key: Key) -> Outcome:
+    roles = ("actor_train", "validation") if key.beside("val_files") else ("actor_train",)
+    return Outcome("renamed", tuple(((role, "data_args", "messages"), value) for role in roles))
+
+
+def evaluates(source: Mapping[str, Any]) -> bool:
+    """True if there are held-out prompts."""
+    return bool(value_at(source, ("data", "val_files")))
+
+
+def _samples(target: str) -> KeyRule:
+    return to(target, neutral=(-1,))
+
+
+def _truncation(value: Any, key: Key) -> Outcome:
+    if value == "error" or key.beside("filter_overlong_prompts"):
+        return Outcome("not needed", (), "longer prompts are dropped and counted")
+    return Outcome("differs", (), f"verl truncates longer prompts ({value}); here they are dropped and counted")
+
+
+def _overlong_prompts(value: Any, key: Key) -> Outcome:
+    if value or key.beside("truncation") not in (None, "error"):
+        return Outcome("not needed", (), "longer prompts are dropped and counted")
+    return Outcome("differs", (), "verl stops at a longer prompt; here longer prompts are dropped and counted")
+
+
+def _train_shuffle(value: Any, key: Key) -> Outcome:
+    if value:
+        return Outcome("not needed", (), "prompts are shuffled in each pass over the data")
+    return Outcome("differs", (), "verl keeps the order of the file; here prompts are shuffled in each pass")
+
+
+ESTIMATORS = {
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++_baseline",
+    "grpo_passk": "pass_at_k",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
+
+
+def _estimator(value: Any, key: Key) -> Outcome:
+    name = ESTIMATORS.get(value, value)
+    if name != "grpo":
+        return Outcome("changed" if name != value else "kept", ((("adv_estimator",), name),))
+    if key.beside("norm_adv_by_std_in_grpo") is False:
+        writes = ((("adv_estimator",), "reinforce"), (("norm_mean_type",), "group"))
+        return Outcome("changed", writes, "without the group's deviation (Dr. GRPO)")
+    if responses(key.source) == 1:
+        note = "the advantage of a group of one is its reward in verl, and 0 here"
+        return Outcome("differs", ((("adv_estimator",), name),), note)
+    if key.beside("use_kl_in_reward"):
+        note = "verl subtracts the KL before the group's mean and deviation, roll-core after"
+        return Outcome("differs", ((("adv_estimator",), name),), note)
+    return Outcome("kept", ((("adv_estimator",), name),), "the same epsilon, 1e-6, and the unbiased deviation")
+
+
+KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"}
+
+
+def _kl_loss_type(value: Any, key: Key) -> Outcome:
+    if not key.beside("use_kl_loss"):
+        return Outcome("not needed", (), "use_kl_loss is off")
+    name = str(value)
+    writes: list[tuple[KeyPath, Any]] = [(("kl_loss_penalty",), KL.get(name.removesuffix("+"), value))]
+    if name.endswith("+"):
+        writes.append((("kl_loss_unbiased",), True))
+    return Outcome("changed" if writes[0][1] != value else "renamed", tuple(writes))
+
+
+def _kl_penalty(value: Any, key: Key) -> Outcome:
+    if not key.beside("use_kl_in_reward"):
+        return Outcome("not needed", (), "use_kl_in_reward is off")
+    return Outcome("changed", ((("kl_penalty",), KL.get(value, value)),))
+
+
+def _in_reward(rule: KeyRule) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if not key.at("algorithm", "use_kl_in_reward"):
+            return Outcome("not needed", (), "use_kl_in_reward is off")
+        return rule(value, key)
+
+    return KeyRule(rule.says, convert)
+
+
+def _if_adaptive(target: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if key.beside("type") != "adaptive":
+            return Outcome("not needed", (), "kl_ctrl.type is not adaptive")
+        return Outcome("renamed", ((_path(target), value),))
+
+    return _in_reward(KeyRule(f"→ `{target}`", convert))
+
+
+def _aggregation(value: Any, key: Key) -> Outcome:
+    if value == "seq-mean-token-sum-norm":
+        note = "the constant is response_length here; in verl loss_scale_factor, or the padded length"
+        return Outcome("differs", ((("loss_agg_mode",), value),), note)
+    return Outcome("kept", ((("loss_agg_mode",), value),), "over the optimizer step of all ranks, as in verl")
+
+
+def _scale_factor(value: Any, key: Key) -> Outcome:
+    length = given(key.source, ("data", "max_response_length"), 512)
+    if key.beside("loss_agg_mode") != "seq-mean-token-sum-norm" or value == length:
+        return Outcome("not needed", (), "the constant of seq-mean-token-sum-norm is response_length")
+    return Outcome("unsupported", ((key.path, value),), f"the constant is response_length {length}; `check` rejects it")
+
+
+def _clip_ratio(value: Any, key: Key) -> Outcome:
+    if key.beside("clip_ratio_low") is not None and key.beside("clip_ratio_high") is not None:
+        return Outcome("not needed", (), "clip_ratio_low and clip_ratio_high take precedence")
+    if value in (0.2, None):
+        return Outcome("not needed", (), "it is the default here")
+    note = "verl's own config sets clip_ratio_low and clip_ratio_high to 0.2, which take precedence there"
+    return Outcome("differs", ((("pg_clip",), value),), note)
+
+
+def _clip_end(end: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if loss_mode(key.source) == "gspo":
+            return Outcome("renamed", ((("pg_options", f"clip_{end}"), value),))
+        if loss_mode(key.source) != "vanilla":
+            note = f"the range of {loss_mode(key.source)} belongs to pg_options: see docs/algorithms.md"
+            return Outcome("differs", (), note)
+        others = [given(key.source, (*ACTOR, f"clip_ratio_{each}"), 0.2) for each in ("low", "high")]
+        if others == [0.2, 0.2]:
+            return Outcome("not needed", (), "it is the default here")
+        return Outcome("renamed", ((("use_pg_clip_range",), True), ((f"pg_clip_{end}",), value)), "clip-higher")
+
+    return KeyRule(f"→ `pg_clip_{end}`, with `use_pg_clip_range`", convert)
+
+
+def _clip_c(value: Any, key: Key) -> Outcome:
+    if loss_mode(key.source) != "vanilla":
+        return Outcome("not needed", (), f"{loss_mode(key.source)} does not clip twice here")
+    return Outcome("renamed", ((("dual_clip_loss",), True), (("dual_clip",), value)), "always on in verl")
+
+
+LOSSES = {"geo_mean": "gmpo"}
+OTHER_BOUNDS = {
+    "cispo": "the weight is 1 ∓ clip_ratio in verl, 0 to 5 here: see pg_options",
+    "geo_mean": "here log rho is clipped at ± 0.4 and one-sided: see pg_options",
+    "clip_cov": "verl clips a share of the tokens, roll-core tokens with a probability: see pg_options",
+    "kl_cov": "verl penalizes a share of the tokens, roll-core those above a covariance: see pg_options",
+    "dppo_tv": "here the loss is dppo, against the engine's logprobs",
+    "dppo_kl": "here the loss is dppo, against the engine's logprobs",
+}
+
+
+def _loss_mode(value: Any, key: Key) -> Outcome:
+    if value == "vanilla":
+        return Outcome("not needed", (), "verl's vanilla is pg_variant ppo, the default, with dual_clip_loss")
+    name = LOSSES.get(value, "dppo" if str(value).startswith("dppo") else value)
+    status = "differs" if value in OTHER_BOUNDS else "renamed"
+    return Outcome(status, ((("pg_variant",), name),), OTHER_BOUNDS.get(value, ""))  # type: ignore[arg-type]
+
+
+def _constant_of(loss: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if loss_mode(key.source) == loss:
+            return Outcome("differs", (), f"not converted: set pg_options of {loss}, see docs/algorithms.md")
+        return Outcome("not needed", (), f"it is a constant of {loss}")
+
+    return KeyRule(f"not converted: `pg_options` of {loss}", convert)
+
+
+def _mini_batch(value: Any, key: Key) -> Outcome:
+    role = _ours(key)
+    steps, how = accumulation(key.source, key.path[:-1])
+    return _changed(f"{role}.training_args.gradient_accumulation_steps", steps, how)
+
+
+def _micro_batch(value: Any, key: Key) -> Outcome:
+    if dynamic(key.source, key.path[:-1]):
+        return Outcome("not needed", (), "use_dynamic_bsz fills micro-batches by tokens")
+    return Outcome("renamed", ((_path(f"{_ours(key)}.training_args.per_device_train_batch_size"), value),))
+
+
+def _ours(key: Key) -> str:
+    return "critic" if key.path[0] == "critic" else "reference" if key.path[:2] == REF else "actor_train"
+
+
+def _tokens(name: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        role = ACTOR if key.path[:2] == ROLLOUT else key.path[:-1]
+        switch = key.beside("log_prob_use_dynamic_bsz") if name == "infer" else None
+        if not (dynamic(key.source, role) if switch is None else switch):
+            return Outcome("not needed", (), "use_dynamic_bsz is off")
+        size = ulysses(key.source, role)
+        note = f"{value} per GPU × ulysses_sequence_parallel_size {size}" if size > 1 else ""
+        target = f"{_ours(key)}.max_tokens_per_microbatch_in_{name}"
+        return Outcome("renamed", ((_path(target), value * size if isinstance(value, int) else value),), note)
+
+    return KeyRule(f"→ `max_tokens_per_microbatch_in_{name}`", convert)
+
+
+def _dynamic(name: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if not value:
+            return Outcome("not needed", (), "it is off here too")
+        return Outcome("renamed", ((_path(f"{_ours(key)}.use_dynamic_batching_in_{name}"), True),))
+
+    return KeyRule(f"→ `use_dynamic_batching_in_{name}`", convert)
+
+
+def _in_role(name: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        return Outcome("renamed", ((_path(f"{_ours(key)}.{name}"), value),))
+
+    return KeyRule(f"→ `{name}` of the role", convert)
+
+
+def _dtype(value: Any, key: Key) -> Outcome:
+    if value in ("fp32", "float32"):
+        return Outcome("not needed", (), "the optimizer updates fp32 weights; the computation is bf16")
+    return Outcome("differs", (), f"verl stores the trained weights in {value}; here the optimizer has fp32 weights")
+
+
+def _fsdp_size(value: Any, key: Key) -> Outcome:
+    if not isinstance(value, int) or value < 1:
+        return Outcome("not needed", (), "all ranks share one copy of the model")
+    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.fsdp_size"), value),))
+
+
+def _sequence_parallel(value: Any, key: Key) -> Outcome:
+    if value == 1:
+        return Outcome("not needed", (), "1 has no effect")
+    if backend(key.source) == "megatron":
+        return Outcome("not needed", (), "Megatron has context_parallel_size")
+    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.ulysses_size"), value),))
+
+
+def _megatron_sequences(value: Any, key: Key) -> Outcome:
+    if not value or key.beside("tensor_model_parallel_size") in (None, 1):
+        return Outcome("not needed", (), "it has no effect without tensor parallelism")
+    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.sequence_parallel"), value),))
+
+
+def _recompute_modules(value: Any, key: Key) -> Outcome:
+    if key.beside("recompute_granularity") != "selective":
+        return Outcome("not needed", (), "recompute_granularity is not selective")
+    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.recompute_modules"), value),))
+
+
+def _strategy(value: Any, key: Key) -> Outcome:
+    train = "megatron_train" if value == "megatron" else "fsdp2_train" if str(value).startswith("fsdp") else value
+    name = str(train).replace("_train", "_infer") if _ours(key) == "reference" else train
+    return _changed(f"{_ours(key)}.strategy_args.strategy_name", name, "" if value != "fsdp" else "by FSDP2")
+
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def _schedule(value: Any, key: Key) -> Outcome:
+    target, optim = f"{_ours(key)}.training_args", key.path[:-1]
+    warm = warms_up(key.source, optim)
+    floor = value_at(key.source, (*optim, "min_lr_ratio")) or 0
+    if value == "constant":
+        return _changed(f"{target}.lr_scheduler_type", "constant_with_warmup" if warm else "constant")
+    if value == "cosine" and floor:
+        writes = (
+            (_path(f"{target}.lr_scheduler_type"), "cosine_with_min_lr"),
+            (_path(f"{target}.lr_scheduler_kwargs.min_lr_rate"), floor),
+        )
+        return Outcome("changed", writes)
+    return Outcome("renamed", ((_path(f"{target}.lr_scheduler_type"), value),))
+
+
+def _positive(name: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if not isinstance(value, (int, float)) or value <= 0:
+            return Outcome("not needed", (), "there is no warm-up")
+        return Outcome("renamed", ((_path(f"{_ours(key)}.training_args.{name}"), value),))
+
+    return KeyRule(f"→ `training_args.{name}`", convert)
+
+
+def _betas(value: Any, key: Key) -> Outcome:
+    if not isinstance(value, list) or len(value) != 2:
+        return Outcome("unsupported", ((key.path, value),), "expected two numbers")
+    target = f"{_ours(key)}.training_args"
+    return Outcome("renamed", tuple((_path(f"{target}.adam_beta{at}"), each) for at, each in enumerate(value, 1)))
+
+
+def _grad_clip(value: Any, key: Key) -> Outcome:
+    """verl 0.9 reads only optim.clip_grad; older versions read grad_clip with FSDP."""
+    actor = given(key.source, (*ACTOR, "optim", "clip_grad"), given(key.source, (*ACTOR, "grad_clip"), 1.0))
+    if value == actor and (key.path[0] == "critic" or value == 1.0):
+        return Outcome("not needed", (), "max_grad_norm applies to every trained role")
+    if key.path[0] == "critic":
+        return Outcome("unsupported", ((key.path, value),), f"the critic has the actor's max_grad_norm {actor}")
+    if key.name == "grad_clip" and key.beside("optim") and key.at(*ACTOR, "optim", "clip_grad") is not None:
+        return Outcome("not needed", (), "optim.clip_grad takes precedence")
+    return Outcome("renamed", ((("max_grad_norm",), value),))
+
+
+def _engine(value: Any, key: Key) -> Outcome:
+    name = {"hf": "hf_infer"}.get(value, value)
+    return Outcome("renamed", ((_path("actor_infer.strategy_args.strategy_name"), name),))
+
+
+def _engine_key(vllm: str, sglang: str = "") -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        name = {"vllm": vllm, "sglang": sglang}.get(str(key.at(*ROLLOUT, "name")), vllm)
+        if not name:
+            return Outcome("not needed", (), "the engine decides")
+        return Outcome("renamed", ((_path(f"actor_infer.strategy_args.strategy_config.{name}"), value),))
+
+    return KeyRule(f"→ `{vllm}` of vllm, `{sglang or '–'}` of sglang", convert)
+
+
+def _engine_kwargs(value: Any, key: Key) -> Outcome:
+    own = value_at(value, (str(key.at(*ROLLOUT, "name")),)) or {}
+    target = _path("actor_infer.strategy_args.strategy_config")
+    return Outcome("renamed" if own else "not needed", tuple(((*target, name), each) for name, each in own.items()))
+
+
+def _engine_dtype(value: Any, key: Key) -> Outcome:
+    names = {"float16": "fp16", "float32": "fp32"}
+    if value in ("bfloat16", "bf16", "auto"):
+        return Outcome("not needed", (), "bf16 is the default")
+    return _changed("actor_infer.model_args.dtype", names.get(value, value))
+
+
+def _routing_replay(value: Any, key: Key) -> Outcome:
+    if not value:
+        return Outcome("not needed", (), "it is off")
+    return _changed("router_replay.mode", "R3")
+
+
+def _gpus(value: Any, key: Key) -> Outcome:
+    return Outcome("renamed", ((("num_gpus_per_node",), value),), "device_mapping of the roles lists the GPUs")
+
+
+def _steps(value: Any, key: Key) -> Outcome:
+    return Outcome("renamed", ((("max_steps",), value),))
+
+
+def _epochs(value: Any, key: Key) -> Outcome:
+    if key.beside("total_training_steps") is not None:
+        return Outcome("not needed", (), "total_training_steps takes precedence")
+    size = given(key.source, ("data", "train_batch_size"), 1024)
+    note = f"rlvr counts steps: set max_steps to {value} × rows of the data / rollout_batch_size {size}"
+    return Outcome("unsupported", (), note)
+
+
+def _frequency(target: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        off = not isinstance(value, int) or value < 1
+        return _changed(target, 0 if off else value, f"{value} is off" if off else "")
+
+    return KeyRule(f"→ `{target}`; -1 becomes 0", convert)
+
+
+def _val_before_train(value: Any, key: Key) -> Outcome:
+    on = positive(given(key.source, ("trainer", "test_freq"), -1))
+    if bool(value) == on:
+        return Outcome("not needed", (), "eval_steps also evaluates before the first step")
+    note = "here a run that evaluates does so before the first step too" if on else "test_freq is off"
+    return Outcome("differs", (), f"{note}; eval_steps is {'on' if on else '0, which disables evaluation'}")
+
+
+def _resume(value: Any, key: Key) -> Outcome:
+    known = {"auto": "auto", "disable": False}
+    if value in known:
+        return _changed("resume_from_checkpoint", known[value])
+    return Outcome("unsupported", (), "verl's checkpoints cannot be read: convert to a Hugging Face model for pretrain")
+
+
+def _logger(value: Any, key: Key) -> Outcome:
+    names = [name for name in (value if isinstance(value, list) else [value]) if name not in ("console", "file")]
+    found = [name for name in names if name in key.trackers]
+    missing = [str(name) for name in names if name not in key.trackers]
+    note = "console and metrics.jsonl are always written"
+    if missing:
+        installed = ", ".join(key.trackers)
+        return Outcome(
+            "unsupported", ((("track_with",), found),), f"no tracker {', '.join(missing)} (installed: {installed})"
+        )
+    return Outcome("changed", ((("track_with",), found),), note)
+
+
+def loggers(source: Mapping[str, Any]) -> list[Any]:
+    """Trackers that verl writes to."""
+    value = given(source, ("trainer", "logger"), ["console", "wandb"])
+    return value if isinstance(value, list) else [value]
+
+
+def _project(value: Any, key: Key) -> Outcome:
+    names = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
+    writes = tuple(
+        (("tracker_kwargs", name, option), value)
+        for name, option in names.items()
+        if name in loggers(key.source) and name in key.trackers
+    )
+    return Outcome("renamed", writes) if writes else Outcome("not needed", (), "no tracker has projects")
+
+
+def _experiment(value: Any, key: Key) -> Outcome:
+    name = "".join(each if each.isalnum() or each in "._-" else "-" for each in str(value)).strip("-") or "verl"
+    note = "" if name == value else "the name of a directory: letters, digits, `.`, `_` and `-`"
+    return Outcome("changed" if note else "renamed", ((("exp_name",), name),), note)
+
+
+def _filter(value: Any, key: Key) -> Outcome:
+    if not value:
+        return Outcome("not needed", (), "it is off")
+    target = ("rewards", REWARD, "query_filter_config")
+    metric = given(key.source, (*key.path[:-1], "metric"), "reward")
+    same = metric in ("reward", "seq_reward", "seq_final_reward", "score")
+    note = "" if same else f"verl compares {metric} of a group, roll-core its rewards, penalties included"
+    filters = {"type": "std_filter", "filter_args": {"std_threshold": 0}}
+    return Outcome("renamed" if same else "differs", ((target, filters),), note)
+
+
+def _max_batches(value: Any, key: Key) -> Outcome:
+    if not key.beside("enable"):
+        return Outcome("not needed", (), "filter_groups is off")
+    if not isinstance(value, int) or value < 1:
+        return Outcome("differs", (), "verl has no limit; see dynamic_sampling_max_tries, 10 batches")
+    size = given(key.source, ("data", "train_batch_size"), 1024)
+    generated = given(key.source, ("data", "gen_batch_size"), size)
+    tries = max(value * generated / size, 1.0)
+    note = (
+        f"{value} × gen_batch_size {generated} / train_batch_size {size}; verl then raises, here the batch is smaller"
+    )
+    return Outcome("differs", ((("dynamic_sampling_max_tries",), tries),), note)
+
+
+WEIGHT = ("train_infer_correction", "is_weight")
+
+
+def _rollout_is(value: Any, key: Key) -> Outcome:
+    level = key.beside("rollout_is_level") if value is True else value
+    if not level:
+        return Outcome("not needed", (), "it is off")
+    writes = [((*WEIGHT, "enabled"), True), ((*WEIGHT, "weight_type"), level)]
+    bounds = str(given(key.source, (*key.path[:-1], "rollout_is_threshold"), 2.0)).split("_")
+    try:
+        numbers = [float(each) for each in bounds]
+    except ValueError:
+        return Outcome("unsupported", ((key.path, value),), f"rollout_is_threshold {bounds} is not a number")
+    writes.append(((*WEIGHT, "upper_bound"), numbers[-1]))
+    if len(numbers) > 1:
+        writes += [((*WEIGHT, "lower_bound"), numbers[0]), ((*WEIGHT, "outside"), "mask")]
+    return Outcome("changed", tuple(writes), "a weight multiplies the advantage, in verl the loss")
+
+
+def _tis_cap(value: Any, key: Key) -> Outcome:
+    if not isinstance(value, (int, float)) or value <= 0:
+        return Outcome("not needed", (), "it is off")
+    writes = (((*WEIGHT, "enabled"), True), ((*WEIGHT, "upper_bound"), value))
+    return Outcome("renamed", writes, "a weight multiplies the advantage, in verl the loss")
+
+
+def _function(value: Any, key: Key) -> Outcome:
+    path = Path(str(value))
+    name = given(key.source, (*key.path[:-1], "name"), "compute_score")
+    parts = path.with_suffix("").parts
+    module = path.stem if path.is_absolute() or str(value).startswith(("~", "$")) or ".." in parts else ".".join(parts)
+    target = ("rewards", REWARD)
+    note = f"with verl's signature; {path.name} must be importable"
+    if module == path.stem and len(parts) > 1:
+        note += f": put {path.parent} on PYTHONPATH"
+    writes = (((*target, "reward"), "function"), ((*target, "function"), f"{module}:{name}"))
+    return Outcome("changed", writes, note)
+
+
+def _manager(value: Any, key: Key) -> Outcome:
+    if value in ("naive", "dapo", "prime", "batch", "rate_limited", "remote"):
+        return Outcome("not needed", (), "rewards are always scored in parallel; dapo's penalty has keys of its own")
+    return Outcome("unsupported", ((key.path, value),), "custom code: write a reward; `check` rejects it")
+
+
+OVERLONG: Table = {
+    "enable": unneeded("soft_overlong_penalty is set if it is on"),
+    "len": KeyRule("→ `soft_overlong_penalty.l_cache`", lambda value, key: _overlong("l_cache", value, key)),
+    "penalty_factor": KeyRule(
+        "→ `soft_overlong_penalty.penalty_factor`", lambda value, key: _overlong("penalty_factor", value, key)
+    ),
+    "log": unneeded("metrics have it"),
+}
+
+
+def _overlong(name: str, value: Any, key: Key) -> Outcome:
+    if not key.beside("enable"):
+        return Outcome("not needed", (), "the overlong buffer is off")
+    return Outcome("renamed", ((("soft_overlong_penalty", name), value),))
+
+
+def _max_resp_len(value: Any, key: Key) -> Outcome:
+    buffers = [key.beside(name) for name in ("overlong_buffer", "overlong_buffer_cfg")]
+    if not any(value_at(each, ("enable",)) for each in buffers):
+        return Outcome("not needed", (), "the overlong buffer is off")
+    return Outcome("renamed", ((("soft_overlong_penalty", "l_max"), value),))
+
+
+def _trust(value: Any, key: Key) -> Outcome:
+    if not value:
+        return Outcome("not needed", (), "it is off")
+    roles = ("critic",) if key.path[0] == "critic" else ("actor_train", "actor_infer")
+    return Outcome("renamed", tuple(((role, "model_args", "trust_remote_code"), True) for role in roles))
+
+
+def _checkpointing(value: Any, key: Key) -> Outcome:
+    if value:
+        return Outcome("not needed", (), "it is on by default")
+    return _changed(f"{_ours(key)}.model_args.disable_gradient_checkpointing", True)
+
+
+def _lora(name: str) -> KeyRule:
+    def convert(value: Any, key: Key) -> Outcome:
+        if not key.beside("lora_rank"):
+            return Outcome("not needed", (), "lora_rank is 0")
+        return Outcome("renamed", ((_path(f"{_ours(key)}.model_args.{name}"), value),))
+
+    return change(f"→ `model_args.{name}`", convert, nested=True)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+PLACED = unneeded("idle roles are offloaded by is_offload_states")
+FASTER = unneeded("it does not affect results")
+MODEL: Table = {
+    "path": to("pretrain"),
+    "trust_remote_code": change("→ `model_args.trust_remote_code`", _trust),
+    "lora_rank": _lora("lora_rank"),
+    "lora_alpha": _lora("lora_alpha"),
+    "target_modules": _lora("lora_target"),
+    "enable_gradient_checkpointing": change("→ `disable_gradient_checkpointing`", _checkpointing),
+    "use_remove_padding": unneeded("sequences are always packed"),
+    "override_config": KeyRule(
+        "→ `model_args.model_config_kwargs`",
+        lambda value, key: (
+            Outcome("renamed", ((_path(f"{_ours(key)}.model_args.model_config_kwargs"), value),))
+            if value
+            else Outcome("not needed", (), "it is empty")
+        ),
+    ),
+    **each("hf_config_path tokenizer_path custom_chat_template external_lib", refused("the model's own is used")),
+    **each("exclude_modules lora_adapter_path", refused("adapters start new, on the modules of lora_target")),
+    **each("use_shm enable_activation_offload use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
+    "mtp": switched("multi-token prediction layers are not trained"),
+    "lora": switched("set lora_rank, lora_alpha and target_modules", "rank"),
+    "share_embeddings_and_output_weights": FASTER,
+}
+OPTIM: Table = {
+    "lr": _in_role("training_args.learning_rate"),
+    "weight_decay": _in_role("training_args.weight_decay"),
+    "lr_warmup_steps": _positive("warmup_steps"),
+    "lr_warmup_steps_ratio": _positive("warmup_ratio"),
+    "betas": KeyRule("→ `training_args.adam_beta1`, `adam_beta2`", _betas),
+    **each("lr_scheduler_type warmup_style lr_decay_style", change("→ `training_args.lr_scheduler_type`", _schedule)),
+    "min_lr_ratio": unneeded("lr_scheduler_type has it"),
+    "clip_grad": change("→ `max_grad_norm`", _grad_clip),
+    "weight_decay_incr_style": refused("weight decay is constant", "constant"),
+    **each("lr_wsd_decay_style lr_wsd_decay_steps", unneeded("the schedule has no wsd; lr_decay_style decides")),
+    **each(
+        "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_coefficient_type muon_num_ns_steps"
+        " muon_tp_mode muon_fp32_matmul_prec muon_extra_scale_factor muon_scalar_optimizer muon_match_adamw_update_rms",
+        unneeded("it is for Muon: `optimizer` decides"),
+    ),
+    "use_precision_aware_optimizer": refused("the optimizer's state is fp32", False),
+    **each("main_grads_dtype exp_avg_dtype exp_avg_sq_dtype", unneeded("use_precision_aware_optimizer decides")),
+    "use_layer_wise_distributed_optimizer": refused("the optimizer is distributed by Megatron's default", False),
+    "optimizer": refused("only AdamW is supported", "AdamW", "adam", "adamw"),
+    "optimizer_impl": refused("only torch's AdamW is supported", "torch.optim"),
+    "num_cycles": refused("a cosine has half a cycle", 0.5),
+    "min_lr": refused("the schedule decays to 0, or to min_lr_ratio", 0.0),
+    "lr_warmup_init": refused("warm-up starts at 0", 0.0),
+    **each("total_training_steps lr_decay_steps", unneeded("the schedule spans max_steps")),
+    "override_optimizer_config": refused("only the declared keys are supported", {}),
+    **each("zero_indexed_step use_checkpoint_opt_param_scheduler", FASTER),
+}
+FSDP: Table = {
+    **each("param_offload optimizer_offload", PLACED),
+    "offload_policy": KeyRule(
+        "→ `strategy_config.offload_policy`",
+        lambda value, key: (
+            _in_role("strategy_args.strategy_config.offload_policy")(True, key)
+            if value
+            else Outcome("not needed", (), "it is off")
+        ),
+    ),
+    "reshard_after_forward": unneeded("FSDP2 decides by the model's size"),
+    "fsdp_size": change("→ `strategy_config.fsdp_size`; -1 means all ranks", _fsdp_size),
+    **each("model_dtype dtype", change("fp32 weights, bf16 computation", _dtype)),
+    "ulysses_sequence_parallel_size": change("→ `strategy_config.ulysses_size`", _sequence_parallel),
+    "qat": switched("quantization-aware training is not supported"),
+    **each(
+        "wrap_policy forward_prefetch use_orig_params seed full_determinism entropy_from_logits_with_chunking"
+        " entropy_from_logits_chunk_size use_torch_compile entropy_checkpointing"
+        " use_no_sync_for_gradient_accumulation pad_to_length pad_to_length_bucket forward_only strategy"
+        " turbo_config mixed_precision",
+        FASTER,
+    ),
+}
+FSDP = {**FSDP, "dtype": refused("training computes in bf16", "bfloat16")}
+PARALLEL = (
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size"
+    " expert_model_parallel_size expert_tensor_parallel_size"
+)
+TRANSFORMER = (
+    "recompute_granularity recompute_method recompute_num_layers moe_aux_loss_coeff moe_z_loss_coeff moe_grouped_gemm"
+    " moe_token_dispatcher_type moe_router_dtype account_for_embedding_in_pipeline_split"
+    " account_for_loss_in_pipeline_split"
+)
+STRATEGY = "strategy_args.strategy_config"
+MEGATRON: Table = {
+    **{name: _in_role(f"{STRATEGY}.{name}") for name in PARALLEL.split()},
+    "sequence_parallel": change("→ `strategy_config.sequence_parallel`", _megatron_sequences),
+    **each("param_offload optimizer_offload grad_offload", PLACED),
+    "use_distributed_optimizer": refused("the optimizer is always distributed", True),
+    "override_transformer_config": {
+        **{name: _in_role(f"{STRATEGY}.{name}") for name in TRANSFORMER.split()},
+        "recompute_modules": change("→ `strategy_config.recompute_modules`", _recompute_modules, nested=True),
+        **each("attention_backend apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion", FASTER),
+    },
+    **each("override_ddp_config override_mcore_model_config", refused("only the declared keys are supported", {})),
+    "qat": switched("quantization-aware training is not supported"),
+    "router_replay": unneeded("rollout.enable_rollout_routing_replay decides"),
+    "use_megatron_fsdp": refused("Megatron's FSDP is not supported", False),
+    **each(
+        "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix dist_ckpt_optim_fully_reshardable"
+        " distrib_optim_fully_reshardable_mem_efficient use_mbridge vanilla_mbridge entropy_from_logits_with_chunking"
+        " entropy_from_logits_chunk_size seed use_remove_padding forward_only dtype load_weight"
+        " dynamic_context_parallel max_seqlen_per_dp_cp_rank pad_bshd_to_minibatch_max pad_to_length"
+        " pad_to_length_bucket",
+        FASTER,
+    ),
+}
+SHARED: Table = {
+    "strategy": change("fsdp, fsdp2 → `fsdp2_train`, megatron → `megatron_train`", _strategy),
+    "fsdp_config": only(lambda source: backend(source) == "fsdp", "the strategy is megatron", FSDP),
+    "megatron": only(lambda source: backend(source) == "megatron", "the strategy is fsdp", MEGATRON),
+    "ulysses_sequence_parallel_size": change("→ `strategy_config.ulysses_size`", _sequence_parallel),
+    **each(
+        "profiler use_torch_compile use_fused_kernels use_remove_padding entropy_from_logits_with_chunking"
+        " entropy_from_logits_chunk_size entropy_checkpointing pad_to_length rollout_n load_weight",
+        FASTER,
+    ),
+    "router_replay": unneeded("rollout.enable_rollout_routing_replay decides"),
+}
+UPDATE: Table = {
+    **SHARED,
+    "optim": OPTIM,
+    "ppo_mini_batch_size": change("→ `gradient_accumulation_steps`; it counts prompts, without × n", _mini_batch),
+    "ppo_micro_batch_size_per_gpu": change("→ `per_device_train_batch_size`", _micro_batch),
+    "ppo_micro_batch_size": refused("set ppo_micro_batch_size_per_gpu"),
+    "use_dynamic_bsz": _dynamic("train"),
+    "ppo_max_token_len_per_gpu": _tokens("train"),
+    "grad_clip": change("→ `max_grad_norm`", _grad_clip),
+    "data_loader_seed": unneeded("the run's seed"),
+    "checkpoint": unneeded("checkpoints resume runs, and export/ is a Hugging Face model"),
+    "qat": switched("quantization-aware training is not supported"),
+}
+ACTOR_KEYS: Table = {
+    **UPDATE,
+    "clip_ratio": change("→ `pg_clip`", _clip_ratio),
+    "clip_ratio_low": _clip_end("low"),
+    "clip_ratio_high": _clip_end("high"),
+    "clip_ratio_c": change("→ `dual_clip`, with `dual_clip_loss`", _clip_c),
+    "loss_agg_mode": change("kept", _aggregation),
+    "loss_scale_factor": change("not needed if it is `response_length`", _scale_factor),
+    "entropy_coeff": to("entropy_loss_coef"),
+    "use_kl_loss": to("use_kl_loss"),
+    "kl_loss_coef": to("kl_loss_coef"),
+    "kl_loss_type": change("→ `kl_loss_penalty`: low_var_kl is k3; + is `kl_loss_unbiased`", _kl_loss_type),
+    "ppo_epochs": to("ppo_epochs"),
+    "shuffle": to("shuffle", note="here whole groups are shuffled, in verl samples", differs=True),
+    "policy_loss": {
+        "loss_mode": change("→ `pg_variant`", _loss_mode),
+        **each("clip_cov_ratio clip_cov_lb clip_cov_ub", _constant_of("clip_cov")),
+        **each("kl_cov_ratio ppo_kl_coef", _constant_of("kl_cov")),
+        "dro_beta": _constant_of("dro"),
+    },
+    "tis_imp_ratio_cap": change("→ `train_infer_correction.is_weight`", _tis_cap),
+    **each("tau_pos tau_neg", _constant_of("sapo")),
+    "freeze_vision_tower": unneeded("only text models are trained"),
+    **each("calculate_entropy calculate_sum_pi_squared use_prefix_grouper", FASTER),
+}
+SCORED: Table = {
+    "log_prob_micro_batch_size_per_gpu": _in_role("infer_batch_size"),
+    "log_prob_micro_batch_size": refused("set log_prob_micro_batch_size_per_gpu"),
+    "log_prob_use_dynamic_bsz": _dynamic("infer"),
+    "log_prob_max_token_len_per_gpu": _tokens("infer"),
+}
+REF_KEYS: Table = only(
+    has_reference,
+    "no KL penalty uses it, or with LoRA the base model is the reference",
+    {**SHARED, **SCORED, "model": {"path": to("reference.model_args.model_name_or_path")}},
+)
+ROLLOUT_KEYS: Table = {
+    **SCORED,
+    "name": change("→ `actor_infer.strategy_args.strategy_name`", _engine),
+    "n": to("num_return_sequences_in_group"),
+    **{name: to(f"actor_infer.generating_args.{name}") for name in ("temperature", "top_p", "top_k", "min_p")},
+    "repetition_penalty": to("actor_infer.generating_args.repetition_penalty"),
+    "tensor_model_parallel_size": _engine_key("tensor_parallel_size", "tp_size"),
+    "pipeline_model_parallel_size": _engine_key("pipeline_parallel_size"),
+    "gpu_memory_utilization": _engine_key("gpu_memory_utilization", "mem_fraction_static"),
+    "max_model_len": _engine_key("max_model_len", "context_length"),
+    "max_num_seqs": _engine_key("max_num_seqs", "max_running_requests"),
+    "max_num_batched_tokens": _engine_key("max_num_batched_tokens", "chunked_prefill_size"),
+    "enforce_eager": _engine_key("enforce_eager", "disable_cuda_graph"),
+    "enable_chunked_prefill": _engine_key("enable_chunked_prefill"),
+    "enable_prefix_caching": _engine_key("enable_prefix_caching"),
+    "quantization": _engine_key("quantization"),
+    "engine_kwargs": KeyRule("→ the engine's `strategy_config`", _engine_kwargs),
+    "dtype": change("→ `actor_infer.model_args.dtype`", _engine_dtype),
+    "val_kwargs": only(
+        evaluates,
+        "there are no val_files",
+        {
+            **{name: to(f"validation.generating_args.{name}") for name in ("temperature", "top_p", "top_k")},
+            "n": to("validation.generating_args.num_return_sequences"),
+            "do_sample": unneeded("temperature: 0 is greedy, as in verl"),
+        },
+    ),
+    "calculate_log_probs": unneeded("the engine returns the logprob of every token"),
+    **each("prompt_length response_length", unneeded("set by data.max_prompt_length and data.max_response_length")),
+    "ignore_eos": refused("a response ends with the end token", False),
+    "do_sample": refused("set temperature: 0", True),
+    "over_sample_rate": refused("set is_use_additional_prompts", 0),
+    "multi_turn": switched("turns with tools are the pipeline agentic: see docs/agentic.md"),
+    "agent": {
+        "num_workers": FASTER,
+        "default_agent_loop": refused("turns with tools are the pipeline agentic", "single_turn_agent"),
+        "agent_loop_config_path": refused("turns with tools are the pipeline agentic"),
+        "custom_async_server": {"path": refused("custom code"), "name": refused("custom code")},
+    },
+    "enable_rollout_routing_replay": change("→ `router_replay.mode`: R3", _routing_replay),
+    "quantization_config_file": refused("set quantization"),
+    **each("data_parallel_size expert_parallel_size", refused("replicas are set by device_mapping", 1)),
+    "disaggregation": switched("prefill and decode use the same replica", "enabled"),
+    "mtp": switched("multi-token prediction layers are not trained"),
+    **each(
+        "mode load_format free_cache_engine layered_summon disable_log_stats nnodes n_gpus_per_node seed"
+        " full_determinism logprobs_mode scheduling_policy cudagraph_capture_sizes multi_stage_wake_up"
+        " moe_load_balance_metrics_interval"
+        " router_config_path update_weights_bucket_megabytes checkpoint_engine trace skip_rollout skip_dump_dir"
+        " skip_tokenizer_init profiler prometheus limit_images qat enable_sleep_mode",
+        FASTER,
+    ),
+}
+CRITIC: Table = {
+    **UPDATE,
+    "fsdp": UPDATE["fsdp_config"],
+    "nccl_timeout": unneeded("rpc_timeout applies to every call"),
+    "enable": unneeded("the estimator decides; the critic is configured if verl has one"),
+    "model": {**MODEL, "path": to("critic.model_args.model_name_or_path")},
+    "cliprange_value": to("value_clip"),
+    "ppo_epochs": to("critic_epochs"),
+    "loss_agg_mode": to("value_loss_agg_mode"),
+    "loss_scale_factor": unneeded("the constant of seq-mean-token-sum-norm is response_length"),
+    "shuffle": unneeded("`shuffle` of the run applies"),
+    "forward_micro_batch_size_per_gpu": _in_role("infer_batch_size"),
+    "forward_micro_batch_size": refused("set forward_micro_batch_size_per_gpu"),
+    "forward_max_token_len_per_gpu": unneeded("infer_batch_size bounds the critic's microbatches"),
+}
+FUNCTION: Table = {"path": change("→ `rewards.verl`: a `function`", _function), "name": unneeded("`path` has it")}
+BUFFER: Table = {
+    "overlong_buffer": OVERLONG,
+    "overlong_buffer_cfg": OVERLONG,
+    "max_resp_len": change("→ `soft_overlong_penalty.l_max`", _max_resp_len),
+}
+MODEL_REWARD = "a reward model is `rewards.<name>: {reward: model}`, see docs/rewards.md"
+REWARDS: Table = {
+    **each("num_workers launch_reward_fn_async", unneeded("set by processes and world_size of a reward")),
+    "custom_reward_function": FUNCTION,
+    "reward_manager": {
+        "name": change("not needed for verl's own", _manager),
+        "source": refused("custom code: write a reward", "register"),
+        "module": {"path": refused("custom code: write a reward"), "name": FASTER},
+    },
+    "reward_model": switched(MODEL_REWARD),
+    "reward_kwargs": BUFFER,
+    "sandbox_fusion": {
+        "url": unsupported("set `sandbox_url` of a reward `code`"),
+        **each("max_concurrent memory_limit_mb", FASTER),
+    },
+}
+OLD_REWARDS: Table = {
+    **BUFFER,
+    "enable": refused(MODEL_REWARD, False),
+    "reward_manager": change("not needed for verl's own", _manager),
+    "reward_kwargs": BUFFER,
+    "sandbox_fusion": REWARDS["sandbox_fusion"],
+    **each(
+        "num_workers launch_reward_fn_async enable_resource_pool n_gpus_per_node nnodes model rollout strategy"
+        " micro_batch_size_per_gpu use_dynamic_bsz max_length input_tokenizer profiler",
+        unneeded("it is for a reward model"),
+    ),
+    **each("reward_loop_source reward_loop_module_path reward_loop_class_name", refused("custom code: write a reward")),
+}
+CORRECTION: Table = {
+    "rollout_is": change("→ `train_infer_correction.is_weight`", _rollout_is),
+    **each("rollout_is_threshold rollout_is_level", unneeded("rollout_is has it")),
+    "rollout_is_batch_normalize": to("train_infer_correction.is_weight.batch_normalize", neutral=(False,)),
+    "rollout_rs": refused("set train_infer_correction.filters: see docs/coming-from.md"),
+    "rollout_rs_threshold": refused("set train_infer_correction.filters: see docs/coming-from.md"),
+    "bypass_mode": to("force_disable_old_logprobs_recompute", neutral=(False,)),
+    "loss_type": refused("set pg_variant", "ppo_clip"),
+}
+ALGORITHM: Table = {
+    "adv_estimator": change("kept; names as in docs/coming-from.md", _estimator),
+    "gamma": to("gamma"),
+    "lam": to("lambd"),
+    "norm_adv_by_std_in_grpo": unneeded("adv_estimator has it"),
+    "use_kl_in_reward": to("add_token_level_kl"),
+    "kl_penalty": change("→ `kl_penalty`: kl is k1, mse k2, low_var_kl k3", _kl_penalty),
+    "kl_ctrl": {
+        "type": unneeded("target_kl is set if it is adaptive"),
+        "kl_coef": _in_reward(to("init_kl_coef")),
+        "horizon": _if_adaptive("kl_horizon"),
+        "target_kl": _if_adaptive("target_kl"),
+    },
+    "filter_groups": {
+        "enable": change("→ `query_filter_config`", _filter),
+        "metric": unneeded("roll-core compares rewards"),
+        "max_num_gen_batches": change("→ `dynamic_sampling_max_tries`", _max_batches),
+        "max_inflight_gen_batches": FASTER,
+    },
+    "rollout_correction": CORRECTION,
+    **{name: CORRECTION[name] for name in ("rollout_is", "rollout_is_threshold", "rollout_is_level")},
+    "use_pf_ppo": refused("samples cannot be reweighted", False),
+    "pf_ppo": unneeded("use_pf_ppo decides"),
+}
+DATA: Table = {
+    "train_files": _files("actor_train.data_args.file_name"),
+    "val_files": _files("validation.data_args.file_name"),
+    "train_max_samples": _samples("actor_train.data_args.max_samples"),
+    **only(evaluates, "there are no val_files", {"val_max_samples": _samples("validation.data_args.max_samples")}),
+    "prompt_key": KeyRule("→ `data_args.messages`", _prompt_key),
+    "max_prompt_length": to("prompt_length"),
+    "max_response_length": to("response_length"),
+    "train_batch_size": to("rollout_batch_size"),
+    "gen_batch_size": unneeded("dynamic_sampling_max_tries counts batches of rollout_batch_size"),
+    "val_batch_size": to("val_batch_size"),
+    "shuffle": change("prompts are always shuffled", _train_shuffle),
+    "seed": to("seed", note="the run's seed, also of sampling and initialization", differs=True),
+    "filter_overlong_prompts": change("longer prompts are always dropped", _overlong_prompts),
+    "truncation": change("longer prompts are always dropped", _truncation),
+    "reward_fn_key": unneeded("one reward scores every row; for several, set data_args.tag"),
+    "custom_cls": {"path": refused("custom code that makes rows"), "name": refused("custom code that makes rows")},
+    "tokenizer": refused("the model's own is used"),
+    **each("tool_config_path function_tool_path", refused("turns with tools are the pipeline agentic")),
+    **each("apply_chat_template_kwargs mm_processor_kwargs", refused("the template has no arguments", {})),
+    "image_key": refused("only text is supported", "images"),
+    "video_key": refused("only text is supported", "videos"),
+    "audio_key": refused("only text is supported", "audios"),
+    **each(
+        "use_shm dataloader_num_workers filter_overlong_prompts_workers validation_shuffle image_patch_size"
+        " return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs trust_remote_code"
+        " need_tools_kwargs",
+        FASTER,
+    ),
+}
+TRAINER: Table = {
+    "total_epochs": change("not supported: rlvr counts steps", _epochs),
+    "total_training_steps": change("→ `max_steps`", _steps),
+    "project_name": change("→ `tracker_kwargs`", _project),
+    "experiment_name": change("→ `exp_name`", _experiment),
+    "logger": change("→ `track_with`", _logger, nested=True),
+    "n_gpus_per_node": change("→ `num_gpus_per_node`, `device_mapping`", _gpus),
+    "nnodes": unneeded("device_mapping of the roles lists the GPUs of all nodes"),
+    "save_freq": _frequency("save_steps"),
+    "test_freq": _frequency("eval_steps"),
+    "val_before_train": change("not needed with evaluations", _val_before_train),
+    "val_only": refused("a run trains: see `roll-core evaluate` in docs/runs.md", False),
+    "default_local_dir": to("output_dir", note="runs are in output_dir/exp_name/number"),
+    "resume_mode": change("→ `resume_from_checkpoint`", _resume),
+    "resume_from_path": unsupported("verl's checkpoints cannot be read"),
+    "critic_warmup": to("critic_warmup"),
+    "max_actor_ckpt_to_keep": to("max_ckpt_to_keep"),
+    "max_critic_ckpt_to_keep": unneeded("a checkpoint has every role: max_ckpt_to_keep"),
+    "default_hdfs_dir": unsupported("set checkpoint_store"),
+    "device": unneeded("the platform is detected"),
+    **each("log_val_generations rollout_data_dir validation_data_dir", unneeded("samples.jsonl has every sample")),
+    "v1": {
+        "trainer_mode": refused("set async_generation_ratio", "sync"),
+        **each("sync colocate_async separate_async sampler", FASTER),
+    },
+    **each(
+        "balance_batch esi_redundant_time checkpoint_callback_class del_local_ckpt_after_load"
+        " ray_wait_register_center_timeout use_v1 use_legacy_worker_impl",
+        FASTER,
+    ),
+}
+VERL: Table = {
+    "data": DATA,
+    ROLE: {
+        "model": MODEL,
+        "actor": ACTOR_KEYS,
+        "ref": REF_KEYS,
+        "rollout": ROLLOUT_KEYS,
+        **each("hybrid_engine nccl_timeout", unneeded("device_mapping places the roles")),
+    },
+    "critic": CRITIC,
+    "algorithm": ALGORITHM,
+    "reward": REWARDS,
+    "reward_model": OLD_REWARDS,
+    "custom_reward_function": FUNCTION,
+    "sandbox_fusion": REWARDS["sandbox_fusion"],
+    "trainer": TRAINER,
+    "model_engine": unneeded("strategy_name has it"),
+    "distillation": switched("teachers are the pipeline distill", "enabled"),
+    **each("global_profiler transfer_queue ray_kwargs skip", unneeded("it does not affect results")),
+}

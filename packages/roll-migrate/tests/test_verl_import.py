@@ -1,0 +1,266 @@
+"""Configs of verl's PPO trainer: expected keys worked out by hand, and every key reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll_core.config import load
+from roll_core.errors import ConfigError, UnsupportedError
+from roll_core.plugins.registry import load_registry
+from roll_migrate.command import import_config
+from roll_migrate.rules import value_at
+from roll_migrate.verl import import_verl
+
+FILES = Path(__file__).parent / "verl"
+EXPECTED = {
+    "grpo_fsdp_vllm.yaml": {
+        "exp_name": "first-try",
+        "output_dir": "runs",
+        "seed": 11,
+        "pretrain": "models/policy",
+        "save_steps": 25,
+        "eval_steps": 5,
+        "resume_from_checkpoint": False,
+        "track_with": ["wandb"],
+        "tracker_kwargs": {"wandb": {"project": "sums"}},
+        "prompt_length": 768,
+        "response_length": 1280,
+        "rollout_batch_size": 256,
+        "num_return_sequences_in_group": 5,
+        "adv_estimator": "grpo",
+        "loss_agg_mode": "token-mean",
+        "dual_clip_loss": True,
+        "shuffle": False,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.003,
+        "kl_loss_penalty": "k3",
+        "whiten_advantages": False,
+        "critic": None,
+        # 64 prompts × 5 responses over 8 GPUs are 40 samples per GPU, in microbatches of 5
+        "actor_train.training_args.gradient_accumulation_steps": 8,
+        "actor_train.training_args.per_device_train_batch_size": 5,
+        "actor_train.training_args.learning_rate": 2e-6,
+        "actor_train.training_args.weight_decay": 0.05,
+        "actor_train.training_args.warmup_steps": 12,
+        "actor_train.training_args.lr_scheduler_type": "constant_with_warmup",
+        "actor_train.strategy_args.strategy_name": "fsdp2_train",
+        "actor_train.data_args.messages": "prompt",
+        "actor_train.infer_batch_size": 10,
+        "actor_train.device_mapping": tuple(range(8)),
+        "reference.strategy_args.strategy_name": "fsdp2_infer",
+        "reference.infer_batch_size": 20,
+        "actor_infer.strategy_args.strategy_config": {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.6},
+        "actor_infer.generating_args.temperature": 0.9,
+        "validation.generating_args.temperature": 0.6,
+        "validation.generating_args.num_return_sequences": 2,
+        "validation.data_args.file_name": "data/test.parquet",
+        "rewards.verl.function": "scoring.rules:score",
+    },
+    "dapo.sh": {
+        "max_steps": 300,
+        "save_steps": 0,
+        "track_with": [],
+        "response_length": 6144,
+        "rollout_batch_size": 96,
+        "num_return_sequences_in_group": 12,
+        "use_pg_clip_range": True,
+        "pg_clip_low": 0.2,
+        "pg_clip_high": 0.3,
+        "dual_clip": 10.0,
+        "use_kl_loss": False,
+        "reference": None,
+        # 5 batches of 288 prompts, for batches of 96
+        "dynamic_sampling_max_tries": 15.0,
+        "rewards.verl.query_filter_config.type": "std_filter",
+        "soft_overlong_penalty.l_max": 6144,
+        "soft_overlong_penalty.l_cache": 2048,
+        "soft_overlong_penalty.penalty_factor": 0.5,
+        "actor_train.strategy_args.strategy_config": {"ulysses_size": 2},
+        # (1024 + 6144) × 2 tokens per GPU, in groups of two GPUs
+        "actor_train.max_tokens_per_microbatch_in_train": 28672,
+        "actor_train.use_dynamic_batching_in_train": True,
+        # 32 prompts × 12 responses over 8 groups of two GPUs
+        "actor_train.training_args.gradient_accumulation_steps": 48,
+        "actor_train.training_args.per_device_train_batch_size": 1,
+        "actor_train.device_mapping": tuple(range(16)),
+        "actor_infer.strategy_args.strategy_config": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5},
+    },
+    "ppo_megatron.yaml": {
+        "adv_estimator": "gae",
+        "gamma": 0.99,
+        "lambd": 0.97,
+        "whiten_advantages": True,
+        "value_clip": 0.4,
+        "critic_warmup": 10,
+        "num_return_sequences_in_group": 1,
+        "prompt_length": 512,
+        "add_token_level_kl": True,
+        "kl_penalty": "k3",
+        "init_kl_coef": 0.02,
+        "target_kl": 0.2,
+        "actor_train.data_args.file_name": ["data/a.parquet", "data/b.parquet"],
+        "actor_train.strategy_args.strategy_name": "megatron_train",
+        # 128 samples over 16 / (2 × 2) data parallel ranks, in microbatches of 4
+        "actor_train.training_args.gradient_accumulation_steps": 8,
+        "actor_train.training_args.learning_rate": 1e-6,
+        "reference.strategy_args.strategy_config.tensor_model_parallel_size": 4,
+        "reference.strategy_args.strategy_config.pipeline_model_parallel_size": 2,
+        "critic.model_args.model_name_or_path": "models/value",
+        "critic.training_args.learning_rate": 3e-6,
+        # 128 samples over 16 / 2 data parallel ranks, in microbatches of 2
+        "critic.training_args.gradient_accumulation_steps": 8,
+        "actor_infer.strategy_args.strategy_config": {"tp_size": 4, "mem_fraction_static": 0.7},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return load_registry()
+
+
+def imported(text, registry, folder, name="theirs.yaml"):
+    file = folder / name
+    file.write_text(text)
+    return import_verl(file, registry)
+
+
+def settings(**changes):
+    """A config with the keys that have no default, changed at dotted paths."""
+    data = {"actor_rollout_ref": {"model": {"path": "m"}, "rollout": {"name": "vllm"}}, "data": {"train_files": "a"}}
+    for path, value in changes.items():
+        parent = data
+        *steps, last = path.split("__")
+        for step in steps:
+            parent = parent.setdefault({"arr": "actor_rollout_ref"}.get(step, step), {})
+        parent[last] = value
+    return yaml.safe_dump(data)
+
+
+def at(value, path):
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
+    return value
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_run_has_the_settings_of_verl(name, registry, tmp_path):
+    out = tmp_path / "ours.yaml"
+    assert import_config("verl", FILES / name, out, registry, as_json=False, verbose=False) == 0
+    config = load(out, (), registry).config
+    assert {path: at(config, path) for path in EXPECTED[name]} == EXPECTED[name]
+
+
+def test_an_unknown_key_is_located_and_only_this_one(registry):
+    keys = import_verl(FILES / "grpo_fsdp_vllm.yaml", registry).keys
+    unknown = [(each.where, each.key) for each in keys if each.status == "unknown"]
+    assert unknown == [(f"{FILES / 'grpo_fsdp_vllm.yaml'}:53:3", "trainer.colour")]
+
+
+def test_every_key_of_a_file_is_reported_once(registry):
+    def leaves(value, prefix=""):
+        if isinstance(value, dict) and value:
+            return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}{key}.")]
+        return [prefix.removesuffix(".")]
+
+    for name in ("grpo_fsdp_vllm.yaml", "ppo_megatron.yaml"):
+        file = FILES / name
+        data = yaml.safe_load(file.read_text())
+        given = leaves(data)
+        told = [each.key for each in import_verl(file, registry).keys if each.status != "added"]
+        assert sorted(told) == sorted(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "status", "to"),
+    [
+        ({"algorithm__adv_estimator": "grpo"}, "algorithm.adv_estimator", "differs", {"adv_estimator": "grpo"}),
+        (
+            {"algorithm__adv_estimator": "grpo", "algorithm__norm_adv_by_std_in_grpo": False},
+            "algorithm.adv_estimator",
+            "changed",
+            {"adv_estimator": "reinforce", "norm_mean_type": "group"},
+        ),
+        (
+            {"algorithm__adv_estimator": "reinforce_plus_plus"},
+            "algorithm.adv_estimator",
+            "changed",
+            {"adv_estimator": "reinforce++"},
+        ),
+        (
+            {"arr__actor__use_kl_loss": True, "arr__actor__kl_loss_type": "k3+"},
+            "actor_rollout_ref.actor.kl_loss_type",
+            "changed",
+            {"kl_loss_penalty": "k3", "kl_loss_unbiased": True},
+        ),
+        (
+            {"arr__actor__loss_agg_mode": "seq-mean-token-sum-norm"},
+            "actor_rollout_ref.actor.loss_agg_mode",
+            "differs",
+            {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        ),
+        (
+            {"arr__actor__policy_loss": {"loss_mode": "gspo"}, "arr__actor__clip_ratio_low": 3e-4},
+            "actor_rollout_ref.actor.clip_ratio_low",
+            "renamed",
+            {"pg_variant": "gspo", "pg_options": {"clip_low": 3e-4, "clip_high": 0.2}, "dual_clip_loss": None},
+        ),
+        (
+            {"algorithm__rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}},
+            "algorithm.rollout_correction.rollout_is",
+            "changed",
+            {
+                "train_infer_correction.is_weight": {
+                    "enabled": True,
+                    "weight_type": "token",
+                    "lower_bound": 0.5,
+                    "upper_bound": 5.0,
+                    "outside": "mask",
+                }
+            },
+        ),
+        (
+            {"arr__model__lora_rank": 32, "arr__actor__use_kl_loss": True},
+            "actor_rollout_ref.model.lora_rank",
+            "renamed",
+            {
+                "actor_train.model_args": {"lora_rank": 32, "lora_alpha": 16, "lora_target": "all-linear"},
+                "reference": None,
+            },
+        ),
+        ({"reward_model__enable": True}, "reward_model.enable", "unsupported", {"reward_model.enable": True}),
+        ({"arr__actor__tau_pos": 2.0}, "actor_rollout_ref.actor.tau_pos", "not needed", {"pg_variant": None}),
+        (
+            {"arr__actor__policy_loss": {"loss_mode": "sapo"}, "arr__actor__tau_pos": 2.0},
+            "actor_rollout_ref.actor.tau_pos",
+            "differs",
+            {"pg_variant": "sapo"},
+        ),
+        ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": None}),
+    ],
+)
+def test_a_key(changes, key, status, to, registry, tmp_path):
+    new = imported(settings(**changes), registry, tmp_path)
+    assert [each.status for each in new.keys if each.key == key] == [status]
+    assert {path: value_at(new.config, tuple(path.split("."))) for path in to} == to
+
+
+def test_a_script_with_an_unknown_variable_is_located(registry, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        imported("set -x\npython3 -m verl data.train_files=$DATA/a.parquet\n", registry, tmp_path, "run.sh")
+    (problem,) = error.value.problems
+    assert (problem.where, problem.key) == (f"{tmp_path / 'run.sh'}:2:17", "data.train_files")
+
+
+def test_another_file_is_refused(registry, tmp_path):
+    with pytest.raises(UnsupportedError):
+        imported("sft_train: {}\n", registry, tmp_path)
+
+
+def test_a_variable_of_the_environment_is_not_read(registry, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLICY", "/secret")
+    new = imported(settings(arr__model__path="${oc.env:POLICY}"), registry, tmp_path)
+    assert str(new.config["pretrain"]) == "${oc.env:POLICY}"
