@@ -239,6 +239,14 @@ def test_every_key_of_a_file_is_reported_once(registry):
             "differs",
             {"pg_variant": "sapo"},
         ),
+        ({"arr__rollout__logprobs_mode": "raw_logprobs"}, "actor_rollout_ref.rollout.logprobs_mode", "unsupported", {}),
+        (
+            {"arr__rollout__logprobs_mode": "processed_logprobs"},
+            "actor_rollout_ref.rollout.logprobs_mode",
+            "not needed",
+            {},
+        ),
+        ({"trainer__val_only": True}, "trainer.val_only", "unsupported", {}),
         ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": None}),
     ],
 )
@@ -253,6 +261,13 @@ def test_a_script_with_an_unknown_variable_is_located(registry, tmp_path):
         imported("set -x\npython3 -m verl data.train_files=$DATA/a.parquet\n", registry, tmp_path, "run.sh")
     (problem,) = error.value.problems
     assert (problem.where, problem.key) == (f"{tmp_path / 'run.sh'}:2:17", "data.train_files")
+
+
+def test_a_key_that_waits_for_a_value_counts_as_missing(registry, tmp_path):
+    """verl's composed configs have `???` in the section of an unused reward model."""
+    plain = imported(settings(), registry, tmp_path)
+    waits = imported(settings(reward__reward_model__rollout__name="???"), registry, tmp_path)
+    assert waits.config == plain.config
 
 
 def test_another_file_is_refused(registry, tmp_path):

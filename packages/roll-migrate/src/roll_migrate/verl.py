@@ -59,9 +59,10 @@ def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[
     unneeded = tuple(
         path for name in ("defaults", "hydra") if name in source.data for path in keys(source.data[name], (name,))
     )
-    listed = source.data.get("defaults")
+    listed = source.data.get("defaults", [])
     if isinstance(listed, list) and all(each in OWN for each in listed):
-        composed = compose({key: value for key, value in source.data.items() if key != "defaults"}, (), registry)
+        written = {key: value for key, value in source.data.items() if key != "defaults"}
+        composed = compose(_with_null(written), (), registry)
         data = with_environment(composed)
         if "ppo_megatron_trainer" in listed:
             data.setdefault("model_engine", "megatron")
@@ -69,6 +70,13 @@ def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[
         composed = compose(path, (), registry)
         data, positions = with_environment(composed), composed.positions
     return data, lambda key: str(positions.key(key)), unneeded
+
+
+def _with_null(value: Any) -> Any:
+    """With null for values that verl leaves open (`???`): its composed config has them in sections without effect."""
+    if isinstance(value, dict):
+        return {key: _with_null(each) for key, each in value.items()}
+    return None if value == "???" else value
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
@@ -166,9 +174,8 @@ class _Import(Conversion):
             if isinstance(value_at(self.config, (role, "strategy_args", "strategy_name")), str):
                 self._strategy((role,))
         kept = [each for each in added if has(self.config, tuple(each.to[0].split(".")))]
-        file = self.where(
-            ()
-        )  # of what is not written in the file: the engine that `defaults` or `--config-name` selects
+        # Without a line of its own: `model_engine`, which `defaults` or `--config-name` selects.
+        file = self.where(())
         entries = (each for each in self.entries.values() if each.where != file)
         return ImportedConfig("rlvr", self.config, (*entries, *kept))
 

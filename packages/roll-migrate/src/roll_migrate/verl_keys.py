@@ -705,6 +705,8 @@ def _lora(name: str) -> KeyRule:
 
 PLACED = unneeded("idle roles are offloaded by is_offload_states")
 FASTER = unneeded("it does not affect results")
+SEEDED = unneeded("seeds derive from the run's, data.seed")
+EXACT = unneeded("deterministic kernels are on unless `deterministic` is false")
 MODEL: Table = {
     "path": to("pretrain"),
     "trust_remote_code": change("→ `model_args.trust_remote_code`", _trust),
@@ -726,7 +728,7 @@ MODEL: Table = {
     **each("use_shm enable_activation_offload use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
     "mtp": switched("multi-token prediction layers are not trained"),
     "lora": switched("set lora_rank, lora_alpha and target_modules", "rank"),
-    "share_embeddings_and_output_weights": FASTER,
+    "share_embeddings_and_output_weights": unneeded("the model's config decides"),
 }
 OPTIM: Table = {
     "lr": _in_role("training_args.learning_rate"),
@@ -771,11 +773,14 @@ FSDP: Table = {
     **each("model_dtype dtype", change("fp32 weights, bf16 computation", _dtype)),
     "ulysses_sequence_parallel_size": change("→ `strategy_config.ulysses_size`", _sequence_parallel),
     "qat": switched("quantization-aware training is not supported"),
+    "seed": SEEDED,
+    "full_determinism": EXACT,
+    "mixed_precision": refused("the computation is bf16, gradients are reduced in fp32"),
     **each(
-        "wrap_policy forward_prefetch use_orig_params seed full_determinism entropy_from_logits_with_chunking"
+        "wrap_policy forward_prefetch use_orig_params entropy_from_logits_with_chunking"
         " entropy_from_logits_chunk_size use_torch_compile entropy_checkpointing"
         " use_no_sync_for_gradient_accumulation pad_to_length pad_to_length_bucket forward_only strategy"
-        " turbo_config mixed_precision",
+        " turbo_config",
         FASTER,
     ),
 }
@@ -804,10 +809,12 @@ MEGATRON: Table = {
     "qat": switched("quantization-aware training is not supported"),
     "router_replay": unneeded("rollout.enable_rollout_routing_replay decides"),
     "use_megatron_fsdp": refused("Megatron's FSDP is not supported", False),
+    "dtype": refused("training computes in bf16", "bfloat16"),
+    "seed": SEEDED,
     **each(
         "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix dist_ckpt_optim_fully_reshardable"
         " distrib_optim_fully_reshardable_mem_efficient use_mbridge vanilla_mbridge entropy_from_logits_with_chunking"
-        " entropy_from_logits_chunk_size seed use_remove_padding forward_only dtype load_weight"
+        " entropy_from_logits_chunk_size use_remove_padding forward_only load_weight"
         " dynamic_context_parallel max_seqlen_per_dp_cp_rank pad_bshd_to_minibatch_max pad_to_length"
         " pad_to_length_bucket",
         FASTER,
@@ -913,17 +920,21 @@ ROLLOUT_KEYS: Table = {
         "agent_loop_config_path": refused("turns with tools are the pipeline agentic"),
         "custom_async_server": {"path": refused("custom code"), "name": refused("custom code")},
     },
+    "seed": SEEDED,
+    "full_determinism": EXACT,
+    "logprobs_mode": refused("logprobs are those of the sampling temperature", "processed_logprobs"),
+    "qat": unneeded("that of the actor decides"),
     "enable_rollout_routing_replay": change("→ `router_replay.mode`: R3", _routing_replay),
     "quantization_config_file": refused("set quantization"),
     **each("data_parallel_size expert_parallel_size", refused("replicas are set by device_mapping", 1)),
     "disaggregation": switched("prefill and decode use the same replica", "enabled"),
     "mtp": switched("multi-token prediction layers are not trained"),
     **each(
-        "mode load_format free_cache_engine layered_summon disable_log_stats nnodes n_gpus_per_node seed"
-        " full_determinism logprobs_mode scheduling_policy cudagraph_capture_sizes multi_stage_wake_up"
+        "mode load_format free_cache_engine layered_summon disable_log_stats nnodes n_gpus_per_node"
+        " scheduling_policy cudagraph_capture_sizes multi_stage_wake_up"
         " moe_load_balance_metrics_interval"
         " router_config_path update_weights_bucket_megabytes checkpoint_engine trace skip_rollout skip_dump_dir"
-        " skip_tokenizer_init profiler prometheus limit_images qat enable_sleep_mode",
+        " skip_tokenizer_init profiler prometheus limit_images enable_sleep_mode",
         FASTER,
     ),
 }
@@ -1035,10 +1046,11 @@ DATA: Table = {
     "audio_key": refused("only text is supported", "audios"),
     **each(
         "use_shm dataloader_num_workers filter_overlong_prompts_workers validation_shuffle image_patch_size"
-        " return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs trust_remote_code"
-        " need_tools_kwargs",
+        " return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",
         FASTER,
     ),
+    "trust_remote_code": unneeded("that of the model decides"),
+    "need_tools_kwargs": unneeded("turns with tools are the pipeline agentic"),
 }
 TRAINER: Table = {
     "total_epochs": change("not supported: rlvr counts steps", _epochs),
@@ -1051,7 +1063,7 @@ TRAINER: Table = {
     "save_freq": _frequency("save_steps"),
     "test_freq": _frequency("eval_steps"),
     "val_before_train": change("not needed with evaluations", _val_before_train),
-    "val_only": refused("a run trains: see `roll-core evaluate` in docs/runs.md", False),
+    "val_only": refused("a run trains: set max_steps: 1, which evaluates before and after the step", False),
     "default_local_dir": to("output_dir", note="runs are in output_dir/exp_name/number"),
     "resume_mode": change("→ `resume_from_checkpoint`", _resume),
     "resume_from_path": unsupported("verl's checkpoints cannot be read"),
@@ -1063,7 +1075,7 @@ TRAINER: Table = {
     **each("log_val_generations rollout_data_dir validation_data_dir", unneeded("samples.jsonl has every sample")),
     "v1": {
         "trainer_mode": refused("set async_generation_ratio", "sync"),
-        **each("sync colocate_async separate_async sampler", FASTER),
+        **each("sync colocate_async separate_async sampler", unneeded("trainer_mode decides")),
     },
     **each(
         "balance_batch esi_redundant_time checkpoint_callback_class del_local_ckpt_after_load"
