@@ -49,6 +49,7 @@ POLICY_KEYS = frozenset(
         "entropy_target",
         "top_entropy_quantile",
         "positive_nll_coef",
+        "positive_nll_threshold",
     )
 )
 """Keys that only a policy loss reads."""
@@ -56,8 +57,12 @@ CREDIT_KEYS = frozenset(
     (
         "adv_estimator",
         "adv_options",
+        "gamma",
+        "lambd",
         "norm_mean_type",
         "norm_std_type",
+        "norm_epsilon",
+        "min_group_size",
         "reward_clip",
         "whiten_rewards",
         "whiten_advantages",

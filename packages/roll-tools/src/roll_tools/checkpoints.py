@@ -65,7 +65,7 @@ def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool) -> int:
     Without `digests` only file sizes are compared. Returns the exit code: 1 if a checkpoint is damaged, otherwise 0.
     """
     if isinstance(place, str):
-        rows = list(_copies(place, digests=digests))
+        rows = list(_remote_rows(place, digests=digests))
     else:
         stores = checkpoint_stores(place)
         best = _best(stores)
@@ -88,7 +88,7 @@ def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool) -> int:
     checkpoints = [checkpoint for place in places if not isinstance(place, str) for checkpoint in _named(place)]
     rows = []
     found = (_row(checkpoint, digests=True) for checkpoint in checkpoints)
-    for row in chain(found, *(_copies(place, digests=True) for place in places if isinstance(place, str))):
+    for row in chain(found, *(_remote_rows(place, digests=True) for place in places if isinstance(place, str))):
         rows.append(row)
         if not as_json:
             sys.stdout.write(f"{row.path}: {row.state}\n")
@@ -115,7 +115,7 @@ def _named(place: Path) -> list[Checkpoint]:
     return found
 
 
-def _copies(url: str, *, digests: bool) -> Iterator[CheckpointRow]:
+def _remote_rows(url: str, *, digests: bool) -> Iterator[CheckpointRow]:
     """Rows of the complete checkpoints in a checkpoint store, oldest first. With `digests`, each one is downloaded.
 
     Raises `NoCheckpointError` if there is none.
@@ -129,10 +129,10 @@ def _copies(url: str, *, digests: bool) -> Iterator[CheckpointRow]:
         raise NoCheckpointError(f"{url} has no complete checkpoint")
     for name, manifest in reversed(manifests.items()):
         with tempfile.TemporaryDirectory() as temporary, store_errors(url):
-            yield _copy(folder, name, manifest, Path(temporary), digests=digests)
+            yield _remote_row(folder, name, manifest, Path(temporary), digests=digests)
 
 
-def _copy(folder: RemoteFolder, name: str, manifest: Manifest, into: Path, *, digests: bool) -> CheckpointRow:
+def _remote_row(folder: RemoteFolder, name: str, manifest: Manifest, into: Path, *, digests: bool) -> CheckpointRow:
     problems: list[str] = []
     saved = None
     try:
@@ -148,7 +148,7 @@ def _copy(folder: RemoteFolder, name: str, manifest: Manifest, into: Path, *, di
     except (CheckpointError, FileNotFoundError) as error:
         problems = problems or [str(error)]
     path_of = f"{folder.url}/{name}".rstrip("/")
-    return _made(path_of, manifest.step, manifest, saved, problems, digests=digests)
+    return _make_row(path_of, manifest.step, manifest, saved, problems, digests=digests)
 
 
 def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
@@ -182,10 +182,10 @@ def _row(
     except CheckpointError as error:
         problems = problems or [str(error)]
     path = str(checkpoint.path)
-    return _made(path, checkpoint.step, manifest, saved, problems, digests=digests, best=best.get(path))
+    return _make_row(path, checkpoint.step, manifest, saved, problems, digests=digests, best=best.get(path))
 
 
-def _made(
+def _make_row(
     path: str,
     step: int,
     manifest: Manifest | None,

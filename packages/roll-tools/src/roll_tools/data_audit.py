@@ -20,6 +20,7 @@ import numpy as np
 from roll_core.data.encode import Encoder
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError
+from roll_core.spec.config import RewardRunConfig
 from roll_tools.saved_record import AUDIT
 
 if TYPE_CHECKING:
@@ -412,8 +413,8 @@ def audit_run(
             truncate=getattr(config, "overlong", "drop") == "truncate",
             seconds=left,
         )
-        if config.pipeline == "rlvr":
-            yield from audit_reward_columns(rows(source), getattr(config, "rewards", {}), subject=key)
+        if isinstance(config, RewardRunConfig):
+            yield from audit_reward_columns(rows(source), config.rewards, subject=key)
 
 
 def write_audit(run: Run) -> None:

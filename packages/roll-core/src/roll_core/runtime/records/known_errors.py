@@ -61,7 +61,7 @@ def advise(error: BaseException, registry: Registry) -> Advice | None:
 def _known(registry: Registry) -> Iterator[KnownError]:
     """Known errors, general ones last: other entries are more specific to an engine."""
     records = registry.providers(KnownErrorsProvider)[::-1]
-    for record in [each for general in (False, True) for each in records if each.general is general]:
+    for record in sorted(records, key=lambda each: each.general):
         try:
             yield from known_errors(record, owner=registry.owner(record))
         except PluginError as error:
