@@ -13,38 +13,10 @@ from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.config import RunConfig
 from roll_tools.planning import make_plan
+from shared_tests.reward_roles import LAYER, MODEL, run_with
 
-POLICY = {
-    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-JUDGE = POLICY | {"num_hidden_layers": 3, "architectures": ["Qwen3ForCausalLM"]}
-LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160 + 2 * 64 + 2 * 16
-RUN = f"""\
-pipeline: rlvr
-prompt_length: 24
-response_length: 40
-rollout_batch_size: 16
-num_return_sequences_in_group: 4
-tokenizer: {{kind: byte}}
-actor_train:
-  model_args: {{dtype: fp32, random_init: {json.dumps(POLICY)}}}
-  training_args: {{per_device_train_batch_size: 8, gradient_accumulation_steps: 1}}
-  data_args: {{file_name: rows.jsonl}}
-  strategy_args: {{strategy_name: hf_train}}
-  device_mapping: [0]
-actor_infer:
-  model_args: {{dtype: fp32}}
-  strategy_args: {{strategy_name: hf_infer}}
-  device_mapping: [0]
-rewards:
-  style:
-    reward: judge_model
-    model_args: {{dtype: fp32, model_name_or_path: judge}}
-    strategy_args: {{strategy_name: hf_infer}}
-    device_mapping: [0]
-"""
+JUDGE = MODEL | {"num_hidden_layers": 3, "architectures": ["Qwen3ForCausalLM"]}
+RUN = run_with("judge_model", "judge")
 AT = "rewards.style"
 
 

@@ -14,37 +14,10 @@ from roll_core.plugins.registry import Registry, load_registry
 from roll_core.spec.config import RunConfig
 from roll_testing.kit import hf_plugins
 from roll_tools.planning import make_plan
+from shared_tests.reward_roles import LAYER, MODEL, run_with
 
-MODEL = {
-    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-LAYERS = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160 + 2 * 64 + 2 * 16)
-RUN = f"""\
-pipeline: rlvr
-prompt_length: 24
-response_length: 40
-rollout_batch_size: 16
-num_return_sequences_in_group: 4
-tokenizer: {{kind: byte}}
-actor_train:
-  model_args: {{dtype: fp32, random_init: {json.dumps(MODEL)}}}
-  training_args: {{per_device_train_batch_size: 8, gradient_accumulation_steps: 1}}
-  data_args: {{file_name: rows.jsonl}}
-  strategy_args: {{strategy_name: hf_train}}
-  device_mapping: [0]
-actor_infer:
-  model_args: {{dtype: fp32}}
-  strategy_args: {{strategy_name: hf_infer}}
-  device_mapping: [0]
-rewards:
-  style:
-    reward: model
-    model_args: {{dtype: fp32, model_name_or_path: rm}}
-    strategy_args: {{strategy_name: hf_infer}}
-    device_mapping: [0]
-"""
+LAYERS = 2 * LAYER
+RUN = run_with("model", "rm")
 AT = "rewards.style"
 
 
