@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], default=[row.name for row in ROWS])
     options = parser.parse_args()
     rows = [row for row in ROWS if row.name in options.rows]
+    subprocess.run([sys.executable, str(REPOSITORY / "examples" / "quickstart" / "make_data.py")], check=True)
     found = measure(rows, options.runs)
     results, lines = {}, ["| row | median | least | aim | what |", "|---|--:|--:|--:|---|"]
     for row in rows:
