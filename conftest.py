@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from roll_core import openmp
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FunctionType
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 # Under `uv run pytest` Ray would give every worker an environment resolved anew, from a copy of the working directory.
 # It reads this once, when it is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+# As `roll-core run` does, before torch is loaded: tests compute beside each other on few cores.
+os.environ.update(openmp.environment(os.environ))
 
 # How long an example takes says how busy the host is. What else is set, as by Hypothesis itself under CI, stays.
 settings.register_profile("untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])

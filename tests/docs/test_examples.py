@@ -854,7 +854,6 @@ def test_the_flow_of_a_package_trains_resumes_and_is_exported_without_a_tokenize
 def test_the_python_api_runs_checks_interrupts_resumes_and_plans(tmp_path, monkeypatch):
     page = "docs/python-api.md"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "3000")  # a run sets it for torch
     written = yaml.safe_dump(Runs(tmp_path, "local").sft(), sort_keys=False)
     for name in ("sft.yaml", "grpo.yaml"):
         Path(name).write_text(written, encoding="utf-8")

@@ -156,7 +156,6 @@ def test_without_a_notebook_live_metrics_are_lines(tmp_path, monkeypatch, capsys
     import roll_core as roll
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "3000")  # a run sets it for torch
     config = Runs(tmp_path, "local").sft(max_steps=2)
     history = roll.run(config, callbacks=[roll.LiveMetrics(["train/loss", "absent"])]).history
     lines = re.findall(r"^sft/001 step=(\d) train/loss=(\S+)$", capsys.readouterr().out, re.MULTILINE)

@@ -23,7 +23,6 @@ from roll_testing.runs import Runs
 def sft(tmp_path, monkeypatch):
     """A config of two steps, as a mapping."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "3000")  # a run sets it for torch
     return Runs(tmp_path, "local").sft(max_steps=2)
 
 

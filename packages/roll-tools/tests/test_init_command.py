@@ -49,7 +49,6 @@ def here(tmp_path, monkeypatch):
     """An empty working directory, in which reward processes and environments find their modules."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("GOMP_SPINCOUNT", "3000")  # a run sets it for torch
     yield tmp_path
     for name in [each for each in sys.modules if each.split(".")[0].startswith("first_")]:
         del sys.modules[name]
