@@ -7,6 +7,7 @@ An engine pins what the workspace does not, and a peer of the benchmarks must no
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,9 @@ def environment(
     run = str(REPOSITORY / "run")
     quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
     subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
-    install = [run, "pip", "install", "--compile-bytecode", "--python", str(python)]
+    install = [run, "pip", "install", "--python", str(python)]
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # otherwise Python keeps what it compiles
+        install.append("--compile-bytecode")
     overrides = folder / "overrides.txt"
     for wanted_here, dependencies, options in ((requirements, despite, []), (alone, alone, ["--no-deps"])):
         overrides.write_text("".join(f"{each}\n" for each in dependencies), encoding="utf-8")

@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ TOOLS = ("pytest", "hypothesis")
 
 
 def main(arguments: list[str]) -> int:
-    """0 if the tests of all chosen engines pass, 2 if one of the names is not an engine's."""
+    """0 if the tests of all chosen engines pass, 2 if one of the names is not an engine's.
+
+    The next environment is made while tests run.
+    """
     first_option = next((at for at, each in enumerate(arguments) if each.startswith("-")), len(arguments))
     names, options = arguments[:first_option], arguments[first_option:]
     engines, peers = find_engines(), find_peers()
@@ -40,15 +44,25 @@ def main(arguments: list[str]) -> int:
         if name not in (*engines, *peers):
             print(f"there is no engine {name!r}; there are {', '.join((*engines, *peers))}", file=sys.stderr)
             return 2
+    # First those that need no environment of their own: the first other one is made in the meantime.
+    chosen = names or sorted(engines, key=lambda name: not in_workspace(engines[name]))
     failed = []
-    for name in names or engines:
-        if name in engines:
-            python, tests = engine_python(name, engines[name]), [str(engines[name] / "tests")]
-        else:
-            python, tests = peer_python(name, peers[name]), [str(REPOSITORY / file) for file in peers[name]["tests"]]
-        again = not names and in_workspace(engines[name])
-        if not test(name, python, [*tests, *options], {"ROLL_LEFT_OUT": "1"} if again else {}):
-            failed.append(name)
+    ahead = ThreadPoolExecutor(max_workers=1)
+    try:
+        pythons = [
+            ahead.submit(engine_python, name, engines[name])
+            if name in engines
+            else ahead.submit(peer_python, name, peers[name])
+            for name in chosen
+        ]
+        for name, python in zip(chosen, pythons, strict=True):
+            folders = [engines[name] / "tests"] if name in engines else peers[name]["tests"]
+            tests = [str(REPOSITORY / folder) for folder in folders]
+            again = not names and in_workspace(engines[name])
+            if not test(name, python.result(), [*tests, *options], {"ROLL_LEFT_OUT": "1"} if again else {}):
+                failed.append(name)
+    finally:
+        ahead.shutdown(cancel_futures=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
