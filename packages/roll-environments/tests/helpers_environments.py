@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import json
 import socket
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,42 @@ class Faulty:
     def get_reward(self) -> float:
         self._fail("reward")
         return 1.0
+
+
+class Policy:
+    """An endpoint whose replies are given. Keeps the requests."""
+
+    def __init__(self) -> None:
+        self.replies: list[Any] = []
+        self.requests: list[dict[str, Any]] = []
+        policy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                policy.requests.append({**body, "key": self.headers["Authorization"]})
+                reply = policy.replies[len(policy.requests) - 1]
+                message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+                reason = "tool_calls" if message.get("tool_calls") else "stop"
+                choice = {"index": 0, "message": message, "finish_reason": reason}
+                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+                found = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+                data = json.dumps(found | {"usage": usage}).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+
+    def given(self, *replies: Any) -> None:
+        self.replies, self.requests = list(replies), []
 
 
 def free_port() -> int:

@@ -88,6 +88,7 @@ actor_infer:
         ("environment: mcp, env_config: {command: [x], reward_tool: y}", "mcp", "roll-environments[mcp]"),
         ('environment: openenv, env_config: {url: "http://x", action: y}', "websockets", "[openenv]"),
         ("agent: verifiers, agent_config: {env: {}}", "verifiers", "verifiers>=0.4,<0.5"),
+        ("agent: verifiers_v0, agent_config: {id: words}", "verifiers", "verifiers>=0.2,<0.4"),
         ("environment: reasoning_gym, env_config: {dataset: x}", "reasoning_gym", "[reasoning-gym]"),
         ("environment: textarena, env_config: {id: x}", "textarena", "roll-environments[textarena]"),
     ],
@@ -110,9 +111,24 @@ def test_a_missing_package_is_located_with_what_to_install(
     assert shown.count("ROLL-C") == 1
 
 
-@pytest.mark.parametrize("found", ["0.2.14", "0.3.1"])
-def test_an_older_verifiers_is_refused_with_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: str
+@pytest.mark.parametrize(
+    ("found", "agent", "options", "wanted", "other"),
+    [
+        ("0.2.14", "verifiers", "env: {}", "verifiers>=0.4,<0.5", "verifiers_v0"),
+        ("0.3.1", "verifiers", "env: {}", "verifiers>=0.4,<0.5", "verifiers_v0"),
+        ("0.1.14", "verifiers_v0", "id: words", "verifiers>=0.2,<0.4", "verifiers"),
+        ("0.4.0", "verifiers_v0", "id: words", "verifiers>=0.2,<0.4", "verifiers"),
+    ],
+)
+def test_another_verifiers_is_refused_with_its_version(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: str,
+    agent: str,
+    options: str,
+    wanted: str,
+    other: str,
 ) -> None:
     site = tmp_path / "site"
     (site / f"verifiers-{found}.dist-info").mkdir(parents=True)
@@ -122,10 +138,11 @@ def test_an_older_verifiers_is_refused_with_its_version(
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.delitem(sys.modules, "verifiers", raising=False)
     file = tmp_path / "run.yaml"
-    file.write_text(CONFIG.replace("environment: text_game", "agent: verifiers, agent_config: {env: {}}"))
+    file.write_text(CONFIG.replace("environment: text_game", f"agent: {agent}, agent_config: {{{options}}}"))
     assert cli.main(["check", str(file)]) == 2
     shown = capsys.readouterr().err
-    assert mentions(shown, f"{file}:6:", "ROLL-C014", "custom_envs.env.agent_config", found, "verifiers>=0.4,<0.5")
+    key = "custom_envs.env.agent_config"
+    assert mentions(shown, f"{file}:6:", "ROLL-C014", key, found, wanted, other)
 
 
 def test_environments_are_listed_with_package_and_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_environments import Policy
 from pydantic import ValidationError
 from test_runs import metrics, run
 
@@ -27,42 +26,6 @@ CALL = {
     "type": "function",
     "function": {"name": "spell", "arguments": json.dumps({"word": "oak"})},
 }
-
-
-class Policy:
-    """An endpoint whose replies are given. Keeps the requests."""
-
-    def __init__(self) -> None:
-        self.replies: list[Any] = []
-        self.requests: list[dict[str, Any]] = []
-        policy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                policy.requests.append({**body, "key": self.headers["Authorization"]})
-                reply = policy.replies[len(policy.requests) - 1]
-                message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-                reason = "tool_calls" if message.get("tool_calls") else "stop"
-                choice = {"index": 0, "message": message, "finish_reason": reason}
-                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                found = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-                data = json.dumps(found | {"usage": usage}).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-
-    def given(self, *replies: Any) -> None:
-        self.replies, self.requests = list(replies), []
 
 
 @pytest.fixture(scope="module")

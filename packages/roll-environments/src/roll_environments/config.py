@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -236,7 +237,7 @@ class VerifiersConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_loaded(self) -> VerifiersConfig:
-        _installed("verifiers", "verifiers>=0.4,<0.5")
+        _installed("verifiers", "verifiers>=0.4,<0.5", "for older versions set agent: verifiers_v0")
         from roll_environments.verifiers_adapter import env_config, select_config
 
         for key, check in (("env", env_config), ("select", select_config)):
@@ -247,12 +248,42 @@ class VerifiersConfig(Config):
         return self
 
 
-def _installed(module: str, requirement: str) -> None:
-    """Raises `ValueError` with the requirement that brings a module, if it cannot be found or has another version."""
+class VerifiersV0Config(Config):
+    """`verifiers_v0`, an agent."""
+
+    id: str
+    """Module with `load_environment`, installed or of the working directory."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `load_environment`."""
+    split: Literal["train", "eval"] = "train"
+    """Dataset of the environment. Without one for evaluation, `eval` is the one for training."""
+
+    @model_validator(mode="after")
+    def _can_be_loaded(self) -> VerifiersV0Config:
+        _installed("verifiers", "verifiers>=0.2,<0.4", "for newer versions set agent: verifiers")
+        from roll_environments.verifiers_v0_adapter import loader
+
+        try:
+            found = loader(self.id)
+        except (Exception, SystemExit) as error:  # the module may raise anything
+            raise ValueError(f"id: {described(error)}") from error
+        try:
+            inspect.signature(found).bind(**self.args)
+        except TypeError as error:
+            raise ValueError(f"args: {error}") from error
+        return self
+
+
+def _installed(module: str, requirement: str, otherwise: str = "") -> None:
+    """Raises `ValueError` with the requirement that brings a module, if it cannot be found or has another version.
+
+    `otherwise` is what to do instead with another version.
+    """
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"{module} is not installed: pip install '{requirement}'")
     wanted = Requirement(requirement)
     if wanted.specifier and not wanted.specifier.contains(found := version(wanted.name), prereleases=True):
         raise ValueError(
             f"{wanted.name} {found} is installed, expected {wanted.specifier}: pip install '{requirement}'"
+            f"{', or ' if otherwise else ''}{otherwise}"
         )

@@ -48,11 +48,18 @@ def roll_environments() -> Iterator[EnvironmentProvider]:
 
 @hookimpl
 def roll_agents() -> Iterator[AgentProvider]:
-    """Environments of verifiers, which bring the program that calls the policy."""
+    """Environments of verifiers, which call the policy themselves."""
     yield AgentProvider(
         name="verifiers",
         target="roll_environments.verifiers_adapter:Verifiers",
         config="roll_environments.config:VerifiersConfig",
         summary="Environments of verifiers 0.4",
+        isolation="process",
+    )
+    yield AgentProvider(
+        name="verifiers_v0",
+        target="roll_environments.verifiers_v0_adapter:VerifiersV0",
+        config="roll_environments.config:VerifiersV0Config",
+        summary="Environments of verifiers 0.2 and 0.3, with load_environment",
         isolation="process",
     )

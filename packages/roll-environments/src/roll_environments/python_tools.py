@@ -33,7 +33,8 @@ class PythonTools(Environment):
     """An object of the user. A reply without a tool call ends the episode.
 
     Differs from TRL: each episode has a new object, where TRL resets the objects of earlier ones; calls of coroutine
-    methods run in the order of the reply, where TRL runs them after the plain ones.
+    methods run in the order of the reply, where TRL runs them after the plain ones; results that are no text, and
+    errors, are JSON, where TRL has Python's `str` of them.
     """
 
     def __init__(
