@@ -7,6 +7,9 @@ isolation, only the refusal is tested.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -357,13 +360,67 @@ def test_the_probe_reports_a_box_that_leaks(monkeypatch):
     assert "read a file outside" in sandbox.probe.__wrapped__()
 
 
-def test_a_command_isolates_instead(reward, requesting, tmp_path):
-    """An interpreter of its own stands for a container."""
-    command = reward(CodeReward, CodeConfig, "code", sandbox_command=[sys.executable])
+NAMESPACES = "unshare --map-root-user --net --pid --fork --mount-proc --ipc --uts"
+"""A container without an image: util-linux puts the interpreter into namespaces of its own."""
+
+
+@pytest.fixture(params=["interpreter", "namespaces", "ROLL_SANDBOX_COMMAND"])
+def container(request):
+    """Commands that start an interpreter, and whether they isolate it. The variable has one of a real container."""
+    if request.param == "interpreter":
+        return [sys.executable], False
+    if request.param == "namespaces":
+        found = [*NAMESPACES.split(), sys.executable]
+        if not shutil.which("unshare") or subprocess.run([*found, "-c", ""], capture_output=True).returncode:
+            pytest.skip("this host forbids namespaces")
+    elif not (found := shlex.split(os.environ.get(request.param, ""))):
+        pytest.skip(f"{request.param} is not set")
+    return found, True
+
+
+def test_a_command_isolates_instead(reward, requesting, container):
+    code = reward(CodeReward, CodeConfig, "code", sandbox_command=container[0])
     for tests in (STDIN, CALLS, ASSERTS):
-        assert command.score(requesting(f"```\n{GOOD}\n```", test_cases=tests)).value == 1.0
-        assert command.score(requesting("```\nsolve = print\n```", test_cases=tests)).value == 0.0
-    assert Path(sys.executable).exists()
+        assert code.score(requesting(f"```\n{GOOD}\n```", test_cases=tests)).value == 1.0
+        assert code.score(requesting("```\nsolve = print\n```", test_cases=tests)).value == 0.0
+
+
+def test_programs_of_a_command_have_their_limits_and_its_isolation(container):
+    words, isolates = container
+    boxes = sandbox.Sandbox(sandbox.Limits(output_kb=64), command=words)
+    assert boxes.run("print(input())", "in").stdout == b"in\n"
+    assert "output_limit_kb" in boxes.run("print('x' * 10_000_000)", "").problem
+    assert boxes.run("raise SystemExit(3)", "").status == 3
+    assert boxes.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "").status in (-11, 139)
+    if not isolates:
+        return
+    # Neither the process that keeps the program nor one outside can be signalled or reached.
+    assert boxes.run("import os; os.kill(1, 9); print(os.getpid() < 99)", "").stdout == b"True\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reached = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
+        assert boxes.run(reached, "").status == 1
+
+
+def test_a_container_ends_with_its_program_or_its_time(tmp_path, monkeypatch):
+    """The client of a container is killed, not the container: a process in another session stands for it."""
+    monkeypatch.setattr(sandbox, "START_S", 1.0)
+    client = tmp_path / "client"
+    client.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\n"
+        f"at = subprocess.Popen([{sys.executable!r}, *sys.argv[1:]], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{at.pid}}\\n')\nat.wait()\n"
+    )
+    client.chmod(0o755)
+    boxes = sandbox.Sandbox(sandbox.Limits(cpu_s=0.3), command=[str(client)])
+    assert boxes.run("print(input())", "in").stdout == b"in\n"
+    late = boxes.run("import os, time; print(os.getpid(), flush=True); time.sleep(1000)", "")
+    assert "exceeded" in late.problem
+    kept = [int(each) for each in ((tmp_path / "pids").read_text() + late.stdout.decode()).split()]
+    assert len(kept) == 3
+    deadline = time.monotonic() + 30
+    while (left := [each for each in kept if psutil.pid_exists(each)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 @pytest.mark.parametrize("tests", [STDIN, CALLS, ASSERTS])

@@ -170,6 +170,46 @@ def test_test_code_is_refused(scored):
         scored("def add(a, b):\n    return 3", tests)
 
 
+@pytest.mark.engine("sandbox_fusion")
+@pytest.mark.parametrize(("program", "expected"), [("print(sum(map(int, input().split())))", 1.0), ("1 / 0", 0.0)])
+def test_requests_and_replies_have_the_fields_of_sandbox_fusions_client(scored, service, program, expected):
+    """The official client reads the stand-in's replies, and its models accept our requests."""
+    import sandbox_fusion
+    from sandbox_fusion import models
+
+    def reply(message):
+        # The server has the limit of memory, its client 0.3.7 has not.
+        assert message.keys() <= {*models.RunCodeRequest.__fields__, "memory_limit_MB"}
+        models.RunCodeRequest(**message)
+        return json.loads(models.RunCodeResponse(message="", **run_code(message)).json())
+
+    service.reply = reply
+    assert scored(program, STDIN).value == expected
+    request = models.RunCodeRequest(code=program, stdin=STDIN[0]["input"], language="python")
+    found = sandbox_fusion.run_code(request, endpoint=service.url.removesuffix("/run_code"), max_attempts=1)
+    assert (found.status, found.run_result.stdout) == (("Success", "987654\n") if expected else ("Failed", ""))
+
+
+@pytest.mark.engine("sandbox_fusion")
+def test_every_status_of_sandbox_fusion_is_an_end_or_a_failure(reward, service):
+    from sandbox_fusion.models import CommandRunStatus, RunStatus
+
+    code = reward(CodeReward, CodeConfig, "code", sandbox_url=service.url)
+    ends = {}
+    for whole in RunStatus:
+        for command in CommandRunStatus:
+            ran = {"status": command.value, "return_code": None if command != "Finished" else 0, "stdout": ""}
+            service.reply = lambda _, each=whole.value, ran=ran: {"status": each, "message": "", "run_result": ran}
+            try:
+                ends[whole.value, command.value] = code._sandbox.run("", "").status
+            except RewardFailure:
+                ends[whole.value, command.value] = "failure"
+    ran = {("Success", "Finished"): 0, ("Failed", "Finished"): 0}
+    late = {("Success", "TimeLimitExceeded"): -9, ("Failed", "TimeLimitExceeded"): -9}
+    assert ends == dict.fromkeys(ends, "failure") | ran | late
+    assert len(ends) == 9
+
+
 @pytest.mark.parametrize("other", [{"sandbox_command": ["x"]}, {"accept_missing_isolation": True}])
 def test_a_second_place_is_an_error(other):
     with pytest.raises(ValidationError):

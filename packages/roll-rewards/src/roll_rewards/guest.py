@@ -18,6 +18,7 @@ import builtins
 import contextlib
 import json
 import os
+import signal
 import struct
 import sys
 import threading
@@ -33,12 +34,38 @@ def main() -> None:
     """Run the job that the first frame describes, and exit."""
     job = receive(0)
     if "announce" in job:
+        _fork_program(job["wall_s"])
         os.write(2, job["announce"].encode("ascii"))
     code = {"script": script, "serve": serve, "tests": tests}[job["mode"]](job)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _fork_program(wall_s: float) -> None:
+    """Return in a child process. This process ends with it, or after `wall_s`.
+
+    A container runs until its first process ends, also when the command that started it is killed.
+    """
+    child = os.fork()
+    if not child:
+        return
+
+    def end(*_: object) -> None:
+        os.kill(child, signal.SIGKILL)
+        os._exit(128 + signal.SIGKILL)
+
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for fd in range(3):  # they close with the program
+        os.dup2(nothing, fd)
+    signal.signal(signal.SIGALRM, end)  # the first process of a container ignores signals without a handler
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def receive(fd: int) -> dict[str, Any]:

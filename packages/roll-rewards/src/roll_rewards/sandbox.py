@@ -149,7 +149,8 @@ class Sandbox:
         number = secrets.token_hex(8)
         box = self._by_command() if self._command else self._local(job.get("paths", ()))
         box.expected = number
-        box.send({**job, "id": number} | ({"announce": box.announcement} if self._command else {}))
+        kept = {"announce": box.announcement, "wall_s": START_S + self.limits.wall_s} if self._command else {}
+        box.send({**job, "id": number} | kept)
         return box
 
     def layers(self) -> dict[str, list[str]]:
