@@ -115,7 +115,9 @@ def _is_image(value: Any) -> bool:
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {name: _shortened(row[name]) for name in _SAMPLE_FIELDS if row.get(name) not in (None, "")}
     if isinstance(turns := row.get("turns"), list):
-        shown["turns"] = [{name: _shortened(value) for name, value in turn.items()} for turn in turns]
+        shown["turns"] = [
+            {name: _shortened(value) for name, value in turn.items()} for turn in turns if isinstance(turn, dict)
+        ]
     for name in ("metadata", "detail"):
         if isinstance(row.get(name), dict):
             shown[name] = {key: _shortened(value) for key, value in row[name].items()}
