@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PACKAGES = (
     "roll-core",
     "roll-modeling",
+    "roll-rewards",
     "roll-strategy-hf",
     "roll-strategy-fsdp2",
     "roll-strategy-deepspeed",

@@ -34,6 +34,7 @@ RANKS, SEQUENCES, LENGTH = 2, 8, 128
 PACKAGES = (
     "roll-core",
     "roll-modeling",
+    "roll-rewards",
     "roll-strategy-hf",
     "roll-strategy-fsdp2",
     "roll-strategy-deepspeed",

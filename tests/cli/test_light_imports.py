@@ -172,6 +172,7 @@ def test_light_modules_of_plugins_import_nothing_heavy():
         "roll_infer_hf",
         "roll_migrate",
         *pipelines,
+        "roll_rewards",
         "roll_strategy_hf",
         "roll_tools",
         "roll_trackers",

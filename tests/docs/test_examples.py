@@ -448,7 +448,7 @@ def test_a_reward_function_is_called_with_the_rows_columns():
 
 
 def test_reward_functions_of_other_frameworks_on_the_page_are_recognized(tmp_path, monkeypatch):
-    from roll_core.builtin.rewards.user_function import prepare
+    from roll_rewards.user_function import prepare
 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "page_foreign.py").write_text(example("docs/rewards.md", "def exact"), encoding="utf-8")

@@ -123,6 +123,7 @@ def test_configs_are_checked_and_planned_without_torch(tmp_path, wheels):
         *(
             "roll-infer-hf",
             "roll-modeling",
+            "roll-rewards",
             "roll-strategy-hf",
             "roll-tools",
             "roll-trackers",
@@ -147,7 +148,8 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
     assert not environment.has("ray")
     offered = json.loads(environment.roll_core("plugins", "--json").stdout)["plugins"]
     assert {each["package"] for each in offered} == {
-        *("roll-core", "roll-infer-hf", "roll-strategy-hf", "roll-tools", "roll-trackers", "roll-weight-transports")
+        *("roll-core", "roll-infer-hf", "roll-rewards", "roll-strategy-hf"),
+        *("roll-tools", "roll-trackers", "roll-weight-transports"),
     }
     commands = (
         ["plugins", "-v"],

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from roll_core.builtin.config import FunctionConfig
-from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import ConfigError, RewardFailure
+from roll_rewards.function import FunctionReward
+from roll_rewards.function_config import FunctionConfig
 from roll_testing.errors import raises_error
 
 BOTH = pytest.mark.parametrize("isolation", ["process", "none"])

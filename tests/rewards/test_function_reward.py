@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from roll_core.builtin.config import FunctionConfig
-from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import ConfigError, DataError, RewardFailure
+from roll_rewards.function import FunctionReward
+from roll_rewards.function_config import FunctionConfig
 from roll_testing.errors import raises_error
 
 BOTH = pytest.mark.parametrize("isolation", ["process", "none"])

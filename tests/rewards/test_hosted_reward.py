@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from roll_core.builtin.plugin import roll_rewards
 from roll_core.errors import PluginLoadError, UnsupportedError
 from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
+from roll_rewards.plugin import roll_rewards
 from roll_testing.errors import mentions, raises_error
 
 OWNER = "reward 'acme' of roll-acme 1.2"
@@ -140,8 +140,5 @@ def test_a_column_that_cannot_be_sent_is_a_failure_of_its_sample(worker_of, aski
     assert right.value == 3.0
 
 
-def test_the_rewards_of_the_core_enforce_their_timeout_themselves():
-    assert {each.name: each.enforces_timeout for each in roll_rewards()} == {
-        "function": True,
-        "model": False,
-    }
+def test_rewards_with_processes_of_their_own_enforce_their_timeout_themselves():
+    assert {each.name for each in roll_rewards() if each.enforces_timeout} == {"code", "function", "math_rule"}

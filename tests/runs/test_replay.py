@@ -40,8 +40,8 @@ def assert_equal(runs, one, other):
 
 
 def refuse_engines(monkeypatch):
-    from roll_core.builtin.rewards.function import FunctionReward
     from roll_infer_hf.engine import HFInferStrategy
+    from roll_rewards.function import FunctionReward
 
     async def refuse(self, *given):
         raise AssertionError("an engine was started")

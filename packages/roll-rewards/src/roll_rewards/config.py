@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 from typing_extensions import override
 
-from roll_core.builtin.config import FunctionConfig
 from roll_core.spec.config import (
     Config,
     EngineRewardConfig,
@@ -19,6 +18,7 @@ from roll_core.spec.config import (
     PositiveInt,
     RewardConfig,
 )
+from roll_rewards.function_config import FunctionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -15,7 +15,14 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_rewards() -> Iterator[RewardProvider]:
-    """Programs against tests, rules, services, and combinations."""
+    """A user's functions, programs against tests, rules, services, and combinations."""
+    yield RewardProvider(
+        name="function",
+        target="roll_rewards.function:FunctionReward",
+        config="roll_rewards.function_config:FunctionConfig",
+        enforces_timeout=True,
+        summary="A Python function of the user",
+    )
     yield RewardProvider(
         name="code",
         target="roll_rewards.code:CodeReward",

@@ -52,17 +52,10 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
 
 @hookimpl
 def roll_rewards() -> Iterator[RewardProvider]:
-    """Rewards by a user's function and by a model."""
-    yield RewardProvider(
-        name="function",
-        target="roll_core.builtin.rewards.function:FunctionReward",
-        config="roll_core.builtin.config:FunctionConfig",
-        enforces_timeout=True,
-        summary="A Python function of the user",
-    )
+    """The reward by a model."""
     yield RewardProvider(
         name="model",
-        target="roll_core.builtin.rewards.model:ModelReward",
+        target="roll_core.builtin.model_reward:ModelReward",
         config="roll_core.spec.config:ModelRewardConfig",
         summary="The score of a reward model, which is a role of its own",
     )

@@ -1,4 +1,4 @@
-"""Config schemas of the built-in rewards and trackers. Imports nothing heavy."""
+"""Config schema of the reward `function`, a module of its own because most configs need no other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FunctionConfig(RewardConfig):
 
     @override
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
-        from roll_core.builtin.rewards.user_function import check
+        from roll_rewards.user_function import check
 
         reason = check(self.function, columns, timeout_s, signature=self.signature)
         return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.builtin.rewards.user_function import RewardValues, prepare
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
 from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.runtime.workers.reward_process import describe
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
+from roll_rewards.user_function import RewardValues, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from roll_core.builtin.config import FunctionConfig
     from roll_core.spec.rollout import RewardRequest
+    from roll_rewards.function_config import FunctionConfig
 
 MAX_HANGING = 8
 """Number of hung threads at which `isolation: none` refuses further calls."""
@@ -50,7 +50,7 @@ class FunctionReward(RewardFunction):
             self._in_worker = _InWorker(_load_here(config, options))
             return
         self._pool = RewardPool(
-            "roll_core.builtin.rewards.user_function:prepare",
+            "roll_rewards.user_function:prepare",
             options,
             size=config.processes,
             start_timeout_s=config.start_timeout_s,

@@ -1,1 +1,0 @@
-"""Built-in rewards: a user's Python function, and a model."""
