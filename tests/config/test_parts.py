@@ -9,7 +9,6 @@ from roll_core.config import load
 from roll_core.errors import ConfigError, PluginLoadError, UnknownProviderError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import (
     AdvantageProvider,
     InferCapabilities,
@@ -22,6 +21,7 @@ from roll_core.spec.providers import (
 )
 from roll_testing.errors import mentions, raises_error
 from roll_testing.kit import hf_plugins
+from roll_testing.part_checks import check_part
 
 MODULE = "acme_parts_of_a_test"
 UNIMPORTABLE = 'raise SystemExit("a check imports no part")'

@@ -34,13 +34,14 @@ from roll_core.data.pack import pack
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.plugins.targets import check_part, load_target, options_schema
+from roll_core.plugins.targets import load_target, options_schema
 from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
 from roll_core.spec.environment import Reply
 from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
 from roll_core.types import TrainSequence
+from roll_testing.part_checks import check_part
 from roll_testing.runs import Runs
 from shared_tests.docs import RLVR_CONFIG
 

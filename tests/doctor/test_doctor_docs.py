@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from roll_core.plugins.registry import load_registry
-from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import CheckProvider
+from roll_testing.part_checks import check_part
 from roll_tools.examination import LEVELS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")

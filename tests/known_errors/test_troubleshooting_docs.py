@@ -10,10 +10,11 @@ from pathlib import Path
 
 from roll_core.errors import PluginLoadError
 from roll_core.plugins.registry import load_registry
-from roll_core.plugins.targets import check_part, load_target
+from roll_core.plugins.targets import load_target
 from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.providers import KnownErrorsProvider
 from roll_testing.errors import raises_error
+from roll_testing.part_checks import check_part
 
 DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BEGIN = "<!-- sections: made by tests/known_errors/test_troubleshooting_docs.py -->\n"

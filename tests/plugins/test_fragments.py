@@ -6,9 +6,9 @@ from roll_core.config import load
 from roll_core.errors import ConfigError, PluginLoadError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import FragmentProvider
 from roll_testing.errors import mentions, raises_error
+from roll_testing.part_checks import check_part
 
 PLUGIN = """
 from roll_core.spec.hooks import hookimpl

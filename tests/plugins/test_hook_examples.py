@@ -14,9 +14,9 @@ import pytest
 from roll_core.plugins.loader import HOOK_NAMES, load_plugins
 from roll_core.plugins.records import KINDS
 from roll_core.plugins.registry import Registry
-from roll_core.plugins.targets import check_part
 from roll_core.spec import hooks
 from roll_testing.new import TEMPLATES
+from roll_testing.part_checks import check_part
 
 IMPORTS = """
 from pathlib import Path

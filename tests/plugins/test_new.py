@@ -13,8 +13,8 @@ from hatchling.builders.wheel import WheelBuilder
 from roll_core.cli.main import main
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.plugins.targets import check_part
 from roll_testing.new import KINDS, TEMPLATES, name_problem, write_package
+from roll_testing.part_checks import check_part
 
 PARTS = {"strategy": "found or listing or contract or logprobs_equal or adamw"}
 """`-k` of kits that take minutes. `roll-strategy-hf` runs the whole kit."""

@@ -18,7 +18,7 @@ from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.records import check_record
 from roll_core.plugins.registry import Events, Registry, load_registry
 from roll_core.plugins.requirements import check_requirements
-from roll_core.plugins.targets import check_part, load_class, load_target
+from roll_core.plugins.targets import load_class, load_target
 from roll_core.spec.providers import (
     AdvantageProvider,
     CheckProvider,
@@ -33,6 +33,7 @@ from roll_core.spec.providers import (
 from roll_core.spec.rollout import RewardFunction
 from roll_testing.errors import mentions, raises_error
 from roll_testing.kit import hf_plugins
+from roll_testing.part_checks import check_part
 
 
 def plugin(package, version="1.0", *providers, **fields):

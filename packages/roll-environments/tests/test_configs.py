@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from roll_core.cli import main as cli
 from roll_core.plugins.registry import load_registry
-from roll_core.plugins.targets import check_part
 from roll_core.spec.providers import EnvironmentProvider
 from roll_environments import config
 from roll_environments.plugin import roll_environments
 from roll_testing.errors import mentions
+from roll_testing.part_checks import check_part
 
 
 def test_every_part_fits_its_contract() -> None:

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError, MissingRequirementError
 from roll_core.plugins.requirements import alternatives, check_requirements
-from roll_core.plugins.targets import check_part, load_target
+from roll_core.plugins.targets import load_target
 from roll_testing.kit import Kit, registry
+from roll_testing.part_checks import check_part
 
 if TYPE_CHECKING:
     from pathlib import Path

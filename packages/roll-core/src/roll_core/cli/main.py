@@ -176,7 +176,9 @@ def _plugins(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print summaries, hooks and import times")
-    parser.add_argument("--check", action="store_true", help="also import every part; exit code 2 if one is broken")
+    parser.add_argument(
+        "--check", action="store_true", help="also import every part, by roll-testing; exit code 2 if one is broken"
+    )
     options = parser.parse_args(words)
     from roll_core.cli.plugins import show_plugins
 

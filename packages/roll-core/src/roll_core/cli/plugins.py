@@ -8,13 +8,12 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import MissingRequirementError, PluginError, UnknownProviderError, closest
+from roll_core.errors import MissingRequirementError, UnknownProviderError, closest
 from roll_core.plugins.loader import SLOW_IMPORT_S
 from roll_core.plugins.records import KINDS
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import alternatives
 from roll_core.plugins.targets import load_target
-from roll_core.spec.providers import WeightTransportProvider
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: boo
     A part whose optional package is not installed is listed separately, and is not broken.
     """
     registry = load_registry(disabled_plugins)
-    broken, absent = _check_parts(registry) if check_parts else ([], [])
+    broken, absent = from_roll_testing("roll_testing.part_checks:check_parts")(registry) if check_parts else ([], [])
     if as_json:
         listing: dict[str, Any] = {"plugins": registry.describe(), "conflicts": _conflicts(registry)}
         if check_parts:
@@ -108,29 +107,3 @@ def _conflicts(registry: Registry) -> list[str]:
         for (noun, name), packages in owners.items()
         if len(packages) > 1
     ]
-
-
-def _check_parts(registry: Registry) -> tuple[list[str], list[str]]:
-    """Describe everything that would fail on use: what is broken, and parts whose packages are not installed.
-
-    Broken are plugins that did not load, parts that cannot be imported or break their contract, packages of another
-    version, and misspelt names of weight transports.
-    """
-    from roll_core.plugins.requirements import check_requirements, is_absent
-    from roll_core.plugins.targets import check_part
-
-    broken = [str(plugin.error) for plugin in registry.plugins if plugin.error is not None]
-    absent: list[str] = []
-    transports = registry.names(WeightTransportProvider)
-    for plugin in registry.plugins:
-        for record in plugin.providers:
-            try:
-                check_requirements(record, owner=registry.owner(record))
-                check_part(record, owner=registry.owner(record))
-            except PluginError as error:
-                (absent if is_absent(record) else broken).append(str(error))
-            for name in getattr(getattr(record, "capabilities", None), "weight_transports", ()):
-                close = closest(name, transports)
-                if close and name not in transports:
-                    broken.append(f"{registry.owner(record)}: lists weight transport {name!r}; did you mean {close!r}?")
-    return broken, absent

@@ -1,10 +1,9 @@
-"""Checks a part's signature against its contract: whenever a config is read, and more strictly in `plugins --check`.
+"""Checks a part's signature against its contract whenever a config is read.
 
-    config           record.target ─► file of the module ─► syntax tree ─► signature ─► accepts the parameters?
-    plugins --check  record.target ─► imported class, with what it inherits ─► the same, and plain or coroutine?
+    record.target ─► file of the module ─► syntax tree ─► signature ─► accepts the parameters?
 
 The sources are parsed without an import. Modules without source, names that are assigned or imported, inherited
-methods and decorated functions are therefore checked only in `plugins --check`.
+methods and decorated functions are therefore checked only by `plugins --check` (`roll_testing.part_checks`).
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import inspect
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll_core.spec import providers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from roll_core.spec.providers import Provider
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -65,60 +62,6 @@ def _problem(wanted: str, contract_source: bytes, target: str, source: bytes) ->
         called = expected["__call__"]
         if why := _why_not(found, called.args.args[1:], called):
             return f"{target} cannot be called as {contract.name} is: {why}"
-    return ""
-
-
-# -- imported parts ----------------------------------------------------------------------------------------------------
-
-
-def class_problem(cls: type, contract: type) -> str:
-    """Why an object of `cls` cannot be used as its base `contract`, by the first wrong method; empty if it can.
-
-    Compares every public method and `__init__` that `cls` or another of its bases overrides.
-    """
-    for name in dir(contract):
-        wanted, found = inspect.getattr_static(contract, name), inspect.getattr_static(cls, name)
-        public = name == "__init__" or not name.startswith("_")
-        if not public or not inspect.isfunction(wanted) or found is wanted:
-            continue
-        bound = isinstance(found, (staticmethod, classmethod))
-        method = getattr(cls, name) if bound else found
-        parameters = list(inspect.signature(wanted).parameters.values())
-        if problem := _callable_problem(method, parameters[1:] if bound else parameters, wanted):
-            return f"{cls.__module__}:{cls.__qualname__}.{name} {problem}"
-    return ""
-
-
-def function_problem(name: str, function: Any, contract: Any) -> str:
-    """Why `function` cannot be called as `contract` is: a function, or a protocol with `__call__`; empty if it can."""
-    wanted = contract.__call__ if inspect.isclass(contract) else contract
-    parameters = list(inspect.signature(wanted).parameters.values())
-    problem = _callable_problem(function, parameters[1:] if inspect.isclass(contract) else parameters, wanted)
-    return f"{name} {problem}" if problem else ""
-
-
-def _callable_problem(found: Any, parameters: list[inspect.Parameter], wanted: Callable[..., Any]) -> str:
-    """Why `found` cannot be called with `parameters` and awaited as `wanted` is."""
-    expected = inspect.signature(wanted)
-    if not callable(found):
-        return f"is {type(found).__name__}, expected a function with the signature {expected}"
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # written in C
-        return ""
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    by_name = {each.name: None for each in parameters if each.kind is each.KEYWORD_ONLY}
-    try:
-        signature.bind(*positional, **by_name)
-    except TypeError as error:
-        return f"has the signature {signature}, expected {expected}: {error}"
-    awaited = inspect.iscoroutinefunction(wanted)
-    either = "Awaitable" in str(expected.return_annotation)
-    coroutine = inspect.iscoroutinefunction(inspect.unwrap(found))
-    if awaited and not coroutine and "Awaitable" not in str(signature.return_annotation):
-        return f"is a plain function, expected a coroutine function with the signature {expected}"
-    if coroutine and not awaited and not either:
-        return f"is a coroutine function, expected a plain function with the signature {expected}"
     return ""
 
 

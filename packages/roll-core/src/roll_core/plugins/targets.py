@@ -9,26 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError
-from roll_core.plugins.signatures import CONTRACTS, class_problem, function_problem
+from roll_core.plugins.signatures import CONTRACTS
 from roll_core.spec.diagnostics import KnownError
-from roll_core.spec.providers import (
-    CheckProvider,
-    FragmentProvider,
-    InferProvider,
-    KnownErrorsProvider,
-    PipelineProvider,
-    TrainProvider,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from pydantic import BaseModel
 
-    from roll_core.spec.config import Config, RunConfig
-    from roll_core.spec.diagnostics import CheckContext, CheckResult
-    from roll_core.spec.plan import MemoryEstimate, MemoryInput, PipelinePlan
-    from roll_core.spec.providers import Provider
+    from roll_core.spec.config import Config
+    from roll_core.spec.providers import KnownErrorsProvider, Provider
 
 T = TypeVar("T")
 M = TypeVar("M", bound="BaseModel")
@@ -162,96 +152,9 @@ def _named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramet
     return {each.name: each for each in own if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
 
 
-def check_part(record: Provider, *, owner: str) -> None:
-    """Import everything that a record refers to, and check it against the contract of its kind.
-
-    Raises `PluginLoadError` if an import fails, the class is no subclass of the contract's class or lacks an abstract
-    method, one of its methods, inherited ones included, cannot be called or awaited as the contract's, or its
-    capabilities differ from the record's. Functions that the record names are compared with their contracts too.
-    """
-    if isinstance(record, FragmentProvider):
-        data_file(record.target, owner=owner)
-        return
-    if isinstance(record, KnownErrorsProvider):
-        known_errors(record, owner=owner)
-        return
-    contract = _contract(record)
-    part = load_target(record.target, owner=owner)
-    if contract is None:
-        if not callable(part):
-            raise PluginLoadError(f"{owner}: {record.target} is not callable")
-        wanted = _calls(record).get("target")
-        problem = function_problem(record.target, part, wanted) if wanted is not None else ""
-    else:
-        part = load_class(record.target, contract, owner=owner)
-        missing = sorted(part.__abstractmethods__)
-        if missing:
-            raise PluginLoadError(f"{owner}: {record.target} does not implement {', '.join(missing)}")
-        problem = class_problem(part, contract)
-    declared = getattr(record, "capabilities", None)
-    actual = getattr(part, "capabilities", declared)
-    if actual != declared:
-        raise PluginLoadError(f"{owner}: {record.target} has other capabilities than its record: {actual}, {declared}")
-    if problem:
-        raise PluginLoadError(f"{owner}: {problem}")
-    if record.config:
-        load_class(record.config, _schema(record), owner=owner)
-    for field, wanted in _calls(record).items():
-        target = getattr(record, field)
-        if field != "target" and target:
-            problem = function_problem(target, load_target(target, owner=owner), wanted)
-            if problem:
-                raise PluginLoadError(f"{owner}: {problem}")
-    if starter := getattr(record, "starter", ""):
-        data_file(starter, owner=owner)
-
-
 def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:
     """Known errors that a record lists. Raises `PluginLoadError` unless the target is a tuple of `KnownError`."""
     found = load_target(record.target, owner=owner)
     if not isinstance(found, tuple) or not all(isinstance(each, KnownError) for each in found):
         raise PluginLoadError(f"{owner}: {record.target} is not a tuple of KnownError")
     return found
-
-
-def _contract(record: Provider) -> type | None:
-    """Base class that the target must have; None if the contract is a function's."""
-    contract = CONTRACTS.get(type(record), "")
-    found: Any = load_target(contract, owner="roll-core") if contract else None
-    return None if getattr(found, "_is_protocol", False) else found
-
-
-def _calls(record: Provider) -> dict[str, Any]:
-    """Contracts of the functions that a record names, by field: `target`, `memory` or `plan`."""
-    contract = CONTRACTS.get(type(record))
-    if isinstance(record, CheckProvider):
-        return {"target": _check}
-    if isinstance(record, PipelineProvider):
-        return {"plan": _plan}
-    if isinstance(record, (TrainProvider, InferProvider)):
-        return {"memory": _memory}
-    return {"target": load_target(contract, owner="roll-core")} if contract else {}
-
-
-def _check(context: CheckContext) -> Iterable[CheckResult]:
-    raise NotImplementedError
-
-
-def _memory(question: MemoryInput) -> MemoryEstimate:
-    raise NotImplementedError
-
-
-def _plan(config: RunConfig) -> PipelinePlan:
-    raise NotImplementedError
-
-
-def _schema(record: Provider) -> type:
-    from roll_core.spec import config, providers
-
-    schemas: dict[type[Provider], type] = {
-        providers.TrainProvider: config.StrategyConfig,
-        providers.InferProvider: config.StrategyConfig,
-        providers.PipelineProvider: config.RunConfig,
-        providers.RewardProvider: config.RewardConfig,
-    }
-    return schemas.get(type(record), config.Config)
