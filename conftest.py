@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,6 +45,33 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+UNIT = 100
+"""Tests that one worker of xdist takes at once, at most."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Split what `--dist loadscope` gives to one worker: a kit's class can have more tests than all others together."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class UnitScheduling(LoadScopeScheduling):
+        def __init__(self) -> None:
+            super().__init__(config, log)
+            self._scopes: dict[str, str] = {}
+            self._sizes: Counter[str] = Counter()
+
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid not in self._scopes:
+                scope = super()._split_scope(nodeid)
+                self._scopes[nodeid] = f"{scope}#{self._sizes[scope] // UNIT}"
+                self._sizes[scope] += 1
+            return self._scopes[nodeid]
+
+    return UnitScheduling()
 
 
 @pytest.hookimpl(trylast=True)

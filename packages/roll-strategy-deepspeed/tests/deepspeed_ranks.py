@@ -5,13 +5,21 @@ from __future__ import annotations
 PRELOAD = (
     # Compiles functions when it is imported, and for that imports the whole of torch's compiler: two seconds.
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    # What an engine imports when it is made.
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.module_inject.auto_ep_comm",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "packaging.requirements",
     "peft",
     "safetensors.torch",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.optimization",
+    "roll_modeling.architectures",
     "roll_modeling.lora",
     "roll_testing.programs",
+    "roll_strategy_deepspeed.config",
     "roll_strategy_deepspeed.strategy",
     "deepspeed_programs",
 )

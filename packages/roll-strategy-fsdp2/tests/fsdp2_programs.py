@@ -25,10 +25,14 @@ from roll_testing.models import QWEN3
 from roll_testing.programs import Raised, raised
 
 PRELOAD = (
+    "packaging.requirements",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.optimization",
+    "roll_modeling.architectures",
     "roll_modeling.lora",
     "peft",
+    "roll_strategy_fsdp2.config",
     "roll_strategy_fsdp2.strategy",
 )
 """What ranks import, once for all."""

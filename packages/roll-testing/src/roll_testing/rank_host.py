@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -41,6 +42,8 @@ def main() -> None:
     except Exception as error:  # any error of a preloaded module is reported to the client
         client.send(f"importing {module} failed: {type(error).__name__}: {error}")
         return
+    gc.collect()
+    gc.freeze()  # ranks would copy the pages that their collections visit
     client.send("")
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:

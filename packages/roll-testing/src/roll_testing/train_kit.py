@@ -47,6 +47,7 @@ class TrainKit(Kit):
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of the rank processes, set before anything is imported."""
     preload: ClassVar[tuple[str, ...]] = (
+        "packaging.requirements",
         "torch._dynamo",
         "transformers.optimization",
         "transformers.models.auto.modeling_auto",
