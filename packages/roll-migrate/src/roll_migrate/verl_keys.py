@@ -432,9 +432,6 @@ def _strategy(value: Any, key: Key) -> Outcome:
     return _changed(f"{_ours(key)}.strategy_args.strategy_name", name, "" if value != "fsdp" else "by FSDP2")
 
 
-SCHEDULES = ("constant", "cosine", "linear")
-
-
 def _schedule(value: Any, key: Key) -> Outcome:
     target, optim = f"{_ours(key)}.training_args", key.path[:-1]
     warm = warms_up(key.source, optim)

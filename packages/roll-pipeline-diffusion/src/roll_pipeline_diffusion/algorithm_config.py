@@ -240,11 +240,6 @@ class FlowGRPOOptions(ObjectiveOptions):
     def uses_reference(self) -> bool:
         return self.kl_coef > 0
 
-    @property
-    def uses_old_velocities(self) -> bool:
-        """True if sampling must keep velocities (`SamplingProgram.keep_velocities`)."""
-        return self.variant != "clip"
-
     @model_validator(mode="after")
     def _variant_reads_clip(self) -> FlowGRPOOptions:
         if self.variant == "dppo" and self.clip is not None:

@@ -577,10 +577,6 @@ class DistillConfig(RLVRConfig):
     def max_new_tokens(self) -> int:
         return self.rollout_infer.generating_args.max_new_tokens or self.response_length
 
-    @override
-    def sampling_defaults(self) -> dict[str, Any]:
-        return self.rollout_infer.generating_args.model_dump() | {"max_new_tokens": self.max_new_tokens}
-
     @property
     @override
     def recomputes_logprobs(self) -> bool:

@@ -765,7 +765,3 @@ class RLVRConfig(RewardRunConfig):
     def max_new_tokens(self) -> int:
         """Maximum number of tokens of a response."""
         return self.actor_infer.generating_args.max_new_tokens or self.response_length
-
-    def sampling_defaults(self) -> dict[str, Any]:
-        """`generating_args` of the rollouts with `max_new_tokens` resolved."""
-        return self.actor_infer.generating_args.model_dump() | {"max_new_tokens": self.max_new_tokens}
