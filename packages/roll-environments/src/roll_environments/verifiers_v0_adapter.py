@@ -71,12 +71,30 @@ class VerifiersV0(Agent):
 
 
 async def _rollout(environment: Any, row: dict[str, Any], session: Session) -> Any:
-    openai, clients = importlib.import_module("openai"), importlib.import_module("verifiers.clients")
-    client = clients.OpenAIChatCompletionsClient(openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key))
+    openai = importlib.import_module("openai")
+    client = _client_class()(openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key))
     try:
         return await environment.run_rollout(row, client, session.model, {})
     finally:
         await client.close()
+
+
+@lru_cache(maxsize=1)
+def _client_class() -> Any:
+    """verifiers' client of OpenAI's API. A call beyond a limit of the run truncates the rollout, which is scored."""
+    openai, clients = importlib.import_module("openai"), importlib.import_module("verifiers.clients")
+    errors = importlib.import_module("verifiers.errors")
+
+    class Client(clients.OpenAIChatCompletionsClient):  # type: ignore[name-defined,misc]
+        async def get_native_response(self, *given: Any, **options: Any) -> Any:
+            try:
+                return await super().get_native_response(*given, **options)
+            except openai.BadRequestError as error:
+                if error.code in ("max_turns", "max_tokens", "context_length_exceeded"):
+                    raise errors.OverlongPromptError from error
+                raise
+
+    return Client
 
 
 def loader(id: str) -> Callable[..., Any]:
