@@ -202,8 +202,9 @@ def main(arguments: list[str]) -> int:
     if given.trace:
         step = traced_step()
         trainer = Counter({path: count for path, count in step.items() if any(part in path for part in TRAINER)})
+        core_entered = Counter({path: count for path, count in (step - trainer).items() if "/roll_core/" in path})
         for what, entered in (
-            ("roll-core without algorithms", step - trainer),
+            ("roll-core without algorithms", core_entered),
             ("algorithms and roll-modeling", trainer),
             ("total, engine not counted", step),
         ):

@@ -11,7 +11,7 @@ from roll_core.errors import NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.remote_checkpoints import RemoteFolder
 from roll_core.runtime.records.run_dir import RunDir
-from roll_core.runtime.run.resuming import SavedRole, SavedRun
+from roll_core.runtime.run.checkpointing import SavedRole, SavedRun
 from roll_testing.errors import mentions
 
 SAVED = SavedRun(

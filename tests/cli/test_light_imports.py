@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.run.resuming import SavedRun
+from roll_core.runtime.run.checkpointing import SavedRun
 from roll_testing.kit import HF_PACKAGES
 
 HEAVY = ("torch", "ray", "transformers", "datasets")

@@ -38,7 +38,7 @@ RUN_INFER = (f"{SITE}/roll_core/runtime/workers/infer.py", 7, "result")
 RULE = (f"{SITE}/roll_core/builtin/rewards/rule.py", 9, "score")
 TOOLKIT = (f"{SITE}/roll_modeling/task_model.py", 9, "forward")
 TORCH = (f"{SITE}/torch/functional.py", 3, "einsum")
-RUNTIME = (f"{SITE}/roll_core/runtime/rollout/batches.py", 5, "batch")
+RUNTIME = (f"{SITE}/roll_core/runtime/rollout/recording.py", 5, "batch")
 
 
 def frame(file, line, function):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from roll_core.errors import CheckpointError, WorkerTimeoutError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
-from roll_core.runtime.run.resuming import SavedRun
+from roll_core.runtime.run.checkpointing import SavedRun
 from roll_testing.errors import mentions, raises_error
 from roll_tools.checkpoints import list_checkpoints
 

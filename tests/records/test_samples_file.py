@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_core.runtime.records.samples import SamplesFile
+from roll_core.runtime.records.run_files import SamplesFile
 from roll_core.types import Reward, Sample
 
 

@@ -37,7 +37,7 @@ TASKS = {
     ("rollout/queue.py", "_abort_pausing"),
     ("rollout/replicas.py", "submit"),
     ("rollout/scoring.py", "_scored"),
-    ("run/saving.py", "_save"),
+    ("run/checkpointing.py", "_save"),
     ("run/stopping.py", "unless_requested"),
     ("run/uploading.py", "submit"),
     ("weights/broadcaster.py", "_transfer"),

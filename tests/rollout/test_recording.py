@@ -8,8 +8,7 @@ import pytest
 from rollout_fleet import PROMPT, plan, prompt
 
 from roll_core.errors import RecordingError
-from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
-from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Recorder, Recording
+from roll_core.runtime.rollout.recording import BatchFacts, BatchTerms, RecordedBatch, Recorder, Recording, RewardStats
 from roll_core.types import Group, Reward, Sample, SamplingParams
 from roll_testing.errors import raises_error
 

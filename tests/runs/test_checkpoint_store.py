@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from roll_core.config import load
 from roll_core.errors import CheckpointError, ConfigError, NoCheckpointError
-from roll_core.runtime.records.best import BestCheckpoint
-from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint, CheckpointStore
 from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
 from roll_core.runtime.run.uploading import CheckpointUploader
 from shared_tests.forked import Forked

@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.run.resuming import SavedRole, SavedRun
+from roll_core.runtime.run.checkpointing import SavedRole, SavedRun
 from roll_testing.errors import mentions
 
 

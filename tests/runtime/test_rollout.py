@@ -10,10 +10,10 @@ import numpy as np
 from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.cluster.executors.base import Peers
 from roll_core.runtime.cluster.placement import Place
-from roll_core.runtime.rollout.batches import late_length_ratio
 from roll_core.runtime.rollout.program import GroupTerms, run_groups
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.rollout.scoring import RewardRouter
+from roll_core.runtime.run.active_run import late_length_ratio
 from roll_core.runtime.workers.reward import RewardWorker
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider

@@ -7,9 +7,9 @@ import pytest
 
 from roll_core.data.pack import sequence_of
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.runtime.rollout.batches import token_problem
 from roll_core.runtime.rollout.program import group_of
 from roll_core.runtime.rollout.scoring import request_of
+from roll_core.runtime.run.active_run import token_problem
 from roll_core.runtime.workers.build import vocab_size_of
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec

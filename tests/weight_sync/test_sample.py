@@ -1,6 +1,6 @@
 import torch
 
-from roll_core.runtime.weights.proof import sample_fingerprint
+from roll_core.runtime.weights.transfer import sample_fingerprint
 
 
 def test_small_models_are_read_completely():

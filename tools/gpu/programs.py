@@ -374,8 +374,8 @@ def extensions(device: str) -> int:
 def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
     """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
     from roll_core.builtin import plugin as core
+    from roll_core.runtime.weights.broadcaster import verify
     from roll_core.runtime.weights.plan import SyncPlan
-    from roll_core.runtime.weights.proof import verify
     from roll_core.runtime.weights.transfer import WeightSender
     from roll_core.spec.weights import entry_bytes
     from roll_weight_transports import plugin as between_processes

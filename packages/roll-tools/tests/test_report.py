@@ -19,8 +19,7 @@ from roll_core.runtime.records.guards import GuardEvent
 from roll_core.runtime.records.ledger import LedgerRow
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
-from roll_core.runtime.records.run_files import read_lines
-from roll_core.runtime.records.samples import ImagesFile
+from roll_core.runtime.records.run_files import ImagesFile, read_lines
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
 from roll_tools.page import write_report

@@ -13,7 +13,7 @@ import quickjs
 
 from roll_core.data.rollouts import sample_of_rollout
 from roll_core.runtime.records.run_dir import RunDir
-from roll_core.runtime.records.samples import SamplesFile
+from roll_core.runtime.records.run_files import SamplesFile
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_core.types import Reward, Rollout, Sample, TurnRecord
 from roll_tools.page import write_report

@@ -14,11 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, NoCheckpointError
-from roll_core.runtime.records.best import BestCheckpoint
-from roll_core.runtime.records.checkpoints import STATE, Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoints import STATE, BestCheckpoint, Checkpoint, CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
 from roll_core.runtime.records.run_dir import checkpoint_stores
-from roll_core.runtime.run.resuming import SavedRun
+from roll_core.runtime.run.checkpointing import SavedRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -28,7 +28,7 @@ from roll_core.errors import (
 from roll_core.host import usable_cores
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.run_dir import checkpoint_stores
-from roll_core.runtime.run.resuming import SavedRun
+from roll_core.runtime.run.checkpointing import SavedRun
 from roll_core.runtime.run.roles import PORTABLE
 from roll_core.spec.config import WorkerConfig
 from roll_core.spec.model import saved_model
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.checkpoints import Checkpoint
-    from roll_core.runtime.run.resuming import SavedRole
+    from roll_core.runtime.run.checkpointing import SavedRole
     from roll_core.spec.model import ModelSpec
 
 

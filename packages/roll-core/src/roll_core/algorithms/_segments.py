@@ -55,11 +55,6 @@ def sums_by(values_S: Tensor, groups_S: Tensor, num_groups: int) -> Tensor:
     return values_S.new_zeros(num_groups).index_add_(0, groups_S, values_S)
 
 
-def counts_by(groups_S: Tensor, num_groups: int) -> Tensor:
-    """Count the members of each group, `[G]` int64."""
-    return torch.bincount(groups_S, minlength=num_groups)
-
-
 def require_finite(what: str, values: Tensor) -> None:
     """Raise `NonFiniteError`, naming the first NaN or infinite element of `values`."""
     bad = (~torch.isfinite(values)).nonzero()

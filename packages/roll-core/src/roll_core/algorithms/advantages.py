@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.algorithms._segments import (
-    counts_by,
     dense,
     next_in_segment,
     require_finite,
@@ -99,7 +98,7 @@ def opo(batch: AdvantageInput) -> AdvantageOutput:
     groups_S, num_groups = dense(batch.groups_S)
     # Distances from the group's mean make equal rewards exactly 0, whatever the lengths.
     distance_S = _distance_from_mean(batch)
-    lengths_S = counts_by(batch.segments_T[batch.mask_T], distance_S.numel()).double()
+    lengths_S = torch.bincount(batch.segments_T[batch.mask_T], minlength=distance_S.numel()).double()
     weighted_G = sums_by(lengths_S * distance_S, groups_S, num_groups)
     baselines_S = (weighted_G / sums_by(lengths_S, groups_S, num_groups).clamp(min=1))[groups_S]
     return _relative_credit(batch, distance_S - baselines_S)
@@ -195,7 +194,7 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
     totals_S = sums_by(rewards_N, segments_N, batch.groups_S.numel())
     groups_S, num_groups = dense(batch.groups_S)
     # Sequences without a masked token have no reward, so they do not count in the baseline.
-    takes_part_S = counts_by(segments_N, batch.groups_S.numel()) > 0
+    takes_part_S = torch.bincount(segments_N, minlength=batch.groups_S.numel()) > 0
     totals_S = torch.where(takes_part_S, totals_S, 0.0)
     others_S = sums_by(takes_part_S.long(), groups_S, num_groups)[groups_S] - 1
     baselines_S = (sums_by(totals_S, groups_S, num_groups)[groups_S] - totals_S) / others_S.clamp(min=1)
@@ -262,7 +261,7 @@ def _moments_of_others(scores_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tens
     """Mean and unbiased deviation of the other members of each element's group. A group of one: its own value, 0."""
     index_S, num_groups = dense(groups_S)
     centred_S = scores_S - moments_by(scores_S, groups_S)[0]
-    others_S = counts_by(index_S, num_groups)[index_S] - 1
+    others_S = torch.bincount(index_S, minlength=num_groups)[index_S] - 1
     # The distances of a group add up to 0, so those of the others add up to minus the own one.
     distance_S = -centred_S / others_S.clamp(min=1)
     squares_S = sums_by(centred_S.square(), index_S, num_groups)[index_S] - centred_S.square()

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from roll_core.algorithms._segments import counts_by, dense, sums_by
+from roll_core.algorithms._segments import dense, sums_by
 from roll_core.algorithms.kl import LOG_RATIO_CLAMP
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def normalise_weights(weights_T: Tensor, mask_T: Tensor, segments_T: Tensor, lev
         return weights_T
     weights_N = weights_T[mask_T].double()
     spans_N, num_spans = _spans(mask_T, segments_T, level)
-    mean = (sums_by(weights_N, spans_N, num_spans) / counts_by(spans_N, num_spans)).mean()
+    mean = (sums_by(weights_N, spans_N, num_spans) / torch.bincount(spans_N, minlength=num_spans)).mean()
     return (weights_T / mean).to(weights_T.dtype)
 
 
@@ -151,7 +151,7 @@ def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: BandL
         found = values_N.new_full((num_spans,), -torch.inf).scatter_reduce_(0, spans_N, values_N, "amax")
     else:
         found = sums_by(values_N, spans_N, num_spans)
-        found = found if level == "sequence" else found / counts_by(spans_N, num_spans)
+        found = found if level == "sequence" else found / torch.bincount(spans_N, minlength=num_spans)
     spread_T = torch.zeros_like(values_T)
     spread_T[mask_T] = found[spans_N].to(values_T.dtype)
     return spread_T

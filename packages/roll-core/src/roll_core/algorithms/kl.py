@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from roll_core.algorithms._segments import counts_by, dense, sums_by
+from roll_core.algorithms._segments import dense, sums_by
 from roll_core.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def mean_kl(kl_T: Tensor, mask_T: Tensor, segments_T: Tensor, mode: KLMean) -> f
     if mode == "token-mean":
         return float(torch.where(mask_T, kl_T, 0.0).sum() / mask_T.sum().clamp(min=1))
     segments_N, num_sequences = dense(segments_T[mask_T])
-    means_S = sums_by(kl_T[mask_T].double(), segments_N, num_sequences) / counts_by(segments_N, num_sequences)
+    means_S = sums_by(kl_T[mask_T].double(), segments_N, num_sequences) / torch.bincount(
+        segments_N, minlength=num_sequences
+    )
     return float(means_S.mean()) if num_sequences else 0.0
 
 

@@ -48,7 +48,7 @@ class Objective:
         """Raise `ValueError` if a coefficient has no term, or if no term has a coefficient other than 0."""
         if unknown := sorted(set(self.coefs) - set(self.terms)):
             raise ValueError(f"coefficients of {', '.join(unknown)}, but the terms are {', '.join(self.terms)}")
-        if not any(self._coef(name) for name in self.terms):
+        if not any(self.coefs.get(name, 1.0) for name in self.terms):
             raise ValueError(f"all terms have coefficient 0: {', '.join(self.terms) or 'there are none'}")
 
     @property
@@ -58,7 +58,9 @@ class Objective:
         return WantedOutputs(
             logprobs=any(want.logprobs for want in wants.values()),
             entropy=any(want.entropy for want in wants.values()),
-            entropy_grad=any(want.entropy and want.entropy_grad and self._coef(name) for name, want in wants.items()),
+            entropy_grad=any(
+                want.entropy and want.entropy_grad and self.coefs.get(name, 1.0) for name, want in wants.items()
+            ),
             values=any(want.values for want in wants.values()),
             topk=max(want.topk for want in wants.values()),
             gathered=any(want.gathered for want in wants.values()),
@@ -74,14 +76,11 @@ class Objective:
         for name, term in self.terms.items():
             found = term(outputs, micro)
             metrics.update(found.metrics)
-            if coef := self._coef(name):
+            if coef := self.coefs.get(name, 1.0):
                 shares.append(found.loss if coef == 1.0 else coef * found.loss)
         loss = reduce(torch.add, shares)
         _check(loss, micro, logprobs=outputs.logprobs_T, entropy=outputs.entropy_T, values=outputs.values_T)
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
-
-    def _coef(self, name: str) -> float:
-        return self.coefs.get(name, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from roll_core.algorithms._segments import counts_by, dense, require_finite, sums_by
+from roll_core.algorithms._segments import dense, require_finite, sums_by
 from roll_core.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ class RewardNormaliser:
         """
         require_finite("rewards", rewards_S)
         rewards = rewards_S.double()
-        domain_S, names = _index_domains(domains, rewards_S)
+        domains = domains or [""] * rewards_S.numel()
+        names = list(dict.fromkeys(domains))
+        positions = {name: index for index, name in enumerate(names)}
+        domain_S = torch.tensor([positions[name] for name in domains], dtype=torch.int64, device=rewards_S.device)
         if "running" in (self.mean, self.std):
             for index, name in enumerate(names):
                 self._running.setdefault(name, RunningMoments()).update(rewards[domain_S == index])
@@ -127,7 +130,7 @@ def moments_by(values_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation of each element's group, both `[S]` float64. Groups of one have std 0."""
     values = values_S.double()
     index_S, num_groups = dense(groups_S)
-    counts_G = counts_by(index_S, num_groups)
+    counts_G = torch.bincount(index_S, minlength=num_groups)
     means_S = (sums_by(values, index_S, num_groups) / counts_G)[index_S]
     squares_G = sums_by((values - means_S).square(), index_S, num_groups)
     stds_G = (squares_G / (counts_G - 1).clamp(min=1)).sqrt()
@@ -158,12 +161,3 @@ def whiten(values_T: Tensor, mask_T: Tensor, epsilon: float = WHITEN_EPSILON) ->
         variance = values_N.var(unbiased=True)
         white_T[mask_T] = ((values_N - values_N.mean()) / (variance + epsilon).sqrt()).float()
     return white_T
-
-
-def _index_domains(domains: Sequence[str] | None, rewards_S: Tensor) -> tuple[Tensor, list[str]]:
-    if domains is None:
-        domains = [""] * rewards_S.numel()
-    names = list(dict.fromkeys(domains))
-    positions = {name: index for index, name in enumerate(names)}
-    index = [positions[name] for name in domains]
-    return torch.tensor(index, dtype=torch.int64, device=rewards_S.device), names

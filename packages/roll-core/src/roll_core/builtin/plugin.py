@@ -156,7 +156,7 @@ def roll_weight_transports() -> Iterator[WeightTransportProvider]:
     """The transport within one process."""
     yield WeightTransportProvider(
         name="shared",
-        target="roll_core.runtime.weights.shared:SharedTransport",
+        target="roll_core.runtime.weights.transfer:SharedTransport",
         summary="The trainer's tensors themselves, within one process",
         priority=50,
         in_process=True,

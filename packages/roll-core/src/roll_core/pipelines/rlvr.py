@@ -49,6 +49,7 @@ from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from roll_core.pipelines.config import SoftOverlongPenaltyConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.types import Group, Sample
 
@@ -181,7 +182,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = await self._taught(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
-            chosen = self._chosen(run, self._on_top_entropy(experience, entropy_T))
+            chosen = self._chosen(run, experience if entropy_T is None else self._on_top_entropy(experience, entropy_T))
         with run.stage("train"):
             await self._train(run, experience, chosen)
 
@@ -257,14 +258,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             experience = experience.with_rows(values=scored.values)
         return experience, entropy_T
 
-    def _penalties(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Penalty for the length of each response, float64 `[S]`; 0 if none is configured."""
-        lengths_S = torch.tensor([len(sample.response_ids) for sample in samples])
-        given = self.config.soft_overlong_penalty
-        if given is None:
-            return torch.zeros(lengths_S.shape, dtype=torch.float64)
+    def _penalties(self, given: SoftOverlongPenaltyConfig, samples: Sequence[Sample]) -> torch.Tensor:
+        """Penalty for the length of each response, float64 `[S]`."""
         return soft_overlong_penalty(
-            lengths_S,
+            torch.tensor([len(sample.response_ids) for sample in samples]),
             max_length=given.l_max or self.config.max_new_tokens,
             cache_length=given.l_cache,
             factor=given.penalty_factor,
@@ -279,15 +276,15 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         groups_S, mask_T = experience.groups_S, experience.mask_T
         tags = [sample.tag for sample in experience.samples]
         entries = domains(config.rewards, set(tags))
-        penalty_S, components_S = self._penalties(experience.samples), experience.components_S
-        if config.soft_overlong_penalty is not None:
-            components_S = {**components_S, "overlong_penalty": penalty_S.float()}
+        raw_S, components_S = experience.scores_S, experience.components_S
+        baselines_S = None if experience.baselines is None else scores_of(experience.baselines)
+        if (penalty := config.soft_overlong_penalty) is not None:
+            penalty_S = self._penalties(penalty, experience.samples)
+            raw_S, components_S = raw_S + penalty_S, {**components_S, "overlong_penalty": penalty_S.float()}
             run.log({"reward/overlong_penalty/mean": float(penalty_S.mean())})
-        raw_S = (experience.scores_S + penalty_S).float()
-        baselines_S = None
-        if experience.baselines is not None:
-            baselines_S = (scores_of(experience.baselines) + self._penalties(experience.baselines)).float()
-        scores_S = self.normaliser(raw_S, groups_S, [entries.get(tag, tag) for tag in tags])
+            if baselines_S is not None and experience.baselines is not None:
+                baselines_S = baselines_S + self._penalties(penalty, experience.baselines)
+        scores_S = self.normaliser(raw_S.float(), groups_S, [entries.get(tag, tag) for tag in tags])
         kl_coef = self.kl.coef  # for this step: `_penalty` adapts the next one's
         found = self.estimator(
             AdvantageInput(
@@ -295,7 +292,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 mask_T=mask_T,
                 segments_T=experience.segments_T,
                 groups_S=groups_S,
-                baselines_S=baselines_S,
+                baselines_S=None if baselines_S is None else baselines_S.float(),
                 components_S=components_S,
                 turns=experience.turns,
                 values_T=experience.flat("values"),
@@ -332,10 +329,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         )
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
 
-    def _on_top_entropy(self, experience: Experience, entropy_T: torch.Tensor | None) -> Experience:
+    def _on_top_entropy(self, experience: Experience, entropy_T: torch.Tensor) -> Experience:
         """Set advantages to 0 where the entropy is not among the highest of the batch."""
         advantages_T = experience.flat("advantages")
-        if entropy_T is None or advantages_T is None:
+        if advantages_T is None:
             return experience
         top_T = top_entropy(entropy_T, experience.mask_T, self.config.top_entropy_quantile)
         return experience.with_flat(advantages=torch.where(top_T, advantages_T, 0.0))
@@ -422,7 +419,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         elif run.step >= config.critic_warmup:
             update = await run.train_role("actor_train").update(
                 (chosen.in_units() if self.whole_rollouts else chosen).sequences,
-                replace(self.policy_objective, entropy_coef=self.entropy.current),
+                replace(self.policy_objective, entropy_coef=self.entropy.current).objective,
                 epochs=config.ppo_epochs,
                 max_length=config.response_length,
                 shuffle_seed=shuffle_seed,

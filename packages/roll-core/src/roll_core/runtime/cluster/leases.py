@@ -146,8 +146,15 @@ class SlotLeases:
             if (name in needs or name not in keep) and any(self._overlap(name, other) for other in needs):
                 await self._offload(state, state.role.movable - needs.get(name, frozenset()))
         for name, parts in needs.items():
-            if name in self._states:
-                await self._onload(self._states[name], parts & self._states[name].role.movable)
+            if name not in self._states:
+                continue
+            state = self._states[name]
+            if away := parts & (state.offloaded | state.moving):
+                state.offloaded -= away
+                state.moving |= away
+                with self._stage("onload"):
+                    await state.role.onload(away)
+                state.moving -= away
 
     def _users_first(self) -> list[_State]:
         """All roles, users of shared parts first: their offload releases those parts."""
@@ -163,11 +170,3 @@ class SlotLeases:
             state.moving -= parts
             state.offloaded |= parts
             self._shared.pop(name, None)
-
-    async def _onload(self, state: _State, parts: Parts) -> None:
-        if parts := parts & (state.offloaded | state.moving):
-            state.offloaded -= parts
-            state.moving |= parts
-            with self._stage("onload"):
-                await state.role.onload(parts)
-            state.moving -= parts

@@ -1,4 +1,4 @@
-"""Lossless JSON of rollouts: in checkpoints, and in files from which another run trains without an engine.
+"""Batches of rollouts and their lossless JSON: in checkpoints, and in files from which another run trains.
 
     <run>/rollouts/step-12.jsonl    a line about the batch, then a line for each of its groups, in their order
 
@@ -16,7 +16,7 @@ import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 from typing_extensions import override
@@ -24,7 +24,6 @@ from typing_extensions import override
 from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import RecordingError, RunDirectoryError, UnsupportedError
 from roll_core.runtime.records.tracking import ranges
-from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.spec.pipeline import InferRole
 from roll_core.types import CompletionOutput, Group, Reward, Rollout, Sample, TurnRecord
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from roll_core.runtime.rollout.batches import BatchSource
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import RolloutPlan
     from roll_core.spec.rollout import Prompt
@@ -49,6 +47,59 @@ OUTPUT_ARRAYS = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
 TURN_ARRAYS = {"context_ids": "<i8", "sampled_ids": "<i8", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
 OBSERVED = {"observation_mask": "|b1"}
 TURN_VALUES = ("parent", "finish_reason", "reward", "state")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardStats:
+    """Numbers of scored samples, and of those that have no reward after the last retry."""
+
+    scored: int = 0
+    failed: int = 0
+    first_failure: str = ""
+    """Reason of the first failed reward."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> RewardStats:
+        """Count the samples of `groups` that were sent to a reward worker."""
+        samples = [sample for group in groups for sample in (*group.samples, group.baseline) if sample is not None]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        failures = [reward.failure for reward in rewards if reward.failed]
+        return cls(scored=len(rewards), failed=len(failures), first_failure=failures[0] if failures else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """Properties of a batch besides its groups."""
+
+    ages: tuple[int, ...]
+    """Steps from the start of each group to this batch."""
+    left_out: int
+    """Groups that the filter rejected since the last batch."""
+    stale: int
+    """Groups that were restarted since the last batch because they exceeded the staleness bound."""
+    surplus: int
+    """Groups that stay for the next batch, finished or not."""
+    positions: tuple[int, ...]
+    """Position of each group's prompt in the order of its tag."""
+    rewards: RewardStats
+    """Counts over all groups scored since the last batch, including rejected groups and groups for later batches."""
+    passed_over: int = 0
+    """Groups that stay in the queue although the batch contains later prompts."""
+    restarted: int = 0
+    """Groups whose program was restarted in this resumed run, because its state could not be saved."""
+
+
+class BatchSource(Protocol):
+    """Generates batches, or reads recorded ones."""
+
+    async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
+        """The batch to train on after `step` completed steps."""
+
+    def state(self) -> Mapping[str, Any]:
+        """See `Rollouts.state`."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Rollouts.load_state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

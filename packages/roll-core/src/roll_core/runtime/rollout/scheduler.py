@@ -26,9 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError, ContractError
 from roll_core.runtime.cluster.concurrency import background
-from roll_core.runtime.rollout.batches import BatchFacts, RewardStats
 from roll_core.runtime.rollout.program import GroupContext, GroupTerms
-from roll_core.runtime.rollout.recording import REPLAYED, group_from, outputs_from, saved_group, saved_outputs
+from roll_core.runtime.rollout.recording import (
+    REPLAYED,
+    BatchFacts,
+    RewardStats,
+    group_from,
+    outputs_from,
+    saved_group,
+    saved_outputs,
+)
 from roll_core.runtime.rollout.requests import PAUSED
 
 if TYPE_CHECKING:
@@ -154,11 +161,15 @@ class GroupQueue:
             del self.slots[slot.position]
         return taken, sum(position < taken[-1].position for position in self.slots) if taken else 0
 
-    def replace(self, slots: Iterable[GroupSlot]) -> None:
-        """Replace the contents of the queue."""
+    def restart(self, slot: GroupSlot, step: int) -> None:
+        """Discard the group of a slot, or its state, so that it is started again in `step`."""
+        self.num_unfinished += slot.group is not None
+        slot.group, slot.rollout, slot.saved, slot.born = None, None, None, step
+
+    def restore(self, slots: Iterable[GroupSlot]) -> None:
+        """Fill an empty queue with the slots of a checkpoint."""
         self.slots = {slot.position: slot for slot in slots}
         self.num_unfinished = sum(slot.group is None for slot in self.slots.values())
-        self._blocking = None
 
 
 class RolloutScheduler:
@@ -187,7 +198,8 @@ class RolloutScheduler:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
-        self._stats = RewardStats()
+        self._scored: list[Group] = []
+        """Groups that were scored since the last batch."""
 
     async def batch(self, step: int) -> tuple[list[Group], BatchFacts]:
         """Sample with the engine's current weights and return the groups to train on in `step`, with facts about them.
@@ -225,10 +237,10 @@ class RolloutScheduler:
             surplus=sum(len(queue.slots) for queue in self._queues),
             passed_over=sum(passed_over for _, passed_over in takes),
             positions=tuple(slot.position for slot in taken),
-            rewards=self._stats,
+            rewards=RewardStats.of(self._scored),
             restarted=self._counts.pop("restarted", 0),
         )
-        self._stats = RewardStats()
+        self._scored = []
         return [slot.group for slot in taken if slot.group is not None], facts
 
     async def close(self) -> None:
@@ -263,7 +275,7 @@ class RolloutScheduler:
                 continue
             try:
                 queue.next = saved["next"]
-                queue.replace([self._slot_from(queue, each) for each in saved["kept"]])
+                queue.restore([self._slot_from(queue, each) for each in saved["kept"]])
                 self._counts["restarted"] += sum(each.get("restarts", False) for each in saved["kept"])
             except CheckpointMismatchError:
                 raise
@@ -353,7 +365,7 @@ class RolloutScheduler:
                     f"{type(rollout.program).__name__} returned {group.num_episodes} samples of group {group.id!r},"
                     f" expected {self.plan.n} of {slot.prompt.id!r}"
                 )
-            self._stats += RewardStats.of([group])
+            self._scored.append(group)
             kept = self.plan.keep is None or self.plan.keep(group)
             self._counts["left out"] += not kept
             queue.finish(slot, group if kept else None)
@@ -378,14 +390,12 @@ class RolloutScheduler:
             return
         bound = math.ceil(self.plan.ahead)
         for queue in self._queues:
-            kept = list(queue.slots.values())
-            for at, slot in enumerate(kept):
+            for at, slot in enumerate(queue.slots.values()):
                 begun = slot.group is not None or slot.rollout is not None or slot.saved is not None
                 if begun and self._step + at // queue.count - slot.born > bound:
                     self._cancel(slot)
-                    kept[at] = GroupSlot(slot.prompt, slot.position, self._step, waited=slot.waited)
+                    queue.restart(slot, self._step)
                     self._counts["stale"] += 1
-            queue.replace(kept)
 
     async def _pause(self) -> None:
         """Interrupt unfinished groups, because other roles need the engine's slots. Keep partial outputs if configured.

@@ -2,8 +2,8 @@
 
 group ──► RewardRouter ─┬► RewardRole ──► a worker ──► value | failure ──► retry on the next worker, or exclude
           by tag        │  round robin
-                        ├► ModelRewardRole (`model_rewards`) ──► a role that scores
-                        └► EngineRewardRole (`engine_rewards`) ──► a role that generates
+                        ├► ModelRewardRole ──► a role that scores        both in `model_rewards`
+                        └► EngineRewardRole ──► a role that generates
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
-    from roll_core.runtime.rollout.engine_rewards import EngineRewardRole
-    from roll_core.runtime.rollout.model_rewards import ModelRewardRole
+    from roll_core.runtime.rollout.model_rewards import EngineRewardRole, ModelRewardRole
     from roll_core.spec.config import RewardConfig
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Sample

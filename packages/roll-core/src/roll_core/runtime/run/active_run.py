@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from typing_extensions import override
 
 from roll_core.data.encode import encode_prompts, encode_sft
 from roll_core.data.rows import read_rows
-from roll_core.errors import PluginError, RollError, UnsupportedError
+from roll_core.errors import DataError, PluginError, RollError, UnsupportedError
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, load_target, schema_of
 from roll_core.runtime.cluster.leases import SlotLeases
-from roll_core.runtime.rollout.batches import RewardStats, batch_metrics, check_experts, token_problem
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
-from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole
+from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole, RewardStats
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.config import Config, RewardConfig
 from roll_core.spec.environment import Environment
@@ -47,10 +48,9 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.ledger import Ledger
     from roll_core.runtime.records.run_dir import RunDir
-    from roll_core.runtime.records.samples import ImagesFile, SamplesFile
-    from roll_core.runtime.rollout.batches import BatchSource
+    from roll_core.runtime.records.run_files import ImagesFile, SamplesFile
     from roll_core.runtime.rollout.program import Scorer
-    from roll_core.runtime.rollout.recording import Recorder
+    from roll_core.runtime.rollout.recording import BatchFacts, BatchSource, Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.run.weight_sync import WeightSyncController
@@ -405,6 +405,77 @@ class RunRollouts(Rollouts):
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._source.load_state(state)
+
+
+def batch_metrics(plan: RolloutPlan, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
+    """Metrics `rollout/...` of the features that the plan uses."""
+    found: dict[str, float] = {}
+    if plan.keep is not None:
+        found["rollout/left_out_groups"] = float(facts.left_out)
+    if plan.first_ready:
+        found |= {
+            "rollout/passed_over_groups": float(facts.passed_over),
+            "rollout/late_length_ratio": late_length_ratio(groups, facts.ages),
+        }
+    if plan.ahead:
+        samples = [sample for group in groups for sample in group.samples if len(sample.versions)]
+        mixed = [bool(sample.versions.min() != sample.versions.max()) for sample in samples]
+        found |= {
+            "rollout/surplus_groups": float(facts.surplus),
+            "rollout/stale_groups": float(facts.stale),
+            "rollout/staleness/mean": statistics.fmean(facts.ages) if facts.ages else 0.0,
+            "rollout/staleness/max": float(max(facts.ages, default=0)),
+            "rollout/mixed_version_share": statistics.fmean(mixed) if mixed else 0.0,
+        }
+    if facts.restarted:
+        found["rollout/restarted_groups"] = float(facts.restarted)
+    return found
+
+
+def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:
+    """Mean length of responses that were started for an earlier batch ÷ mean length of the others.
+
+    Measures the length bias of batches that take groups in completion order. 1 unless both kinds exist.
+    """
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for group, age in zip(groups, ages, strict=True):
+        lengths[age > 0] += [len(sample.response_ids) for sample in group.samples]
+    return (
+        statistics.fmean(lengths[True]) / statistics.fmean(lengths[False]) if all(map(sum, lengths.values())) else 1.0
+    )
+
+
+def check_experts(groups: Sequence[Group], who: str) -> None:
+    """Raise `DataError` if no sample has routed experts. Some samples may lack them after a replica was lost."""
+    samples = [sample for group in groups for sample in group.samples if len(sample.response_ids)]
+    if samples and all(sample.routed_experts is None for sample in samples):
+        raise DataError(
+            f"{who} returned no routed experts, which router_replay.mode R3 needs. Recorded rollouts have them only if"
+            " the recorded run had mode R3, too"
+        )
+
+
+def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool = False) -> str:
+    """Describe what is wrong with a sample's response tokens; empty if they are valid.
+
+    Checks that logprobs, loss mask and versions have one value per token, that ids are below `vocab_size`, and that
+    logprobs are finite and not positive. Sampled tokens must be of weight version `version`. If `mixed`, versions may
+    also increase along the response up to `version`.
+    """
+    ids = sample.response_ids
+    for name in ("logprobs", "loss_mask", "versions"):
+        if len(getattr(sample, name)) != len(ids):
+            return f"{len(ids)} response tokens but {len(getattr(sample, name))} {name}"
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        return f"token ids from {ids.min()} to {ids.max()}, but the vocabulary size is {vocab_size}"
+    if not np.isfinite(sample.logprobs).all() or (sample.logprobs > 1e-3).any():
+        return "logprobs that are not finite or are positive"
+    versions = sample.versions[sample.loss_mask]
+    if mixed and len(versions) and versions.max() <= version and (np.diff(versions) >= 0).all():
+        return ""
+    if (versions != version).any():
+        return f"tokens sampled at weight versions {sorted(set(versions.tolist()))}, expected {version}"
+    return ""
 
 
 def _options(provider: Provider, given: Mapping[str, Any], owner: str) -> Mapping[str, Any]:

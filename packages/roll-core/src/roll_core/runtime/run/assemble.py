@@ -14,8 +14,13 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import executor_of, make_executor
 from roll_core.runtime.cluster.memory_use import forget_peak
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
-from roll_core.runtime.rollout.engine_rewards import EngineRewardRole, reply_encoder
-from roll_core.runtime.rollout.model_rewards import ModelInput, ModelRewardRole, model_input
+from roll_core.runtime.rollout.model_rewards import (
+    EngineRewardRole,
+    ModelInput,
+    ModelRewardRole,
+    model_input,
+    reply_encoder,
+)
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter

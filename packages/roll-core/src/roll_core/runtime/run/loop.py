@@ -44,8 +44,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import by_process
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.records.best import BestCheckpoint, BestMetric
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoints import BestCheckpoint, BestMetric, CheckpointStore
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards
 from roll_core.runtime.records.ledger import Ledger
@@ -54,16 +53,14 @@ from roll_core.runtime.records.manifest import read_manifest
 from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run
 from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
 from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
-from roll_core.runtime.records.run_files import explained, writing
-from roll_core.runtime.records.samples import ImagesFile, SamplesFile
+from roll_core.runtime.records.run_files import ImagesFile, SamplesFile, explained, writing
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
+from roll_core.runtime.run.checkpointing import RunSaver, check_fits, load_run
 from roll_core.runtime.run.profiling import StepProfiler
-from roll_core.runtime.run.resuming import check_fits, load_run
-from roll_core.runtime.run.saving import RunSaver
 from roll_core.runtime.run.stopping import StopSignals, ignoring_stop_signals
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
 from roll_core.runtime.run.uploading import CheckpointUploader

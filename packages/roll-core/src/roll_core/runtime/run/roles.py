@@ -175,7 +175,7 @@ class GroupTrainRole(TrainRole):
                 [call.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
             )
 
-        orders = [group_order(sequences, _epoch_seed(shuffle_seed, epoch)) for epoch in range(epochs)]
+        orders = [group_order(sequences, shuffle_seed, epoch) for epoch in range(epochs)]
         return await self._steps(orders, step, num_tokens=epochs * sum(len(sequence) for sequence in sequences))
 
     @override
@@ -202,9 +202,8 @@ class GroupTrainRole(TrainRole):
                 [call.args([batch[i] for i in shares[rank.index]], loss, len(batch), epoch) for rank in self._ranks]
             )
 
-        return await self._steps(
-            [row_order(len(rows), _epoch_seed(shuffle_seed, epoch)) for epoch in range(epochs)], step, num_tokens=0
-        )
+        orders = [row_order(len(rows), shuffle_seed, epoch) for epoch in range(epochs)]
+        return await self._steps(orders, step, num_tokens=0)
 
     async def _steps(
         self,
@@ -545,24 +544,20 @@ class GroupInferRole(InferRole):
         return join_readings(await self._call_survivors(metrics, WorkerTimeoutError))
 
 
-def group_order(sequences: Sequence[TrainSequence], seed: Sequence[int] | None) -> list[list[int]]:
+def group_order(sequences: Sequence[TrainSequence], seed: int | None, epoch: int) -> list[list[int]]:
     """Indices of the rows of each rollout or unit, with whole groups shuffled by `seed`; not shuffled if it is None."""
     whole = rollouts(sequences)
     if seed is None:
         return whole
     groups = sorted({each.group for each in sequences})
-    places = dict(zip(groups, np.random.default_rng(seed).permutation(len(groups)).tolist(), strict=True))
+    places = dict(zip(groups, np.random.default_rng([seed, epoch]).permutation(len(groups)).tolist(), strict=True))
     return sorted(whole, key=lambda rows: places[sequences[rows[0]].group])
 
 
-def row_order(num_rows: int, seed: Sequence[int] | None) -> list[list[int]]:
+def row_order(num_rows: int, seed: int | None, epoch: int) -> list[list[int]]:
     """Indices of the rows of a program, each a unit of its own, shuffled by `seed`; not shuffled if it is None."""
-    order = range(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows).tolist()
+    order = range(num_rows) if seed is None else np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
     return [[at] for at in order]
-
-
-def _epoch_seed(seed: int | None, epoch: int) -> list[int] | None:
-    return None if seed is None else [seed, epoch]
 
 
 def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:

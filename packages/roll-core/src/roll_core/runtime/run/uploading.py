@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from roll_core.runtime.records.best import BestCheckpoint
-    from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+    from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint, CheckpointStore
     from roll_core.runtime.records.remote_checkpoints import RemoteFolder
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,6 @@
                           |  prepare_send, send_weights           |  receive_weights
     workers           WeightSender beside a train strategy ==> WeightReceiver beside an infer strategy
 
-The transports (`roll_core.spec.transport` has their contract) are in `transports`; `proof` compares manifest and
-receipts; digests are defined in `roll_core.spec.weights`.
+`roll_core.spec.transport` has the contract of transports. `transfer` has `shared`; those between processes are in the
+package roll-weight-transports. `broadcaster` compares manifest and receipts. `roll_core.spec.weights` defines digests.
 """

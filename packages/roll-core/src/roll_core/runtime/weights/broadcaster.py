@@ -1,4 +1,4 @@
-"""The driver's side of a weight sync: calls both sides of a publish and verifies every receipt."""
+"""The driver's side of a weight sync: calls both sides of a publish and proves it: `verify` checks every receipt."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
     CorruptTensorError,
+    MissingTensorError,
     ReceiverTimeoutError,
+    StaleWeightsError,
+    UnexpectedTensorError,
+    WeightsUnchangedError,
     WeightSyncError,
     WorkerDiedError,
     WorkerTimeoutError,
 )
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.weights.plan import ReceivingWorker, SendingWorker, SendOutcome, SyncPlan
-from roll_core.runtime.weights.proof import require_change, verify
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle
@@ -34,6 +37,8 @@ GRACE_AFTER_DEADLINE_S = 1.0
 """Seconds to wait for receivers if the sender has already waited for them until the deadline."""
 SELF_TEST_S = 30.0
 """Deadline of a self-test in seconds, unless that of a publish is shorter."""
+NAMED = 5
+"""Number of tensors that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,3 +289,83 @@ def _receipts(outcomes: Sequence[ReceiveOutcome]) -> list[WeightReceipt]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
+
+
+# -- the proof: the manifest of the sender compared with each receipt --------------------------------------------------
+
+
+def verify(manifest: WeightManifest, receipt: WeightReceipt, previous: WeightManifest | None = None) -> None:
+    """Raise the most specific `WeightSyncError` if `receipt` differs from `manifest`.
+
+    `previous`: manifest of the publish before. Tensors that still have its digests were not updated.
+    """
+    who = f"{receipt.role} rank {receipt.rank}"
+    if receipt.version != manifest.version:
+        raise StaleWeightsError(
+            f"{who} has weight version {receipt.version}, expected {manifest.version}: it ignored the update"
+        )
+    sent = {entry.name: entry.digest for entry in manifest.tensors}
+    loaded = receipt.digests
+    wrong = [entry for entry in manifest.tensors if loaded.get(entry.name, entry.digest) != entry.digest]
+    # A tensor in the place of another explains other differences, so it is checked first.
+    if wrong:
+        raise _wrong_digests(who, manifest.version, sent, loaded, wrong, previous)
+    if missing := [name for name in sent if name not in loaded]:
+        raise MissingTensorError(
+            f"{who} did not load {_names(missing)} of weight version {manifest.version}"
+            f" (it loaded {len(loaded)} of {len(sent)} tensors)"
+        )
+    if extra := [name for name in loaded if name not in sent]:
+        raise UnexpectedTensorError(
+            f"{who} loaded {_names(extra)}, which weight version {manifest.version} does not contain: both sides must"
+            " run the same model"
+        )
+
+
+def _wrong_digests(
+    who: str,
+    version: int,
+    sent: Mapping[str, str],
+    loaded: Mapping[str, str],
+    wrong: Sequence[TensorEntry],
+    previous: WeightManifest | None,
+) -> WeightSyncError:
+    """The cause of digests that differ: an ignored update, swapped tensors, or other bytes."""
+    names = [entry.name for entry in wrong]
+    before = {entry.name: entry.digest for entry in previous.tensors} if previous else {}
+    if previous is not None and all(loaded[name] == before.get(name) for name in names):
+        return StaleWeightsError(
+            f"{who} confirmed weight version {version}, but has the values of version {previous.version} in"
+            f" {_names(names)}"
+        )
+    owner = {sent[name]: name for name in names}
+    partners = ((name, owner.get(loaded[name], name)) for name in names)
+    swapped = [(a, b) for a, b in partners if a < b and loaded[b] == sent[a]]
+    if swapped:
+        pairs = ", ".join(f"{a} and {b}" for a, b in swapped[:NAMED])
+        return CorruptTensorError(f"{who} has the values of {pairs} swapped, in weight version {version}")
+    first = wrong[0]
+    others = f", and {len(wrong) - 1} others: {_names(names[1:])}" if len(wrong) > 1 else ""
+    return CorruptTensorError(
+        f"{who} loaded other bytes than were sent for {first.name} ({first.dtype} {list(first.shape)}) in weight"
+        f" version {version}: digest {loaded[first.name]}, sent was {first.digest}{others}"
+    )
+
+
+def require_change(manifest: WeightManifest, previous: WeightManifest, *, role: str, rank: int) -> None:
+    """Raise `WeightsUnchangedError` if a new version has the same values as the one before."""
+    before = {entry.name: entry.digest for entry in previous.tensors}
+    steps = manifest.version - previous.version
+    if steps <= 0 or any(before.get(entry.name) != entry.digest for entry in manifest.tensors):
+        return
+    raise WeightsUnchangedError(
+        f"{role} rank {rank} did {steps} optimizer step{'s' if steps > 1 else ''} with a non-zero gradient since weight"
+        f" version {previous.version}, but version {manifest.version} has the same values in all"
+        f" {len(manifest.tensors)} tensors ({manifest.tensors[0].name}, ...): the learning rate is 0 or too small for"
+        " the dtype, or the strategy exported a stale copy"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + rest

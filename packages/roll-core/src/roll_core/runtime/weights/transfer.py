@@ -1,6 +1,10 @@
 """Both sides of a weight sync: the sender in a train worker, the receiver in an infer worker.
 
-WeightSender: export_weights ─► transport ─► WeightReceiver: update_weights ─► receipt
+    WeightSender: export_weights ─► transport ─► WeightReceiver: update_weights ─► receipt
+
+Engines in the trainer's process use the exported tensors themselves (`shared`): no bytes move, and there are no
+endpoints. `prepare` hands the tensors over, and the receiver passes them to the engine. The proof then compares memory
+addresses instead of digests (`roll_core.spec.weights.memory_token`).
 """
 
 from __future__ import annotations
@@ -9,27 +13,40 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import xxhash
+from typing_extensions import override
+
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import StaleWeightsError, WeightSyncError
 from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome
-from roll_core.runtime.weights.proof import sample_fingerprint
-from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
+from roll_core.spec.transport import (
+    BufferSizes,
+    Deadline,
+    ReceiverSetup,
+    ReceiversLostError,
+    SenderLostError,
+    SenderSetup,
+    WeightTransport,
+)
 from roll_core.spec.weights import entry_bytes, make_receipt, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from roll_core.runtime.weights.plan import SyncPlan
     from roll_core.spec.infer import InferStrategy
     from roll_core.spec.train import TrainStrategy
-    from roll_core.spec.transport import ReceiverEndpoint, SenderEndpoint
+    from roll_core.spec.transport import ReceiverEndpoint, RoleFacts, SenderEndpoint, WeightSizes
     from roll_core.types import TensorEntry
 
 SELF_TEST_NUMBERS = 100_000
 """Number of int32 values that a self-test sends; larger than any memory page."""
+SAMPLE_BYTES = 16 << 20
+"""Bytes that `sample_fingerprint` reads; smaller models are read completely."""
+_PAGE = 64 << 10
 
 
 class WeightSender:
@@ -65,7 +82,13 @@ class WeightSender:
                 (name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
                 for name, tensor in self._export(plan)
             ]
-            return _hand_over(plan.version, tensors) if self.sends(plan) else None
+            if not self.sends(plan):
+                return None
+            # The entries name the memory, so that the proof needs no digests.
+            entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
+            manifest, begun = WeightManifest(version=plan.version, tensors=entries), time.perf_counter()
+            sample = sample_fingerprint(tensors)
+            return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
         what = (plan.dtype, plan.weight_format, plan.self_test)
         if self._described is None or self._described[0] != what:
             self._described = what, tuple(self._describe(plan))
@@ -142,13 +165,33 @@ class WeightSender:
         return self._endpoint
 
 
-def _hand_over(version: int, tensors: list[tuple[str, Tensor]]) -> SendHandle:
-    """A handle with the tensors themselves. Their entries name the memory, so that the proof needs no digests."""
-    entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
-    begun = time.perf_counter()
-    sample = sample_fingerprint(tensors)
-    manifest = WeightManifest(version=version, tensors=entries)
-    return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
+def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int = SAMPLE_BYTES) -> str:
+    """Hash of the names and a sample of the bytes: the first page of each tensor and every k-th page.
+
+    k is the smallest number for which about `sample_bytes` are read. Different fingerprints prove that a value differs.
+    Equal fingerprints prove equality only if all pages are read. An optimizer step that changes no sampled page of any
+    tensor has almost surely changed no value.
+    """
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    every = max(1, -(-total // sample_bytes))
+    running = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        running.update(f"\0{name}\0".encode())
+        for page in _pages(tensor, every):
+            running.update(page.numpy().data)
+    return running.hexdigest()
+
+
+def _pages(tensor: Tensor, every: int) -> Iterator[Tensor]:
+    """Every `every`-th page of the tensor's bytes, on the host."""
+    import torch
+
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if every == 1:
+        yield flat.cpu()
+        return
+    for start in range(0, flat.numel(), _PAGE * every):
+        yield flat[start : start + _PAGE].cpu()
 
 
 def _exhaust(exported: Iterator[tuple[str, Tensor]]) -> None:
@@ -236,3 +279,15 @@ class WeightReceiver:
             )
             self._endpoint = load_transport(plan.transport).receiver(setup)
         return self._endpoint.receive(handle.manifest, deadline)
+
+
+class SharedTransport(WeightTransport):
+    """Shares tensors within one process (`in_process` in its provider record)."""
+
+    @override
+    def available(self, sender: RoleFacts, receiver: RoleFacts) -> str | None:
+        return None
+
+    @override
+    def buffers(self, sizes: WeightSizes) -> BufferSizes:
+        return BufferSizes(sender_bytes=0, receiver_bytes=0)
