@@ -54,6 +54,7 @@ from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
+from roll_pipeline_agentic.tool_calls import ParsedReply
 from roll_testing.simulation import SimulatedReplies, Speed, VirtualTimeLoop
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class NoText:
     """Stands for the chat encoder: appends ids without any text, so that only scheduling is measured."""
 
     new = np.arange(16, dtype=np.int64)
+    tool_format = "hermes"
 
     def encode(self, messages: Any, tools: Any = ()) -> EncodedChat:
         return EncodedChat(messages=(), text="", ids=self.new)
@@ -180,7 +182,10 @@ class NoText:
     def extend(self, chat: EncodedChat, reply_ids: Any, messages: Any) -> EncodedChat:
         return EncodedChat(messages=(), text="", ids=np.concatenate([chat.ids, reply_ids, self.new]))
 
-    def reply(self, ids: Any) -> dict[str, str]:
+    def parse(self, ids: Any, chat: EncodedChat) -> ParsedReply:
+        return ParsedReply(content="", tool_calls=[], reasoning="")
+
+    def reply(self, ids: Any, chat: EncodedChat) -> dict[str, str]:
         return {}
 
 
