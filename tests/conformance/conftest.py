@@ -60,8 +60,7 @@ def environ(tmp_path_factory):
         install(project, site)
     path = os.pathsep.join([str(site), *(str(project / "src") for project in PLUGINS), str(HERE.parent / "runs")])
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled"))}
-    return {**kept, **compiled, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

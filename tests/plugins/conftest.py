@@ -39,9 +39,8 @@ rewards:
 class Site:
     """A folder on the path, with distributions in it."""
 
-    def __init__(self, folder: Path, bytecode: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.bytecode = bytecode
         self.folder.mkdir()
 
     def install(self, package, version="1.0", *, source=GOOD, name="", module="", point="", files=None):
@@ -62,9 +61,9 @@ class Site:
         (info / "entry_points.txt").write_text(f"[roll.plugins]\n{point or package} = {module}.plugin\n")
 
     def environ(self):
-        """This process' environment, with the folder on the path and compiled modules shared between tests."""
+        """This process' environment, with the folder on the path."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        return {**kept, "PYTHONPATH": str(self.folder), "PYTHONPYCACHEPREFIX": str(self.bytecode)}
+        return {**kept, "PYTHONPATH": str(self.folder)}
 
     def roll_core(self, *arguments, cwd=None, **environ):
         """Run the command in a process of its own that sees this folder."""
@@ -96,14 +95,9 @@ class Site:
         )
 
 
-@pytest.fixture(scope="session")
-def bytecode(tmp_path_factory):
-    return tmp_path_factory.mktemp("bytecode")
-
-
 @pytest.fixture
-def site(tmp_path, bytecode):
-    return Site(tmp_path / "site", bytecode)
+def site(tmp_path):
+    return Site(tmp_path / "site")
 
 
 @pytest.fixture

@@ -81,8 +81,7 @@ class Worker:
         env = environment_of(executor.platform, spec.kind, place.local_indices) | dict(spec.env)
         with theirs:
             words = [worker_main.__name__, str(theirs.fileno()), json.dumps(settings)]
-            output = Path(f"{spec.role}-{place.rank}.txt")
-            self.process = Forked(words, output=output, env=os.environ | env, pass_fds=(theirs.fileno(),))
+            self.process = Forked(words, output=Path(os.devnull), env=os.environ | env, pass_fds=(theirs.fileno(),))
 
     async def connect(self):
         reader, self.writer = await asyncio.open_connection(sock=self.ours)
