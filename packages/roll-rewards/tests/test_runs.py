@@ -16,6 +16,7 @@ from roll_core.spec.diagnostics import CheckContext
 from roll_core.spec.providers import RewardProvider
 from roll_rewards import checks, sandbox
 from roll_rewards.composite import CLASSES
+from roll_testing.errors import mentions
 from roll_testing.runs import REWARDS, TINY, Runs
 
 NEEDS_ISOLATION = pytest.mark.skipif(bool(sandbox.probe()), reason=f"no isolation on this host: {sandbox.probe()}")
@@ -58,6 +59,13 @@ def test_a_run_with_code_alone_scores_every_sample(runs):
     (metrics,) = runs.metrics(runs.ok(runs.rlvr(max_steps=1, rewards={"code": CODE}, guards={"zero_gradient": "off"})))
     assert metrics["reward/failures"] == 0.0
     assert metrics["score/mean"] == 0.0
+
+
+def test_a_function_that_cannot_be_imported_is_a_mistake_of_the_config_and_not_of_a_package(runs):
+    result = runs.run(runs.rlvr(rewards={"missing": {"reward": "function", "function": "no_such_module:score"}}))
+    assert isinstance(result.error, ConfigError)
+    assert mentions(str(result.error), "ROLL-C041", "function", "no_such_module:score")
+    assert "advice" not in json.loads(result.run_dir.record.read_text(encoding="utf-8"))["error"]
 
 
 @NEEDS_ISOLATION

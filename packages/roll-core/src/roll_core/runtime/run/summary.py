@@ -6,7 +6,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import DataError, RollError
+from roll_core.errors import ConfigError, DataError, RollError
 from roll_core.plugins.attribution import raised_by
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.known_errors import advise
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def advice(error: Exception, registry: Registry, run_dir: RunDir) -> str:
     """Name the code that raised `error` and the remedy of the matching known error. Empty if neither is known.
 
-    The code is omitted for wrong rows, whose message names file and row.
+    The code is omitted for wrong rows and configs: their message names file and row, or the key.
     """
-    source = "" if isinstance(error, DataError) else raised_by(error, registry.plugins)
+    source = "" if isinstance(error, ConfigError | DataError) else raised_by(error, registry.plugins)
     lines = [f"raised by {source}; the traceback is in {relative(run_dir.log)}"] if source else []
     if (known := advise(error, registry)) is not None:
         lines.append(known.told(beside=str(error)))
