@@ -149,7 +149,7 @@ def test_every_reward_is_listed_and_is_a_component_but_the_combination():
         if "roll-rewards" in registry.owner(registry.find(RewardProvider, each))
     }
     # A judge of the run is a role of its own.
-    assert names == (set(CLASSES) - {"function"}) | {"composite", "judge_model"}
+    assert names == set(CLASSES) | {"composite", "judge_model"}
 
 
 def test_the_doctor_reports_the_layers_or_what_is_missing(monkeypatch):
