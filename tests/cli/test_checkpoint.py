@@ -2,7 +2,7 @@
 
 import json
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -164,6 +164,47 @@ def test_copies_in_a_store_are_listed_and_verified(run, tmp_path, capsys):
     assert cli.main(["checkpoint", "verify", f"{url}/step-2"]) == 0
     assert cli.main(["checkpoint", "list", f"file://{tmp_path}/nothing"]) == 2
     assert mentions(capsys.readouterr().err, NoCheckpointError.code)
+
+
+def test_the_best_copy_of_each_run_in_a_store_is_marked(run, tmp_path, capsys):
+    """Although the disk that the run names is gone."""
+    url = f"file://{tmp_path}/store/x"
+    gone = tmp_path / "gone" / "step-2"
+    best = {"metric": "val/score/mean", "mode": "max", "value": 0.75, "step": 2, "path": str(gone)}
+    with CheckpointStore(run.checkpoints).writing(6, asdict(replace(SAVED, best=best))) as path:
+        (path / "actor_train").mkdir()
+    for copy in ("001-0a", "002-0b"):
+        for checkpoint in CheckpointStore(run.checkpoints).list()[: 3 if copy == "001-0a" else 2]:
+            RemoteFolder(f"{url}/{copy}", {}).put_checkpoint(checkpoint.path, threading.Event())
+    code, rows = listed(capsys, "list", url)
+    assert code == 0
+    assert {row["path"].removeprefix(url): row["best"] for row in rows if row["best"]} == {
+        "/001-0a/step-2": {"metric": "val/score/mean", "value": 0.75}
+    }
+    _, rows = listed(capsys, "list", f"{url}/001-0a")
+    assert [bool(row["best"]) for row in rows] == [True, False, False]
+
+
+def test_storage_options_reach_the_file_system_of_a_store(run, tmp_path, monkeypatch, capsys):
+    found = []
+
+    class Recorded(RemoteFolder):
+        def __init__(self, url, options):
+            found.append(options)
+            super().__init__(url, {})
+
+    monkeypatch.setattr("roll_core.runtime.records.remote_checkpoints.RemoteFolder", Recorded)
+    url = f"file://{tmp_path}/store/x/001-0a"
+    for checkpoint in CheckpointStore(run.checkpoints).list():
+        RemoteFolder(url, {}).put_checkpoint(checkpoint.path, threading.Event())
+    words = ["--storage-option", "anon=true", "--storage-option", "client_kwargs={endpoint_url: 'http://h:1'}"]
+    for action in ("list", "verify"):
+        code, rows = listed(capsys, action, url, *words)
+        assert (code, [row["step"] for row in rows]) == (0, [2, 4])
+    assert found == [{"anon": True, "client_kwargs": {"endpoint_url": "http://h:1"}}] * 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["checkpoint", "list", "memory://x", "--storage-option", "anon"])
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])

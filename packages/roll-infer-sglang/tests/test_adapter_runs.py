@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang_on_a_cpu import ON_A_CPU
 
-from shared_tests.adapter_run import AdapterRunTests
+from shared_tests.engine_runs import AdapterRunTests
 
 
 @pytest.mark.engine("sglang")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang_on_a_cpu import ON_A_CPU
 
-from shared_tests.recorded_agent_run import RecordedAgentRunTests
+from shared_tests.engine_runs import RecordedAgentRunTests
 
 
 @pytest.mark.engine("sglang")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared_tests.adapter_run import AdapterRunTests
+from shared_tests.engine_runs import AdapterRunTests
 
 
 @pytest.mark.engine("vllm")

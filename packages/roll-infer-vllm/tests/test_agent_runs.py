@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared_tests.recorded_agent_run import RecordedAgentRunTests
+from shared_tests.engine_runs import RecordedAgentRunTests
 
 
 @pytest.mark.engine("vllm")

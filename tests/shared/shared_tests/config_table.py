@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,26 @@ if TYPE_CHECKING:
 
 NUMBERS = {"PositiveInt": "int > 0", "NonNegativeInt": "int >= 0"}
 UPDATE_VARIABLE = "ROLL_UPDATE_GOLDEN"
+FORMLESS = ("null", "[]", "")
+"""Defaults that do not show the form of a value."""
 
 
-def check_table(page: Path, schema: type[Config], begin: str, end: str, names: Mapping[str, str] | None = None) -> None:
+def check_table(
+    page: Path, schema: type[Config], begin: str, end: str, names: Mapping[str, str], examples: Mapping[str, str]
+) -> None:
     """Fail unless the text of `page` between `begin` and `end` is the list of the keys of `schema`.
 
     With `ROLL_UPDATE_GOLDEN=1` in the environment, write the list instead. `names` maps type names to the text shown
-    for them.
+    for them. `examples` has the value of each key whose type and default show no form, and of no other.
     """
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(begin)
     written, _, after = rest.partition(end)
-    table = "".join(key_entry(*each) for each in _rows(schema, "", NUMBERS | dict(names or {})))
+    rows = list(_rows(schema, "", NUMBERS | dict(names)))
+    bare = [key for key, kind, default, _ in rows if default in FORMLESS and kind != "bool" and "Literal[" not in kind]
+    assert sorted(examples) == sorted(bare), f"{page.name}: examples of other keys than those without a form"
+    shown = [(key, re.sub(r"Literal\[(.*?)\]", _options, kind), *rest) for key, kind, *rest in rows]
+    table = "".join(key_entry(*each, examples.get(each[0], "")) for each in shown)
     if os.environ.get(UPDATE_VARIABLE):
         page.write_text(before + begin + table + end + after, encoding="utf-8")
     elif written != table:
@@ -43,23 +52,39 @@ def key_entry(key: str, kind: str, default: str, meaning: str, example: str = ""
 
 
 def _rows(schema: type[Config], prefix: str, names: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield key, type, default and meaning, read from the source: the docstring below a field is its meaning."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
-    body = definition.body if isinstance(definition, ast.ClassDef) else []
-    for statement, following in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+    """Yield key, type, default and meaning, read from the source: the docstring below a field is its meaning.
+
+    Keys of bases come last, those of classes without source (arguments that an engine validates) not at all.
+    """
+    for owner in schema.__mro__:
+        if not issubclass(owner, Config) or owner is Config:
             continue
-        name, field = statement.target.id, schema.model_fields[statement.target.id]
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
-            yield from _rows(field.annotation, f"{prefix}{name}.", names)
+        try:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        except OSError:
             continue
-        kind = ast.unparse(statement.annotation)
-        for short, long in names.items():
-            kind = kind.replace(short, long)
-        meaning = _text(following)
-        assert meaning, f"{schema.__name__}.{name} has no docstring"
-        default = _spelled(field.get_default(call_default_factory=True))
-        yield f"{prefix}{name}", kind.replace("|", "or").replace(" or None", ""), default, " ".join(meaning.split())
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
+        for statement, following in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            name = statement.target.id
+            if name not in schema.model_fields:
+                continue
+            field = schema.model_fields[name]
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+                yield from _rows(field.annotation, f"{prefix}{name}.", names)
+                continue
+            kind = ast.unparse(statement.annotation)
+            for short, long in names.items():
+                kind = kind.replace(short, long)
+            meaning = _text(following)
+            assert meaning, f"{owner.__name__}.{name} has no docstring"
+            default = _spelled(field.get_default(call_default_factory=True))
+            yield f"{prefix}{name}", kind.replace("|", "or").replace(" or None", ""), default, " ".join(meaning.split())
+
+
+def _options(literal: re.Match[str]) -> str:
+    return " or ".join(str(each) for each in ast.literal_eval(f"[{literal[1]}]"))
 
 
 def _text(statement: ast.stmt | None) -> str:

@@ -58,13 +58,14 @@ class CheckpointRow:
         return "intact" if self.digests_read else "complete"
 
 
-def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool) -> int:
+def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool, store: Mapping[str, Any]) -> int:
     """Print the checkpoints of a run, an experiment, a directory or a URL, oldest first.
 
-    Without `digests` only file sizes are compared. Returns the exit code: 1 if a checkpoint is damaged, otherwise 0.
+    Without `digests` only file sizes are compared. `store` are the `storage_options` of a URL. Returns the exit code: 1
+    if a checkpoint is damaged, otherwise 0.
     """
     if isinstance(place, str):
-        rows = list(_remote_rows(place, digests=digests))
+        rows = list(_remote_rows(place, store, digests=digests))
     else:
         stores = checkpoint_stores(place)
         best = _best(stores)
@@ -78,16 +79,16 @@ def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool) -> int:
     return 1 if any(row.problems for row in rows) else 0
 
 
-def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool) -> int:
+def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool, store: Mapping[str, Any]) -> int:
     """Read checkpoints back and compare digests.
 
-    Each of `places` is a checkpoint, or a run, directory or URL whose checkpoints are all verified. Returns the exit
-    code: 1 if a checkpoint is damaged, otherwise 0.
+    Each of `places` is a checkpoint, or a run, directory or URL whose checkpoints are all verified. `store` are the
+    `storage_options` of URLs. Returns the exit code: 1 if a checkpoint is damaged, otherwise 0.
     """
     checkpoints = [checkpoint for place in places if not isinstance(place, str) for checkpoint in _named(place)]
     rows = []
     found = (_row(checkpoint, digests=True) for checkpoint in checkpoints)
-    for row in chain(found, *(_remote_rows(place, digests=True) for place in places if isinstance(place, str))):
+    for row in chain(found, *(_remote_rows(place, store, digests=True) for place in places if isinstance(place, str))):
         rows.append(row)
         if not as_json:
             sys.stdout.write(f"{row.path}: {row.state}\n")
@@ -114,24 +115,51 @@ def _named(place: Path) -> list[Checkpoint]:
     return found
 
 
-def _remote_rows(url: str, *, digests: bool) -> Iterator[CheckpointRow]:
+def _remote_rows(url: str, store: Mapping[str, Any], *, digests: bool) -> Iterator[CheckpointRow]:
     """Rows of the complete checkpoints in a checkpoint store, oldest first. With `digests`, each one is downloaded.
 
     Raises `NoCheckpointError` if there is none.
     """
     from roll_core.runtime.records.remote_checkpoints import RemoteFolder, store_errors
 
-    folder = RemoteFolder(url, {})
+    folder = RemoteFolder(url, store)
     with store_errors(url):
         manifests = folder.manifests()
-    if not manifests:
-        raise NoCheckpointError(f"{url} has no complete checkpoint")
+        if not manifests:
+            raise NoCheckpointError(f"{url} has no complete checkpoint")
+        best = _remote_best(folder, manifests)
     for name, manifest in reversed(manifests.items()):
         with tempfile.TemporaryDirectory() as temporary, store_errors(url):
-            yield _remote_row(folder, name, manifest, Path(temporary), digests=digests)
+            yield _remote_row(folder, name, manifest, Path(temporary), digests=digests, best=best)
 
 
-def _remote_row(folder: RemoteFolder, name: str, manifest: Manifest, into: Path, *, digests: bool) -> CheckpointRow:
+def _remote_best(folder: RemoteFolder, manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any]]:
+    """`_best` of the copies of runs; `manifests` begins with the newest."""
+    found: dict[str, dict[str, Any]] = {}
+    newest: dict[str, str] = {}
+    for name in manifests:
+        newest.setdefault(f"{folder.url}/{name}".rstrip("/").rpartition("/")[0], name)
+    for run, name in newest.items():
+        with suppress(CheckpointError, FileNotFoundError), tempfile.TemporaryDirectory() as temporary:
+            (Path(temporary) / STATE).write_bytes(folder.read(name, STATE))
+            saved = SavedRun.of(Checkpoint(manifests[name].step, Path(temporary)))
+            # Not the path of the run: the disk that it names may be another host's.
+            named = dict(saved.best or {})
+            best = BestCheckpoint.read(named and named | {"path": f"{run}/step-{named.get('step')}"}, Path(temporary))
+            if best is not None:
+                found[best.path] = {"metric": best.metric, "value": best.value}
+    return found
+
+
+def _remote_row(
+    folder: RemoteFolder,
+    name: str,
+    manifest: Manifest,
+    into: Path,
+    *,
+    digests: bool,
+    best: Mapping[str, dict[str, Any]],
+) -> CheckpointRow:
     problems: list[str] = []
     saved = None
     try:
@@ -147,7 +175,7 @@ def _remote_row(folder: RemoteFolder, name: str, manifest: Manifest, into: Path,
     except (CheckpointError, FileNotFoundError) as error:
         problems = problems or [str(error)]
     path_of = f"{folder.url}/{name}".rstrip("/")
-    return _make_row(path_of, manifest.step, manifest, saved, problems, digests=digests)
+    return _make_row(path_of, manifest.step, manifest, saved, problems, digests=digests, best=best.get(path_of))
 
 
 def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:

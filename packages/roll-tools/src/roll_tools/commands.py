@@ -121,6 +121,14 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
     )
     for each in (listing, verifying):
         each.add_argument("--json", action="store_true", help="print JSON")
+        each.add_argument(
+            "--storage-option",
+            metavar="KEY=VALUE",
+            type=_option,
+            action="append",
+            default=[],
+            help="a key of checkpoint_store.storage_options, for URLs; the value is YAML; may be repeated",
+        )
     converting = actions.add_parser(
         "convert",
         help="write a role's model as a directory for transformers",
@@ -159,9 +167,10 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
         )
     from roll_tools.checkpoints import list_checkpoints, verify_checkpoints
 
+    store = dict(options.storage_option)
     if options.action == "list":
-        return list_checkpoints(options.place, as_json=options.json, digests=options.verify)
-    return verify_checkpoints(options.places, as_json=options.json)
+        return list_checkpoints(options.place, as_json=options.json, digests=options.verify, store=store)
+    return verify_checkpoints(options.places, as_json=options.json, store=store)
 
 
 def envs(words: Sequence[str], registry: Registry) -> int:
@@ -272,6 +281,20 @@ def report(words: Sequence[str], registry: Registry) -> int:
         written = write_comparison(found, options.out or Path("comparison.html"))
     sys.stdout.write(f"{written}\n")
     return 0
+
+
+def _option(text: str) -> tuple[str, object]:
+    """Type of an argument: a key and its value, which is YAML."""
+    import yaml
+
+    key, found, value = text.partition("=")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        found = ""
+    if not key or not found:
+        raise argparse.ArgumentTypeError(f"found {text}, expected KEY=VALUE with a value in YAML")
+    return key, parsed
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,221 @@
+"""End-to-end runs with an engine, by `roll-core run` in a subprocess: adapters, and agents at the recording endpoint.
+
+For plugins of this repository:
+
+    class TestAdapterRun(AdapterRunTests):
+        engine = "vllm"
+        settings = {"kv_cache_memory_bytes": 32 << 20}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+RANK, LAYERS = 4, 2
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+INPUTS_AND_OUTPUTS = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 2 * (64 + 96) + (96 + 64)
+"""Input plus output sizes of the projections q, k and v, o, gate and up, down, summed over one layer."""
+JUDGE = "def score(prompt, response, **row):\n    return sum(c in '02468' for c in response) / 6 + len(response) % 2\n"
+AGENT = """
+import openai
+
+from roll_core.types import Reward
+
+
+def talk(task, session, stream: bool = False):
+    client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+    messages, most = [{"role": "user", "content": "go"}], 0
+    for _ in range(2):
+        found = client.chat.completions.create(model=session.model, messages=messages, stream=stream)
+        if stream:
+            pieces = [each.choices[0].delta.content or "" for each in found if each.choices]
+            text, most = "".join(pieces), max(most, sum(map(bool, pieces)))
+        else:
+            text = found.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+    client.close()
+    return Reward(value=sum(map(ord, text)) % 10 / 10, detail={"pieces": float(most)})
+"""
+BOUND = 1e-4
+"""Bound on the difference between engine and trainer logprobs of the same weights in fp32."""
+RUN_S = 840.0
+
+
+def finished_run(
+    folder: Path, module: str, source: str, config: Mapping[str, Any]
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Run directory and metrics of a run that finished, with a module of the user beside its config."""
+    (folder / f"{module}.py").write_text(source, encoding="utf-8")
+    (folder / "run.yaml").write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "roll_core", "run", str(folder / "run.yaml")],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run = folder / "output" / config["exp_name"] / "latest"
+    return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+class AdapterRunTests:
+    """Trainer and engine share one slot and use it alternately."""
+
+    engine: ClassVar[str]
+    """Name of the infer strategy."""
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Its `strategy_config`, without `enable_lora`."""
+
+    @pytest.mark.ray
+    def test_a_trained_adapter_travels_alone(self, tmp_path: Path) -> None:
+        """A weight sync must copy exactly the bytes of the LoRA matrices A and B.
+
+        Engine and trainer logprobs must then agree.
+        """
+        rows = [json.dumps({"id": i, "prompt": f"{i:03d}>", "ground_truth": ""}) for i in range(32)]
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        _, lines = finished_run(tmp_path, "judges", JUDGE, self._config(tmp_path))
+        assert [line["weight_sync/version"] for line in lines] == [0, 1]
+        for line in lines:
+            assert line["weight_sync/copied_bytes"] == 4 * RANK * LAYERS * INPUTS_AND_OUTPUTS
+            assert line["weight_sync/logprob_probe"] < BOUND
+            assert line["actor/logprob_gap"] < BOUND
+            assert line["actor/grad_norm"] > 0
+            assert line["tokens/generated"] > 0
+        # A delayed reading of the counter is in the next step's metrics.
+        counted = [line.get("engine/actor_infer/generated_tokens", 0) for line in lines]
+        read = max(step for step, count in enumerate(counted, start=1) if count)
+        assert sum(counted) >= sum(line["tokens/generated"] for line in lines[:read])
+
+    def _config(self, folder: Path) -> Mapping[str, Any]:
+        return {
+            "pipeline": "rlvr",
+            "exp_name": "adapters",
+            "output_dir": str(folder / "output"),
+            "executor": "ray",
+            "seed": 3,
+            "max_steps": 2,
+            "rollout_batch_size": 4,
+            "num_return_sequences_in_group": 4,
+            "prompt_length": 8,
+            "response_length": 6,
+            "track_with": [],
+            "save_steps": 0,
+            "eval_steps": 0,
+            "tokenizer": {"kind": "char", "alphabet": "0123456789>"},
+            "guards": {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": BOUND}},
+            "actor_train": {
+                "model_args": {
+                    "dtype": "fp32",
+                    "disable_gradient_checkpointing": True,
+                    "random_init": MODEL,
+                    "lora_target": "all-linear",
+                    "lora_rank": RANK,
+                },
+                "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 16},
+                "data_args": {"file_name": str(folder / "rows.jsonl")},
+                "strategy_args": {"strategy_name": "hf_train"},
+                "device_mapping": [0],
+            },
+            "actor_infer": {
+                "model_args": {"dtype": "fp32"},
+                "strategy_args": {
+                    "strategy_name": self.engine,
+                    "strategy_config": {"enable_lora": True, **self.settings},
+                },
+                "device_mapping": [0],
+            },
+            "rewards": {"digits": {"reward": "function", "function": "judges:score"}},
+        }
+
+
+class RecordedAgentRunTests:
+    """The agents know nothing but OpenAI's client. Half of them stream."""
+
+    engine: ClassVar[str]
+    """Name of the infer strategy."""
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Its `strategy_config`."""
+
+    def test_agents_of_openai_s_client_are_trained(self, tmp_path: Path) -> None:
+        """Their turns are chains of the engine's tokens, whose logprobs are the trainer's; streams come in pieces."""
+        run, lines = finished_run(tmp_path, "talking", AGENT, self._config(tmp_path))
+        assert [line["step"] for line in lines] == [1, 2]
+        for line in lines:
+            assert line["actor/logprob_gap"] < BOUND
+            assert line["actor/grad_norm"] > 0
+            assert line["rollout/forks"] == 0
+            assert [line[f"agent/{tag}/calls/mean"] for tag in ("plain", "streamed")] == [2, 2]
+        groups = [
+            json.loads(line)
+            for file in sorted((run / "rollouts").glob("step-*.jsonl"))
+            for line in file.read_text(encoding="utf-8").splitlines()[1:]
+        ]
+        assert sorted({group["id"].partition("/")[0] for group in groups}) == ["plain", "streamed"]
+        samples = [sample for group in groups for sample in group["samples"]]
+        assert len(samples) == 16
+        assert all([turn["parent"] for turn in each["turns"]] == [None, 0] for each in samples)
+        pieces = [each["reward"]["detail"]["pieces"] for each in samples]
+        assert max(pieces) > 2
+
+    def _config(self, folder: Path) -> Mapping[str, Any]:
+        return {
+            "pipeline": "agentic",
+            "exp_name": "talk",
+            "output_dir": str(folder / "output"),
+            "executor": "local",
+            "seed": 3,
+            "max_steps": 2,
+            "prompt_length": 16,
+            "response_length": 300,
+            "rollout_batch_size": 8,
+            "max_actions_per_traj": 2,
+            "max_tokens_per_step": 120,
+            "record_rollouts": True,
+            "track_with": [],
+            "save_steps": 0,
+            "eval_steps": 0,
+            "tokenizer": {"kind": "char", "alphabet": "abcdefghijklmnopqrstuvwxyz0123456789>"},
+            "guards": {"logprob_gap": {"action": "error", "threshold": BOUND}},
+            "custom_envs": {
+                tag: {"agent": "talking:talk", "agent_config": {"stream": tag == "streamed"}, "isolation": "thread"}
+                for tag in ("plain", "streamed")
+            },
+            "train_env_manager": {"group_size": 4},
+            "actor_train": {
+                "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, "random_init": MODEL},
+                "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 8},
+                "data_args": {"template": "plain"},
+                "strategy_args": {"strategy_name": "hf_train"},
+                "device_mapping": [0],
+            },
+            "actor_infer": {
+                "model_args": {"dtype": "fp32"},
+                "strategy_args": {"strategy_name": self.engine, "strategy_config": dict(self.settings)},
+                "device_mapping": [0],
+            },
+        }
