@@ -146,12 +146,25 @@ def test_a_hanging_call_is_stopped_at_its_deadline(isolation: str, cls: Any) -> 
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.parametrize(("stage", "at"), [("setup", "init"), ("setup", "reset"), ("step", "step"), ("score", "score")])
-def test_each_stage_has_a_deadline_of_its_own(stage: str, at: str) -> None:
+STAGES = [("setup", "init"), ("setup", "reset"), ("step", "step"), ("score", "score")]
+SLOW_START = ("process", "reset")
+
+
+@pytest.mark.parametrize(
+    ("isolation", "stage", "at"),
+    # A process takes longer than the deadline to start, so its `reset` has none of 0.2 s to exceed.
+    [
+        (isolation, *each)
+        for isolation in ("thread", "process")
+        for each in STAGES
+        if (isolation, each[1]) != SLOW_START
+    ],
+)
+def test_each_stage_has_a_deadline_of_its_own(isolation: str, stage: str, at: str) -> None:
     """The stage that hangs is stopped after its own seconds; the others have an hour."""
 
     async def run() -> list[Any]:
-        of = host("thread", at=at, how="hang")
+        of = host(isolation, at=at, how="hang")
         keys = {f"{each}_timeout_s": 3600.0 for each in ("setup", "step", "score")} | {f"{stage}_timeout_s": 0.2}
         of.config = of.config.model_copy(update=keys)
         async with asyncio.timeout(30):
@@ -213,3 +226,30 @@ def test_a_cancelled_episode_stops_the_call_of_its_environment(tmp_path: Path) -
     asyncio.run(run())
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text().split()[-1]), 0)
+
+
+def test_an_instance_has_one_episode() -> None:
+    async def run() -> None:
+        of = host("thread")
+        async with of.environment() as environment:
+            await environment.reset({}, 0)
+            with pytest.raises(AssertionError):
+                await environment.reset({}, 0)
+        await of.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_concurrency_is_reached_and_never_exceeded(isolation: str, number: int, tmp_path: Path) -> None:
+    """Each step waits until `number` episodes have begun, so fewer at the same time would never end."""
+    cls = wrong.CountedInline if isolation == "inline" else wrong.Counted
+
+    async def run() -> list[Any]:
+        of = host(isolation, cls, timeout_s=60.0, concurrency=number, folder=str(tmp_path), number=number)
+        return await closed(of, *(episode(of) for _ in range(3 * number)))
+
+    most = asyncio.run(run())
+    assert len(most) == 3 * number
+    assert max(most) == number

@@ -15,8 +15,9 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.types import Reward
-from roll_pipeline_agentic.calls import arguments_from, wire_arguments
+from roll_pipeline_agentic.calls import wire_arguments
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
+from roll_pipeline_agentic.environment_process import argument_from
 from roll_pipeline_agentic.episodes import EpisodeGroup
 from shared_tests.chat_templates import FAMILIES
 
@@ -78,5 +79,5 @@ def test_a_call_reaches_the_environment_in_one_row(tmp_path: Path, name: str, ot
 def test_a_reply_crosses_processes() -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     reply = Reply(text="", tool_calls=(call,), reasoning="why", parse_error="none")
-    (back,) = arguments_from("step", json.loads(json.dumps(wire_arguments("step", (reply,)))))
+    back = argument_from("step", json.loads(json.dumps(wire_arguments("step", (reply,))))[0])
     assert (list(back.tool_calls), back.reasoning, back.parse_error) == ([call], "why", "none")

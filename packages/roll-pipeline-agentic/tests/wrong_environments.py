@@ -73,3 +73,45 @@ class Slow(Environment):
     async def step(self, reply: Reply) -> Turn:
         await asyncio.sleep(3600)
         raise AssertionError
+
+
+class Counted(Environment):
+    """The reward is the largest number of instances in `folder` that an episode saw at the same time."""
+
+    def __init__(self, *, folder: str, number: int) -> None:
+        self.folder, self.number = Path(folder), number
+        self.file = self.folder / f"open-{id(self)}-{os.getpid()}"
+
+    def reset(self, task: Any, seed: int) -> Opening:
+        self.file.touch()
+        (self.folder / f"begun-{self.file.name}-{time.monotonic_ns()}").touch()
+        return OPENING
+
+    def waits(self) -> bool:
+        """True until `number` episodes have begun."""
+        return len(list(self.folder.glob("begun-*"))) < self.number
+
+    def seen(self) -> Turn:
+        return Turn(reward=float(len(list(self.folder.glob("open-*")))), done=True)
+
+    def step(self, reply: Reply) -> Any:
+        while self.waits():
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.seen()
+
+    def close(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+
+class CountedInline(Counted):
+    """Coroutines."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:  # type: ignore[override]
+        return super().reset(task, seed)
+
+    async def step(self, reply: Reply) -> Turn:
+        while self.waits():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        return self.seen()

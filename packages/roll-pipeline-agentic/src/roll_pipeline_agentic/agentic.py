@@ -9,6 +9,7 @@ for step in steps:
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
 from roll_core.data.rollouts import rows
-from roll_core.errors import ContractError
+from roll_core.errors import ContractError, PluginLoadError
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, apportion
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.pipelines.stages import score_metrics
@@ -29,6 +30,7 @@ from roll_core.spec.rollout import Prompt
 from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
+from roll_pipeline_agentic.environment_process import CallFailed, describe
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording_server import RecordingServer
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Rows
     from roll_core.pipelines.experience import Experience
     from roll_core.spec.pipeline import RolloutPlan, Run
+    from roll_core.spec.providers import Isolation
     from roll_core.types import Group, Sample
     from roll_pipeline_agentic.config import AgenticConfig, EnvManagerConfig
 
@@ -74,9 +77,9 @@ class AgenticPipeline(RLVRPipeline):
     def prepare(self, run: Run) -> int:
         config = self.config
         tags = list(config.custom_envs)
-        self.hosts = {tag: _host(run, config, tag) for tag in tags if config.custom_envs[tag].environment}
-        classes = {tag: run.environment(config.custom_envs[tag]).cls for tag in self.hosts}
-        self.with_success = [tag for tag, cls in classes.items() if cls.reports_success]
+        self.with_success: set[str] = set()
+        """Tags whose environments report success."""
+        self.hosts = {tag: self._host(run, tag) for tag in tags if config.custom_envs[tag].environment}
         endpoint = config.agent_endpoint
         self.server = RecordingServer(endpoint.host, endpoint.port, endpoint.url)
         self.encoders = {
@@ -108,6 +111,38 @@ class AgenticPipeline(RLVRPipeline):
         self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
         self._set_up_objective(run)
         return config.max_steps
+
+    def _host(self, run: Run, tag: str) -> EnvironmentHost:
+        """Load the class of an environment and check where it can run. Raises `PluginLoadError` and `ContractError`."""
+        entry = self.config.custom_envs[tag]
+        found = run.environment(entry)
+        provider, cls, owner, options = found.provider, found.cls, found.owner, found.options
+        isolation: Isolation = "process" if entry.python else entry.host_isolation or provider.isolation
+        if cls is None:
+            try:
+                reports_success = describe(entry.python, provider.target, json.dumps(dict(options)))["reports_success"]
+            except CallFailed as error:
+                raise PluginLoadError(f"custom_envs.{tag}: {owner}: {error}") from error
+        else:
+            reports_success = cls.reports_success
+            blocking = [name for name in ("reset", "step") if not asyncio.iscoroutinefunction(getattr(cls, name))]
+            if isolation == "inline" and blocking:
+                raise ContractError(
+                    f"custom_envs.{tag}: {owner}: isolation is inline, but {', '.join(blocking)} is no coroutine"
+                    " function and would block all other episodes: set isolation: thread or process"
+                )
+        self.with_success |= {tag} if reports_success else set()
+        return EnvironmentHost(
+            tag,
+            entry,
+            target=provider.target,
+            options=options,
+            owner=owner,
+            isolation=isolation,
+            concurrency=entry.concurrency or provider.concurrency,
+            create=partial(cls, **options) if cls else None,
+            python=entry.python,
+        )
 
     def _order(self, run: Run, manager: EnvManagerConfig, num_groups: int, split: str = "") -> EpisodeOrder:
         """Order of the episodes of a manager, with the tasks of environments with data."""
@@ -276,27 +311,3 @@ def _value(sample: Sample) -> float:
     if sample.reward is None or sample.reward.value is None:
         raise AssertionError("a valid sample has a reward")
     return sample.reward.value
-
-
-def _host(run: Run, config: AgenticConfig, tag: str) -> EnvironmentHost:
-    """Load the class of an environment and check where it can run. Raises `PluginLoadError` and `ContractError`."""
-    entry = config.custom_envs[tag]
-    found = run.environment(entry)
-    provider, cls, owner = found.provider, found.cls, found.owner
-    isolation = entry.isolation or provider.isolation
-    blocking = [name for name in ("reset", "step") if not asyncio.iscoroutinefunction(getattr(cls, name))]
-    if isolation == "inline" and blocking:
-        raise ContractError(
-            f"custom_envs.{tag}: {owner}: isolation is inline, but {', '.join(blocking)} is no coroutine function and"
-            " would block all other episodes: set isolation: thread or process"
-        )
-    return EnvironmentHost(
-        tag,
-        entry,
-        target=provider.target,
-        options=found.options,
-        owner=owner,
-        isolation=isolation,
-        concurrency=entry.concurrency or provider.concurrency,
-        create=partial(cls, **found.options),
-    )

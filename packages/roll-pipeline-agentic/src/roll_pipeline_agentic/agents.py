@@ -30,7 +30,8 @@ from roll_core.errors import ContractError, EnvironmentFailure
 from roll_core.spec.agent import Agent, Session
 from roll_core.spec.environment import Reply, Turn
 from roll_core.types import Group, Reward, Rollout
-from roll_pipeline_agentic.calls import described, seed_of, wire_result
+from roll_pipeline_agentic.calls import seed_of, wire_result
+from roll_pipeline_agentic.environment_process import described
 from roll_pipeline_agentic.hosted_agent import HostedAgent
 from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording import Limits, Recorder
@@ -79,7 +80,7 @@ class AgentHost(EnvironmentHost):
     ) -> None:
         """Raises `ContractError` if the agent cannot run inline."""
         entry, provider = config.custom_envs[tag], loaded.provider
-        isolation = entry.isolation or provider.isolation
+        isolation = entry.host_isolation or provider.isolation
         create = partial(HostedAgent, target=provider.target, options=dict(loaded.options))
         if isolation == "inline" and not create().is_async:
             raise ContractError(

@@ -1,13 +1,11 @@
-"""Calls of an environment from a thread or process of its own, and their arguments and results as JSON values.
+"""Arguments and results of calls of environments and agents as JSON values, see `environment_process`.
 
 Also the seeds and states that episodes of environments and rollouts of agents share.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import inspect
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
@@ -17,9 +15,9 @@ from roll_core.spec.environment import Opening, Reply, Turn
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from roll_core.spec.environment import Environment, Message, State
+    from roll_core.spec.environment import Message, State
 
 RESULTS: dict[str, tuple[type, ...]] = {
     "reset": (Opening,),
@@ -31,70 +29,33 @@ RESULTS: dict[str, tuple[type, ...]] = {
 """Valid types of the results of the methods of environments and agents."""
 
 
-class BlockingCalls:
-    """One environment, called from one thread. Coroutines run on an event loop of this object."""
-
-    def __init__(self, create: Callable[[], Environment]) -> None:
-        self._environment = create()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __call__(self, method: str, *arguments: Any) -> Any:
-        """Call a method and return its result."""
-        result = getattr(self._environment, method)(*arguments)
-        if not inspect.isawaitable(result):
-            return result
-        self._loop = self._loop or asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(result))
-
-    def close(self) -> None:
-        """Close the environment and the event loop."""
-        try:
-            self("close")
-        finally:
-            if self._loop is not None:
-                self._loop.close()
-
-
-class CallFailed(Exception):
-    """The error of a call in another process. Its text is that of `described` there."""
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def described(error: BaseException) -> str:
-    """Class and message of an exception, on one line."""
-    reason = " ".join(str(error).split())
-    if isinstance(error, CallFailed):
-        return reason
-    return f"{type(error).__name__}{': ' if reason else ''}{reason}"
-
-
 def wire_arguments(method: str, arguments: tuple[Any, ...]) -> list[Any]:
     """Arguments of a call as JSON values."""
     return [asdict(each) if isinstance(each, Reply | Session) else each for each in arguments]
 
 
-def arguments_from(method: str, wired: list[Any]) -> tuple[Any, ...]:
-    """Arguments from the result of `wire_arguments`."""
-    if method == "run":
-        task, session = wired
-        return task, Session(**session)
-    return tuple(Reply(**each) for each in wired) if method == "step" else tuple(wired)
-
-
 def wire_result(method: str, result: Any) -> Any:
     """Result of a call as JSON values. Raises `TypeError` for a result of the wrong type."""
     if not isinstance(result, RESULTS[method]):
-        expected = " or ".join(each.__name__ for each in RESULTS[method])
-        raise TypeError(f"{method} returned {type(result).__name__}, expected {expected}")
+        raise TypeError(_unexpected(method, type(result).__name__))
     return result if result is None or isinstance(result, str) else asdict(cast("Any", result))
 
 
-def result_from(method: str, wired: Mapping[str, Any] | str | None) -> Any:
-    """Result from the value of `wire_result`."""
-    return wired if wired is None or isinstance(wired, str) else RESULTS[method][0](**wired)
+def result_from(method: str, name: str, wired: Any, *, plain: bool = False) -> Any:
+    """Result from that of `environment_process`, of a class called `name`. Raises `TypeError` for another class.
+
+    `plain`: dicts with the fields of the class are also results, and numbers are scores.
+    """
+    types = RESULTS[method]
+    if plain and method == "score" and isinstance(wired, int | float):
+        return Reward(value=float(wired))
+    if (plain and isinstance(wired, dict) and method != "close") or name in {each.__name__ for each in types}:
+        return types[0](**wired) if isinstance(wired, dict) else wired
+    raise TypeError(_unexpected(method, name))
+
+
+def _unexpected(method: str, name: str) -> str:
+    return f"{method} returned {name}, expected {' or '.join(each.__name__ for each in RESULTS[method])}"
 
 
 def seed_of(*parts: int | str) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.spec.config import (
@@ -69,10 +72,11 @@ class AgenticEnvConfig(CustomEnvConfig):
     """
     val_data_args: DataArguments | None = None
     """Rows for evaluations, in the order of the files. Default: `data_args`."""
-    isolation: Isolation | None = None
-    """Where the environment runs: `inline`, `thread` or `process`. Default: as its package declares.
+    isolation: Isolation | Literal["environment"] | None = None
+    """Where the environment runs: `inline`, `thread`, `process` or `environment`. Default: as its package declares.
 
-    Your own class runs in processes by default. `inline` needs coroutine functions that never block.
+    Your own class runs in processes by default. `inline` needs coroutine functions that never block. `environment`:
+    processes of the interpreter `python`.
     """
     concurrency: PositiveInt | None = None
     """Maximum number of episodes at the same time. Default: as its package declares, or 32 processes."""
@@ -92,6 +96,36 @@ class AgenticEnvConfig(CustomEnvConfig):
     The agent then called another model, or changed a reply. `fail` excludes the rollout; `allow` reads the message as
     context.
     """
+
+    @field_validator("python")
+    @classmethod
+    def _can_run_the_environment(cls, value: str, info: ValidationInfo) -> str:
+        """Check the interpreter, and your own class in it. A named environment is checked when the run starts."""
+        from roll_pipeline_agentic.environment_process import CallFailed, describe
+
+        if value and shutil.which(python := os.path.expanduser(value)) is None:
+            raise ValueError(f"{value!r} is not a program, expected a Python interpreter such as venv/bin/python")
+        if value and ":" in (target := info.data.get("environment", "")):
+            try:
+                describe(python, target, json.dumps(info.data.get("env_config", {}), default=str))
+            except CallFailed as error:
+                raise ValueError(str(error)) from error
+        return os.path.expanduser(value)
+
+    @model_validator(mode="after")
+    def _python_runs_an_environment(self) -> AgenticEnvConfig:
+        if self.python and not self.environment:
+            raise ValueError("python has no effect without environment: an agent of another interpreter is a command")
+        if self.python and self.isolation not in (None, "environment"):
+            raise ValueError(f"isolation is {self.isolation}, but python needs isolation: environment")
+        if self.isolation == "environment" and not self.python:
+            raise ValueError("isolation: environment needs python, the interpreter of its virtual environment")
+        return self
+
+    @property
+    def host_isolation(self) -> Isolation | None:
+        """`isolation` without `environment`, which does not concern the agent of the entry."""
+        return None if self.isolation == "environment" else self.isolation
 
 
 class EnvManagerConfig(Config):

@@ -1,4 +1,4 @@
-"""Runs environments inline, in threads or in processes, with a deadline for each call.
+"""Runs environments inline, in threads, in processes or in another interpreter, with a deadline for each call.
 
     episode ── EnvironmentHost.environment() ──► slot (concurrency) ──► instance ──► reset, step, score ──► close
                                                                           │
@@ -14,12 +14,9 @@ import contextlib
 import json
 import logging
 import math
-import os
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -29,8 +26,14 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import EnvironmentFailure
-from roll_pipeline_agentic import environment_process
-from roll_pipeline_agentic.calls import BlockingCalls, CallFailed, described, result_from, wire_arguments, wire_result
+from roll_pipeline_agentic.calls import result_from, wire_arguments, wire_result
+from roll_pipeline_agentic.environment_process import (
+    BlockingCalls,
+    CallFailed,
+    described,
+    kill_process,
+    start_process,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -44,8 +47,6 @@ log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 32
 """Episodes at the same time of an environment in processes, if neither the config nor its package sets a number."""
-START_S = 300.0
-"""Maximum seconds to start a process and import the environment."""
 CLOSE_S = 10.0
 """Maximum seconds to close an environment."""
 MAX_LINE = 1 << 28
@@ -58,9 +59,13 @@ class HostedEnvironment:
     def __init__(self, host: EnvironmentHost, caller: _Caller) -> None:
         self._host, self._caller = host, caller
         self._players: tuple[str, ...] = ()
+        self._began = False
 
     async def reset(self, task: Task, seed: int) -> Opening:
-        """Begin the episode."""
+        """Begin the episode. An instance has one."""
+        if self._began:
+            raise AssertionError("the episode has begun already")
+        self._began = True
         opening: Opening = await self._call("reset", self._host.config.setup_timeout_s, dict(task), seed)
         self._check_messages("reset", opening.messages, required=True)
         players = tuple(opening.players)
@@ -151,11 +156,12 @@ class EnvironmentHost:
         owner: str,
         isolation: Isolation,
         concurrency: int,
-        create: Callable[[], Environment],
+        create: Callable[[], Environment] | None = None,
+        python: str = "",
     ) -> None:
-        """`create` makes an instance in this process. Processes import `target` themselves. `concurrency` 0: no limit,
-        except for processes."""
-        self.tag, self.config, self.owner = tag, config, owner
+        """`create` makes an instance in this process; processes import `target` themselves, with the interpreter
+        `python` if there is one. `concurrency` 0: no limit, except for processes."""
+        self.tag, self.config, self.owner, self.python = tag, config, owner, python
         self.seconds: dict[str, list[float]] = {"reset": [], "step": [], "score": []}
         """Seconds of the calls since the last `take_seconds`."""
         self._target, self._options, self._create, self._isolation = target, options, create, isolation
@@ -187,9 +193,9 @@ class EnvironmentHost:
     async def _caller(self) -> _Caller:
         timeout_s = self.config.setup_timeout_s
         try:
-            if self._isolation == "inline":
+            if self._create is not None and self._isolation == "inline":
                 return _Inline(self._create())
-            if self._isolation == "thread":
+            if self._create is not None and self._isolation == "thread":
                 thread = _Thread(self._create)
                 try:
                     await thread.run(thread.start, timeout_s)
@@ -199,7 +205,7 @@ class EnvironmentHost:
                 return thread
             process = self._idle.pop() if self._idle else await self._new_process()
             try:
-                await process.request({"create": self._target, "options": dict(self._options)}, START_S)
+                await process.request({"create": self._target, "options": dict(self._options)}, timeout_s)
             except BaseException:
                 process.kill()
                 raise
@@ -346,21 +352,13 @@ class _Process(_Caller):
     @classmethod
     async def start(cls, host: EnvironmentHost) -> _Process:
         """Start a process."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # A session of its own: only the driver handles Ctrl-C, and a kill also ends what the environment started.
-            process = subprocess.Popen(
-                [sys.executable, "-P", environment_process.__file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        process, ours = start_process(host.python)
         found = cls(host, process)
         found._reader, found._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
         return found
 
-    async def request(self, message: Mapping[str, Any], timeout_s: float) -> Any:
-        """Send a request and return its result. Kills the process unless it replies in time."""
+    async def request(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request and return its reply. Kills the process unless it replies in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 self._writer.write(json.dumps(message).encode() + b"\n")
@@ -368,19 +366,20 @@ class _Process(_Caller):
                 line = await self._reader.readline()
             if not line:
                 raise CallFailed(self._how_it_exited())
-            reply = json.loads(line)
+            reply: dict[str, Any] = json.loads(line)
         except BaseException:
             self.kill()
             raise
         if "error" in reply:
             log.info("%s failed\n%s", self._host.owner, reply.get("trace", ""))
             raise CallFailed(reply["error"])
-        return reply.get("result")
+        return reply
 
     @override
     async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         message = {"call": method, "arguments": wire_arguments(method, arguments)}
-        return result_from(method, await self.request(message, timeout_s))
+        reply = await self.request(message, timeout_s)
+        return result_from(method, reply.get("type", "NoneType"), reply.get("result"), plain=bool(self._host.python))
 
     @override
     async def close(self) -> None:
@@ -396,9 +395,7 @@ class _Process(_Caller):
         """Kill the process and all that it started."""
         if self._alive:
             self._alive = False
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # already exited
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            kill_process(self._process)
             self._writer.close()
             self._host.forget(self)
 

@@ -26,6 +26,7 @@ from roll_core.config.schema import environments, members, paths, roles, schema_
 from roll_core.config.strategies import StrategyCheck
 from roll_core.config.unknown_keys import meant
 from roll_core.errors import ConfigError, ConfigProblem, closest
+from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import AdvantageOptions, Config, RewardConfig, RunConfig
 from roll_core.spec.providers import (
@@ -182,8 +183,9 @@ def _check_custom_environment(parts: Parts, path: KeyPath, given: dict[Any, Any]
     )
     for key, kind, options in named:
         if isinstance(name := given.get(key), str) and name:
-            provider = parts.find(kind, name, (*path, key))
-            if provider is not None:
+            elsewhere = kind is EnvironmentProvider and given.get("python")
+            provider = parts.find(kind, name, (*path, key), {"environment": elsewhere or None})
+            if provider is not None and not (elsewhere and is_user_function(provider)):  # it is not importable here
                 parts.options(provider, (*path, options), given.get(options), (*path, key))
 
 

@@ -655,6 +655,8 @@ class CustomEnvConfig(Config):
     """Name of the environment: see `roll-core plugins`. Or your own class, `module:Class`."""
     env_config: dict[str, Any] = {}
     """Options of the environment. Each environment has its own; those of your own class are its parameters."""
+    python: str = ""
+    """Interpreter that runs the environment, for example of a virtual environment of its own. Default: the driver's."""
     agent: str = ""
     """Name of an agent, which calls the policy at an endpoint. Or your own function or class, `module:function`.
 

@@ -188,9 +188,10 @@ class LoadedEnvironment:
     provider: EnvironmentProvider
     owner: str
     """Description with the package, for messages."""
-    cls: type[Environment]
+    cls: type[Environment] | None
+    """None if the entry's `python` imports it."""
     options: Mapping[str, Any]
-    """Keyword arguments of `cls`, with the defaults of the provider's schema. Plain JSON values."""
+    """Keyword arguments of the class, with the defaults of the provider's schema. Plain JSON values."""
 
 
 class Rollouts(ABC):

@@ -360,7 +360,9 @@ class ActiveRun(Run):
     def environment(self, entry: CustomEnvConfig) -> LoadedEnvironment:
         provider = self.registry.find(EnvironmentProvider, entry.environment)
         owner = self.registry.owner(provider)
-        cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
+        cls: type[Environment] | None = None
+        if not entry.python:
+            cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
         options = _options(provider, entry.env_config, owner)
         return LoadedEnvironment(provider=provider, owner=owner, cls=cls, options=options)
 
