@@ -1,6 +1,7 @@
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from roll_core.errors import TrackerError
 from roll_core.runtime.records.run_files import LineWriter, encode, number, read_lines
-from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics, repeatable
-from roll_core.spec.pipeline import Tracker
+from roll_core.runtime.records.tracking import TRACE, MetricsFile, Trackers, read_metrics, repeatable
+from roll_core.spec.pipeline import TraceContext, Tracker
 from roll_testing.errors import mentions, raises_error
 
 
@@ -213,3 +214,24 @@ def test_what_is_logged_again_for_the_resumed_step_joins_its_line(tmp_path: Path
     first, second = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
     assert first == {"step": 1, "time": 7.5, "loss": 1.0, "time/step": 3.5, "val/loss": 0.5, "time/evaluation": 1.0}
     assert (second["step"], second["loss"]) == (2, 0.9)
+
+
+def test_calls_within_a_stage_carry_the_context_of_the_tracker_that_records_spans() -> None:
+    class Spans(FakeTracker):
+        @contextlib.contextmanager
+        def stage(self, name: str) -> Iterator[TraceContext]:
+            yield TraceContext(parent=name, target="m:C", options={})
+
+    def parent() -> str | None:
+        trace = TRACE.get()
+        return None if trace is None else trace.parent
+
+    with Trackers.opened({"spans": lambda: Spans([], "spans"), "other": lambda: FakeTracker([], "other")}) as trackers:
+        seen = [parent()]
+        with trackers.stage("step"):
+            seen.append(parent())
+            with trackers.stage("train"):
+                seen.append(parent())
+            seen.append(parent())
+        seen.append(parent())
+    assert seen == [None, "step", "train", "step", None]

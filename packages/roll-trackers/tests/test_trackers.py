@@ -322,6 +322,92 @@ def test_opentelemetry_nests_stages_also_of_concurrent_tasks_and_links_a_resumed
     assert second["context"]["trace_id"] != spans["run"]["context"]["trace_id"]
 
 
+class Policy:
+    """A worker whose methods fail on demand; `evaluate` is async."""
+
+    def __init__(self, place, peers): ...
+
+    def update(self, value):
+        if value < 0:
+            raise ValueError("a-secret")
+        return value
+
+    async def evaluate(self, value):
+        await asyncio.sleep(0.01)
+        return value
+
+
+@pytest.mark.engine("opentelemetry.sdk")
+def test_opentelemetry_records_the_calls_of_workers_in_the_stages_that_make_them(tmp_path, monkeypatch):
+    """With the SDK's exporter in memory; the tree is written by hand. Another process is a worker without the driver's
+    provider."""
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from roll_core.builtin.cpu import CpuPlatform
+    from roll_core.errors import WorkerError
+    from roll_core.runtime.cluster.executors.base import GroupSpec
+    from roll_core.runtime.cluster.executors.local import LocalExecutor
+    from roll_core.runtime.cluster.placement import Place
+    from roll_core.runtime.records.tracking import Trackers
+    from roll_trackers import opentelemetry_tracker
+
+    exporters = []
+
+    def in_memory(valid, file):
+        exporters.append(InMemorySpanExporter())
+        return exporters[-1]
+
+    monkeypatch.setattr(opentelemetry_tracker, "exporter", in_memory)
+    folder = run_dir(tmp_path)
+    trackers = Trackers.opened({"o": lambda: opentelemetry_tracker.OpenTelemetryTracker(folder, "grpo/001", {})})
+    specs = [
+        GroupSpec(role=role, kind="train", target=f"{__name__}:Policy", places=(Place(rank=0, world_size=1),))
+        for role in ("actor_train", "critic")
+    ]
+
+    async def main():
+        async with LocalExecutor(CpuPlatform(), 1) as executor:
+            groups = await executor.start(specs)
+            actor, critic = groups["actor_train"], groups["critic"]
+            await actor.call("update", {0: (0,)})  # outside all stages
+            with trackers.stage("step"), trackers.stage("train"):
+                assert await asyncio.gather(actor.call("update", {0: (1,)}), critic.call("evaluate", {0: (2,)})) == [
+                    [1],
+                    [2],
+                ]
+                with pytest.raises(WorkerError), trackers.stage("again"):
+                    await actor.call("update", {0: (-1,)})
+            monkeypatch.setattr(opentelemetry_tracker.CallSpans, "of_driver", {})
+            elsewhere = await LocalExecutor.start(executor, [specs[1]])
+            with trackers.stage("evaluation"):
+                await elsewhere["critic"].call("evaluate", {0: (3,)})
+            monkeypatch.undo()
+
+    asyncio.run(main())
+    trackers.finish(failed=False, files=[])
+    here, there = (each.get_finished_spans() for each in exporters)
+    assert [span.name for span in there] == ["critic.evaluate"]
+    spans = [*here, *there]
+    assert len({span.context.trace_id for span in spans}) == 1
+    name_of = {span.context.span_id: span.name for span in spans}
+    tree = sorted((span.name, name_of[span.parent.span_id] if span.parent else "") for span in spans)
+    assert tree == [
+        ("actor_train.update", "again"),
+        ("actor_train.update", "train"),
+        ("again", "train"),
+        ("critic.evaluate", "evaluation"),
+        ("critic.evaluate", "train"),
+        ("evaluation", "run"),
+        ("run", ""),
+        ("step", "run"),
+        ("train", "step"),
+    ]
+    failed = {(span.name, span.status.description) for span in spans if span.status.status_code.name == "ERROR"}
+    assert failed == {("actor_train.update", "ValueError"), ("again", "WorkerError")}
+    (other,) = there
+    assert other.attributes == {"roll.role": "critic", "roll.rank": 0}
+
+
 @pytest.mark.engine("opentelemetry.sdk")
 def test_opentelemetry_sends_spans_to_a_collector_and_ends_without_one(tmp_path, caplog):
     from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,27 +1,35 @@
-"""Tracker `opentelemetry`: spans of the run, its steps and its stages.
+"""Tracker `opentelemetry`: spans of the run, its steps, its stages, and the calls of workers in them.
 
-run ─┬─ step ─┬─ rollout ── reward
-     │        └─ train
-     └─ checkpoint
+run ─┬─ build roles ── actor_train.start
+     ├─ step ─┬─ rollout ─┬─ actor_infer.result
+     │        │           └─ reward ── rewards.math.score
+     │        └─ train ── actor_train.update
+     └─ checkpoint ── actor_train.save
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
+from roll_core.spec.pipeline import TraceContext, WorkerSpans
 from roll_trackers.config import OpenTelemetryOptions
 from roll_trackers.remote_run import RemoteTracker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import Span, TracerProvider
 
 _RUN = "roll-run"
 """Key of a context in which a stage of a run is open."""
 _FLUSH_MS = 10_000
 """Longest time in milliseconds that the end of a run waits for the collector."""
+_WORKER_FLUSH_MS = 3_000
+"""The same for the end of a worker."""
 
 
 def _named(record: logging.LogRecord) -> bool:
@@ -43,16 +51,11 @@ class OpenTelemetryTracker(RemoteTracker):
     def open(self, run_name: str, options: dict[str, Any], run_id: str | None) -> str:
         """Begin the span of the run. `run_id` is the trace and the span of the run that this one resumes."""
         from opentelemetry import trace
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         valid = OpenTelemetryOptions(**options)
-        self._provider = TracerProvider(
-            resource=Resource.create({"service.name": valid.service_name}), shutdown_on_exit=False
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter(valid)))
-        self._tracer = self._provider.get_tracer("roll")
+        self._export = Export(valid, self.run_dir / "spans.jsonl", "w")
+        self._tracer = self._export.provider.get_tracer("roll")
+        self._worker_options = options | {"run_dir": str(self.run_dir)}
         links = []
         if run_id is not None:
             trace_id, _, span_id = run_id.partition("-")
@@ -60,21 +63,11 @@ class OpenTelemetryTracker(RemoteTracker):
             links.append(trace.Link(earlier))
         self._run = self._tracer.start_span("run", attributes={"roll.run": run_name}, links=links)
         context = self._run.get_span_context()
+        CallSpans.of_driver[str(self.run_dir)] = self._export.provider
         return f"{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}"
 
-    def _exporter(self, valid: OpenTelemetryOptions) -> Any:
-        if valid.exporter == "file":
-            from opentelemetry.sdk.trace.export import ConsoleSpanExporter
-
-            self._file = (self.run_dir / "spans.jsonl").open("w", encoding="utf-8")
-            return ConsoleSpanExporter(out=self._file, formatter=lambda span: span.to_json(indent=None) + "\n")
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_named)
-        return OTLPSpanExporter(endpoint=valid.endpoint, timeout=_FLUSH_MS / 1000)
-
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[TraceContext]:
         """Span of a stage, within the stage that is current in this task, or within the run."""
         from opentelemetry import context, trace
 
@@ -83,16 +76,13 @@ class OpenTelemetryTracker(RemoteTracker):
         if context.get_value(_RUN, before) is not self._run or not trace.get_current_span(before).is_recording():
             outer = context.set_value(_RUN, self._run, trace.set_span_in_context(self._run, before))
         span = self._tracer.start_span(name, context=outer, record_exception=False, set_status_on_exception=False)
-        context.attach(trace.set_span_in_context(span, outer))
-        try:
-            yield
-        except BaseException as error:
-            span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
-            raise
-        finally:
-            # Not `detach`: a task may end a stage in another context than the one in which it began.
-            context.attach(before)
-            span.end()
+        at = span.get_span_context()
+        with _current(span, outer, before):
+            yield TraceContext(
+                parent=f"00-{trace.format_trace_id(at.trace_id)}-{trace.format_span_id(at.span_id)}-01",
+                target=f"{__name__}:{CallSpans.__name__}",
+                options=self._worker_options,
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Set the number of the step on its span."""
@@ -106,7 +96,99 @@ class OpenTelemetryTracker(RemoteTracker):
 
         self._run.set_status(trace.StatusCode.ERROR if failed else trace.StatusCode.OK)
         self._run.end()
-        self._provider.force_flush(_FLUSH_MS)
-        self._provider.shutdown()
-        if hasattr(self, "_file"):
+        del CallSpans.of_driver[str(self.run_dir)]
+        self._export.close(_FLUSH_MS)
+
+
+class CallSpans(WorkerSpans):
+    """Spans of a worker's calls. A worker in the driver's process uses the driver's exporter.
+
+    Another process exports its spans itself, with the same options; to a file beside the driver's.
+    """
+
+    of_driver: ClassVar[dict[str, TracerProvider]] = {}
+    """Providers of the runs whose driver is this process, by run directory."""
+
+    def __init__(self, role: str, rank: int, options: Mapping[str, Any]) -> None:
+        self._attributes = {"roll.role": role, "roll.rank": rank}
+        run_dir = Path(options["run_dir"])
+        valid = OpenTelemetryOptions(**{name: value for name, value in options.items() if name != "run_dir"})
+        self._export: Export | None = None
+        provider = self.of_driver.get(str(run_dir))
+        if provider is None:
+            self._export = Export(valid, run_dir / f"spans-{role}-{rank}.jsonl", "a")
+            provider = self._export.provider
+        self._tracer = provider.get_tracer("roll")
+
+    @contextlib.contextmanager
+    def call(self, name: str, parent: str) -> Iterator[None]:
+        """See `WorkerSpans.call`. Spans of other libraries in the worker become children of the call."""
+        from opentelemetry import context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        before = context.get_current()
+        outer = TraceContextTextMapPropagator().extract({"traceparent": parent}, before)
+        span = self._tracer.start_span(
+            name, outer, attributes=self._attributes, record_exception=False, set_status_on_exception=False
+        )
+        with _current(span, outer, before):
+            yield
+
+    def close(self) -> None:
+        """See `WorkerSpans.close`."""
+        if self._export is not None:
+            self._export.close(_WORKER_FLUSH_MS)
+
+
+class Export:
+    """Provider of a process and its exporter."""
+
+    def __init__(self, valid: OpenTelemetryOptions, file: Path, mode: str) -> None:
+        """`file` and `mode` are those of the exporter `file`."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._file: IO[str] | None = None
+        if valid.exporter == "file":
+            self._file = file.open(mode, encoding="utf-8")
+        self.provider = TracerProvider(
+            resource=Resource.create({"service.name": valid.service_name}), shutdown_on_exit=False
+        )
+        self.provider.add_span_processor(BatchSpanProcessor(exporter(valid, self._file)))
+
+    def close(self, flush_ms: int) -> None:
+        """Send what is left, for at most `flush_ms` milliseconds."""
+        self.provider.force_flush(flush_ms)
+        self.provider.shutdown()
+        if self._file is not None:
             self._file.close()
+
+
+def exporter(valid: OpenTelemetryOptions, file: IO[str] | None) -> Any:
+    """The exporter of the SDK that the options select."""
+    if file is not None:
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        return ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    logging.getLogger(OTLPSpanExporter.__module__).addFilter(_named)
+    return OTLPSpanExporter(endpoint=valid.endpoint, timeout=_FLUSH_MS / 1000)
+
+
+@contextlib.contextmanager
+def _current(span: Span, outer: Context, before: Context) -> Iterator[None]:
+    """Make the span current and end it, with the type of an exception; `before` is the context afterwards."""
+    from opentelemetry import context, trace
+
+    context.attach(trace.set_span_in_context(span, outer))
+    try:
+        yield
+    except BaseException as error:
+        span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
+        raise
+    finally:
+        # Not `detach`: a task may end a stage in another context than the one in which it began.
+        context.attach(before)
+        span.end()

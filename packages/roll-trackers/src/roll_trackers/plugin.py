@@ -48,7 +48,7 @@ def roll_trackers() -> Iterator[TrackerProvider]:
         target="roll_trackers.opentelemetry_tracker:OpenTelemetryTracker",
         config="roll_trackers.config:OpenTelemetryOptions",
         needs=("opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"),
-        summary="spans of run, steps and stages, to a collector (OTLP) or a file",
+        summary="spans of run, steps, stages and workers, to a collector (OTLP) or a file",
     )
     yield TrackerProvider(
         name="csv",

@@ -519,7 +519,8 @@ class Tracker(ABC):
     def stage(self, name: str) -> AbstractContextManager[object]:
         """Context manager around each stage of the driver, such as `rollout`, and around each `step`.
 
-        Stages nest, and stages of several asyncio tasks overlap. Stages before the trackers are opened are not passed.
+        Stages nest, and stages of several asyncio tasks overlap. Trackers are opened before the roles are built;
+        earlier stages are not passed. The context manager may enter with a `TraceContext`.
         """
         return nullcontext()
 
@@ -533,6 +534,30 @@ class Tracker(ABC):
     @abstractmethod
     def close(self) -> None:
         """Flush and close. Called exactly once, also after an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceContext:
+    """Span of the driver that its calls carry to workers: the parent of the spans that they record."""
+
+    parent: str
+    """The span in the form of W3C's header `traceparent`."""
+    target: str
+    """`"module:Class"` of the `WorkerSpans`, imported in the worker's process."""
+    options: Mapping[str, Any]
+    """Plain values for that class."""
+
+
+class WorkerSpans(ABC):
+    """Records the calls of one worker as spans, in its process. Constructed as `Class(role, rank, options)`."""
+
+    @abstractmethod
+    def call(self, name: str, parent: str) -> AbstractContextManager[object]:
+        """Context manager around a call, on the thread or in the task that runs it. `parent` is that of the context."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is left. Called once, after the worker is closed."""
 
 
 document_fields(__name__)

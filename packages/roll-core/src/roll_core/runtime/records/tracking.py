@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sys
 import time
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from roll_core.errors import TrackerError
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from roll_core.spec.pipeline import Tracker
+    from roll_core.spec.pipeline import TraceContext, Tracker
 
 logger = logging.getLogger(__name__)
+
+TRACE: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
+"""The context that calls of workers carry. A stage sets it if a tracker records spans."""
 
 _LOWER = ("loss", "perplexity", "/kl", "kl/", "failures", "retries", "approx_kl")
 _HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
@@ -177,14 +181,19 @@ class Trackers:
 
     @contextlib.contextmanager
     def _in_stage(self, tracker: Tracker, name: str, owner: str) -> Iterator[None]:
-        entered = None
+        from roll_core.spec.pipeline import TraceContext  # not imported by commands that only read metrics
+
+        entered, outer = None, TRACE.get()
         with self._deferred_errors_of(owner, name):
             stage = tracker.stage(name)
-            stage.__enter__()
+            context = stage.__enter__()
             entered = stage
+            if isinstance(context, TraceContext):
+                TRACE.set(context)
         try:
             yield
         finally:
+            TRACE.set(outer)
             if entered is not None:
                 raised = sys.exc_info()
                 with self._deferred_errors_of(owner, name):

@@ -23,6 +23,7 @@ from typing_extensions import override
 from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.cluster.executors.base import WorkerStub, retrieve
+from roll_core.runtime.records.tracking import TRACE
 from roll_core.runtime.workers.infer import InferWorker
 
 if TYPE_CHECKING:
@@ -317,6 +318,7 @@ class HealthMonitor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, slot: ReplicaSlot) -> None:
+        TRACE.set(None)  # a span per poll would hide those of the requests
         try:
             pause_s, checked_at = self._poll_s, slot.heartbeat_at
             while slot.alive and slot.running:
@@ -335,6 +337,7 @@ class HealthMonitor:
 
     async def _stream(self, slot: ReplicaSlot) -> None:
         """Poll a replica while it has streamed requests."""
+        TRACE.set(None)
         try:
             pause_s = STREAM_S
             while slot.alive and slot.reports and _has_streams(slot):

@@ -264,6 +264,7 @@ class _Driver:
                 resumed_from=str(checkpoint) if checkpoint is not None else "",
             )
             self._check_work_is_left(checkpoint, num_steps)
+            self._open_metrics(checkpoint, stack)
             stack.push_async_callback(self.pipeline.close)  # after the roles are closed, so that no program runs
             with ledger.stage("build roles"):
                 executor = await start_roles(run, self.pipeline, platform, self.record, self.redactor, stack)
@@ -281,7 +282,6 @@ class _Driver:
                         self._record_best(best)
                     if checkpoint.origin:
                         shutil.rmtree(checkpoint.path, ignore_errors=True)
-            self._open_metrics(checkpoint, stack)
             if resumed_step >= num_steps:  # no step will run, so no new metrics replace these
                 self.last_metrics.update(*read_metrics(self.run_dir.metrics)[-1:])
             failure: BaseException | None = None

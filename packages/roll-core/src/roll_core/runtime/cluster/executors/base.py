@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 from roll_core.errors import RollError, UnsupportedError, WorkerError, WorkerHungError, WorkerTimeoutError
 from roll_core.runtime.cluster.concurrency import end_on_callbacks_of
 from roll_core.runtime.cluster.placement import Place
+from roll_core.runtime.records.tracking import TRACE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -165,9 +166,10 @@ class WorkerGroup(ABC):
         - a missed deadline: `WorkerTimeoutError`, which names the ranks that did not return
         """
         encoded: dict[int, Any] = {}  # by identity: arguments that ranks have in common are encoded once
+        trace = TRACE.get()
         for args in args_by_rank.values():
             if id(args) not in encoded:
-                encoded[id(args)] = self.encode(method, args)
+                encoded[id(args)] = self.encode(method, args if trace is None else (trace, *args))
         futures = {
             self.members[rank]: self.begin(rank, method, encoded[id(args)]) for rank, args in args_by_rank.items()
         }

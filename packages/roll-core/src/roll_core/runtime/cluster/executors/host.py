@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core import openmp
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.executors.base import CallFailed, Failure
+from roll_core.spec.pipeline import TraceContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
     from roll_core.runtime.cluster.executors.base import Peers
     from roll_core.runtime.cluster.placement import Place
+    from roll_core.spec.pipeline import WorkerSpans
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +41,9 @@ class WorkerHost:
 
     def __init__(self, role: str, rank: int) -> None:
         self.name = f"{role}[{rank}]"
+        self._role, self._rank = role, rank
+        self._spans: dict[str, WorkerSpans | None] = {}
+        """By the target of the context that a call carries; None if it cannot be loaded."""
         self._thread = WorkerThread(self.name)
         self._worker: Any = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -53,7 +59,8 @@ class WorkerHost:
     def begin(self, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Begin a call. The future returns its result or raises `CallFailed`.
 
-        Cancelling the future cancels an async method. A sync method continues, and its result is dropped.
+        Cancelling the future cancels an async method. A sync method continues, and its result is dropped. If the first
+        argument is a `TraceContext`, the call is recorded as a span.
         """
         try:
             bound = getattr(self._worker, method)
@@ -61,12 +68,40 @@ class WorkerHost:
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             future.set_exception(CallFailed(Failure.of(error)))
             return future
+        if args and isinstance(args[0], TraceContext):
+            bound, args = self._recorded(bound, f"{self._role}.{method}", args[0]), args[1:]
         if inspect.iscoroutinefunction(bound):
             task = asyncio.get_running_loop().create_task(_awaited(bound, args), name=f"{self.name}.{method}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return task
         return self._thread.run(bound, *args)
+
+    def _recorded(self, bound: Callable[..., Any], name: str, trace: TraceContext) -> Callable[..., Any]:
+        """The method, recorded as a span. A worker whose environment lacks the tracker's library records none."""
+        if trace.target not in self._spans:
+            self._spans[trace.target] = None
+            try:
+                spans_class = load_target(trace.target, owner="the tracker's spans")
+                self._spans[trace.target] = spans_class(self._role, self._rank, trace.options)
+            except Exception as error:
+                log.warning("%s: its calls are not recorded as spans: %s", self.name, error)
+        spans = self._spans[trace.target]
+        if spans is None:
+            return bound
+        if inspect.iscoroutinefunction(bound):
+
+            async def awaited(*args: Any) -> Any:
+                with spans.call(name, trace.parent):
+                    return await bound(*args)
+
+            return awaited
+
+        def called(*args: Any) -> Any:
+            with spans.call(name, trace.parent):
+                return bound(*args)
+
+        return called
 
     def stack(self) -> str:
         """Current stacks of the worker's thread, its running async methods, and all other threads of the process.
@@ -92,6 +127,9 @@ class WorkerHost:
                 log.warning("%s: close failed: %s", self.name, failed.failure.summary, exc_info=failed.failure.error)
             except TimeoutError:
                 log.warning("%s: close did not return within %g s", self.name, timeout_s)
+        for spans in filter(None, self._spans.values()):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(in_daemon_thread(spans.close, name=f"{self.name} sends its spans"), timeout_s)
         self._worker = None
         self._thread.stop()
 
