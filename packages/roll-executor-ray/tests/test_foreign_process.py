@@ -17,7 +17,6 @@ import pytest
 from other_pythons import WITHOUT_TORCH, environment_that_shows_all, environment_with
 
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.builtin.plugin import roll_rewards
 from roll_core.errors import PythonEnvironmentError
 from roll_core.runtime.cluster.executors.base import CallFailed, Peers, Place
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
@@ -28,6 +27,7 @@ from roll_core.types import Sample
 from roll_executor_ray.exit_causes import ProcessEndedError
 from roll_executor_ray.isolated_env_process import IsolatedEnvProcess
 from roll_executor_ray.python_environments.prepare import environment_of
+from roll_rewards.plugin import roll_rewards
 from roll_testing.errors import mentions, raises_error
 
 HERE = str(Path(__file__).parents[3] / "tests" / "executors")
@@ -201,7 +201,7 @@ asyncio.run(main())
 
 def test_a_reward_is_computed_without_torch(runner: asyncio.Runner, tmp_path: Path) -> None:
     """The role's environment has what rewards need, and neither torch nor Ray."""
-    python = environment_with(tmp_path / "light", WITHOUT_TORCH)
+    python = environment_with(tmp_path / "light", [*WITHOUT_TORCH, "roll-rewards"])
     (tmp_path / "rewards_of_mine.py").write_text(
         "def score(prompt, response):\n    import sys\n    return 'torch' in sys.modules"
     )
