@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.config import TokenizerConfig
-from roll_pipeline_agentic.masks import mask_of_messages, mask_of_reply
+from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_core.types import Rollout, TurnRecord
+from roll_pipeline_agentic.chat_encoder import ChatEncoder
+from roll_pipeline_agentic.config import ResponseMaskConfig
+from roll_pipeline_agentic.masks import mask_of_messages, mask_of_reply, mask_rollout
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 class Pieces:
@@ -57,6 +62,44 @@ def test_the_binary_search_finds_what_a_search_of_every_token_finds(seed: int) -
         for begin, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
     assert mask_of_reply(ids, pieces, r"<.*?>").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (["tool_calls"], f"{CALL}<eos>"),
+        (["reasoning"], "Add 1.</think>\n\n"),
+        (["content"], "I add."),
+        (["content", "tool_calls"], f"I add.{CALL}<eos>"),
+        (["reasoning", "content", "tool_calls"], f"Add 1.</think>\n\nI add.{CALL}<eos>"),
+    ],
+)
+def test_a_mask_selects_parts_of_replies_whose_prompts_open_the_reasoning(
+    tmp_path: Any, parts: Any, expected: str
+) -> None:
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path)
+
+    def ids(text: str) -> Any:
+        return np.array(tokenizer(text)["input_ids"], dtype=np.int64)
+
+    def turn(prompt: str, reply: str, parent: int | None) -> TurnRecord:
+        sampled = ids(reply)
+        return TurnRecord(
+            parent=parent, context_ids=ids(prompt), sampled_ids=sampled, loss_mask=np.ones(len(sampled), np.bool_),
+            logprobs=np.zeros(len(sampled), np.float32), versions=np.zeros(len(sampled), np.int32),
+            finish_reason="stop",
+        )  # fmt: skip
+
+    encoder = ChatEncoder(tokenizer, DataArguments(template="plain"), where="", tool_format="hermes")
+    rollout = Rollout(
+        turns=(
+            turn("user: add<eos>assistant: <think>\n", f"Add 1.</think>\n\nI add.{CALL}<eos>", None),
+            turn("tool: 3<eos>assistant: ", "3<eos>", 0),
+        )
+    )
+    first, second = mask_rollout(rollout, ResponseMaskConfig(parts=parts), encoder).turns
+    assert encoder.text(first.sampled_ids[first.loss_mask]) == expected
+    assert encoder.text(second.sampled_ids[second.loss_mask]) == ("3<eos>" if "content" in parts else "")
 
 
 def test_messages_are_found_from_the_end(tmp_path: Any) -> None:

@@ -14,6 +14,7 @@ from roll_pipeline_agentic.tool_calls import (
     SettledParts,
     parse_tool_calls,
     settled_parts,
+    spans_of_parts,
     tool_format_of,
     without_reasoning,
 )
@@ -262,3 +263,59 @@ def test_the_format_is_read_off_the_template(template: str | None, format: str) 
 
 def test_reasoning_is_removed_with_its_white_space() -> None:
     assert without_reasoning("assistant\n<think>\na\n</think>\n\n4<think>b</think>5") == "assistant45"
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+BLOCK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize(
+    ("format", "opened", "parts"),
+    [
+        ("none", False, [("content", f"2 {CALL}")]),
+        ("hermes", False, [("content", "")]),
+        ("hermes", False, [("reasoning", "<think>\nAdd.\n</think>\n\n"), ("content", "2")]),
+        ("hermes", True, [("reasoning", "Add.\n</think>\n\n"), ("tool_calls", CALL), ("tool_calls", f"\n{CALL}\n")]),
+        ("hermes", False, [("content", "I add.\n"), ("tool_calls", CALL), ("content", "\nDone.")]),
+        ("hermes", False, [("content", "<tool_call>{</tool_call>"), ("tool_calls", CALL), ("content", "<tool_call>")]),
+        ("hermes", False, [("reasoning", "<think> no end")]),
+        ("qwen3_coder", False, [("tool_calls", "<tool_call>\n<function=add>\n</function>\n</tool_call>")]),
+        ("glm45", False, [("content", "I add.\n"), ("tool_calls", "<tool_call>add\n</tool_call>")]),
+        ("llama3_json", False, [("tool_calls", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}')]),
+        ("llama3_json", False, [("content", '{"name": "add", "parameters": ')]),
+        ("mistral", False, [("content", "I add."), ("tool_calls", "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]b[ARGS]{}")]),
+        ("mistral", False, [("content", "[TOOL_CALLS]add[ARGS]{")]),
+        ("deepseek", True, [("reasoning", "Add.</think>"), ("content", "I add."), ("tool_calls", BLOCK)]),
+        ("deepseek", False, [("content", BLOCK.replace("{}", "{"))]),
+        (
+            "harmony",
+            False,
+            [
+                ("reasoning", "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"),
+                ("content", "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"),
+                ("tool_calls", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>"),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_parts_have_spans(format: str, opened: bool, parts: list[tuple[str, str]]) -> None:
+    text = "".join(each for _, each in parts)
+    found = spans_of_parts(text, format, reasoning_open=opened)
+    assert [(part, text[begin:end]) for begin, end, part in found] == parts
+
+
+@given(
+    parts=st.lists(st.sampled_from([each for each in FRAGMENTS if len(each) < 99]) | st.text(max_size=5), max_size=8),
+    format=st.sampled_from(TOOL_FORMATS),
+    opened=st.booleans(),
+)
+def test_spans_cover_any_text_and_name_what_the_parser_finds(parts: list[str], format: str, opened: bool) -> None:
+    text = "".join(parts)
+    spans = spans_of_parts(text, format, reasoning_open=opened)
+    assert [begin for begin, _, _ in spans] == [0, *(end for _, end, _ in spans[:-1])]
+    assert spans[-1][1] == len(text)
+    parsed = parse_tool_calls(text, format, reasoning_open=opened)
+    assert ("tool_calls" in {part for *_, part in spans}) == bool(parsed.tool_calls)
+    assert not parsed.reasoning or "reasoning" in {part for *_, part in spans}

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
 from roll_core.data.rollouts import rows
-from roll_core.errors import ContractError, PluginLoadError
+from roll_core.errors import ContractError, DataError, PluginLoadError
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, apportion
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.pipelines.stages import score_metrics
@@ -92,6 +92,13 @@ class AgenticPipeline(RLVRPipeline):
             )
             for tag in tags
         }
+        for tag in tags:
+            parts = config.custom_envs[tag].response_mask.parts or ()
+            if "tool_calls" in parts and self.encoders[tag].tool_format == "none":
+                raise DataError(
+                    f"custom_envs.{tag}.response_mask.parts: tool_calls needs replies with tool calls, and the chat"
+                    " template describes none: set tool_format to how the model writes them"
+                )
         self.agents = {
             tag: AgentHost(tag, config, run.agent(entry), self.encoders[tag], self.server)
             for tag, entry in config.custom_envs.items()

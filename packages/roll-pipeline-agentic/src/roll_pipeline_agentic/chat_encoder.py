@@ -20,7 +20,13 @@ import numpy as np
 from roll_core.data.encode import Encoder
 from roll_core.data.templates import JinjaTemplate
 from roll_core.errors import DataError
-from roll_pipeline_agentic.tool_calls import parse_tool_calls, settled_parts, tool_format_of, without_reasoning
+from roll_pipeline_agentic.tool_calls import (
+    parse_tool_calls,
+    settled_parts,
+    spans_of_parts,
+    tool_format_of,
+    without_reasoning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import DataArguments
     from roll_core.spec.environment import Message
     from roll_core.types import TokenIds
-    from roll_pipeline_agentic.tool_calls import ParsedReply, SettledParts
+    from roll_pipeline_agentic.tool_calls import ParsedReply, SettledParts, Span
 
 
 Thinking = Literal["template", "keep", "strip"]
@@ -108,9 +114,18 @@ class ChatEncoder:
             self.reply_text(ids), self.tool_format, reasoning_open=_opens_reasoning(chat.text), stop=stop
         )
 
+    def spans(self, ids: TokenIds, context_ids: TokenIds) -> list[Span]:
+        """Spans of the parts of a sampled reply in `text(ids)`, after the tokens `context_ids` of its prompt.
+
+        Tokens that end the turn belong to the last part.
+        """
+        opened = _opens_reasoning(self.text(context_ids[-32:]))
+        *spans, (begin, _, part) = spans_of_parts(self.reply_text(ids), self.tool_format, reasoning_open=opened)
+        return [*spans, (begin, len(self.text(ids)), part)]
+
     def reply_text(self, ids: TokenIds) -> str:
         """The text of a sampled reply, without the tokens that end the turn."""
-        return self._text(self._unended(ids))
+        return self.text(self._unended(ids))
 
     def reply(self, ids: TokenIds, chat: EncodedChat | None = None) -> Message:
         """The message of a sampled reply, for `encode`: what the chat template renders by keys, and else its text.
@@ -151,7 +166,7 @@ class ChatEncoder:
             if rest is None:
                 continue
             new = np.asarray(self._encoder.encode(rest, self._where), dtype=np.int64)
-            if self._text(new) != rest:  # tokenizers that add a blank at the beginning, or normalise text
+            if self.text(new) != rest:  # tokenizers that add a blank at the beginning, or normalise text
                 continue
             ids = np.concatenate([chat.ids, reply_ids, new])
             return EncodedChat(messages=history, text=text, ids=ids, tools=chat.tools)
@@ -173,7 +188,7 @@ class ChatEncoder:
         self, chat: EncodedChat, reply: Message, reply_ids: TokenIds, messages: Sequence[Message], text: str
     ) -> str | None:
         """The text after the sampled reply, whose message is `reply`, in the rendering `text` of the whole history."""
-        sampled, ended = self._text(reply_ids), int(reply_ids[-1]) in self._special
+        sampled, ended = self.text(reply_ids), int(reply_ids[-1]) in self._special
         if text.startswith(chat.text + sampled):
             rest = text[len(chat.text) + len(sampled) :]
             return rest if ended or rest.startswith(self._atoms) else None
@@ -189,7 +204,7 @@ class ChatEncoder:
             renderings.append(self._render((*chat.messages, message, *messages), chat.tools))
         after = _common_end(renderings)
         if ended:
-            end = self._text(reply_ids[-1:])
+            end = self.text(reply_ids[-1:])
             _, found, rest = after.partition(end)
             if not found:
                 return None  # the model ended its turn by another token than the template
@@ -220,7 +235,7 @@ class ChatEncoder:
     def _unended(self, ids: TokenIds) -> TokenIds:
         """A reply without the tokens that end the turn."""
         end = len(ids)
-        while end and int(ids[end - 1]) in self._special and self._text(ids[end - 1 : end]) not in KEPT:
+        while end and int(ids[end - 1]) in self._special and self.text(ids[end - 1 : end]) not in KEPT:
             end -= 1
         return ids[:end]
 
@@ -235,7 +250,8 @@ class ChatEncoder:
             given = [{key: each[key] for key in ("role", "content")} for each in given]
         return self._encoder.template.prompt(given, tools)
 
-    def _text(self, ids: TokenIds) -> str:
+    def text(self, ids: TokenIds) -> str:
+        """Text of token ids, with special tokens."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

@@ -24,7 +24,7 @@ from roll_core.spec.config import (
     PositiveInt,
 )
 from roll_core.spec.providers import Isolation  # noqa: TC001 - pydantic reads the annotation
-from roll_pipeline_agentic.tool_calls import ToolFormat  # noqa: TC001 - pydantic reads the annotation
+from roll_pipeline_agentic.tool_calls import ReplyPart, ToolFormat  # noqa: TC001 - pydantic reads the annotation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,11 @@ class ResponseMaskConfig(Config):
     """Turns to train on: all, the last one of the episode, or those without an invalid action.
 
     A turn has an invalid action if the environment's metric `valid` is 0.
+    """
+    parts: list[ReplyPart] | None = None
+    """Parts of a reply to train on: `reasoning`, `tool_calls` and `content`. Default: the whole reply.
+
+    Each part includes its marks. Tokens that end the turn belong to the last part.
     """
     pattern: str | None = None
     """Regular expression: train only on the tokens of its matches in a reply, for example tool calls.
@@ -54,6 +59,14 @@ class ResponseMaskConfig(Config):
         if found is not None and found.fullmatch(""):
             raise ValueError(f"{value!r} matches the empty text, expected a pattern of at least one character")
         return value
+
+    @model_validator(mode="after")
+    def _selects_tokens_in_one_way(self) -> ResponseMaskConfig:
+        if self.parts == []:
+            raise ValueError("parts is empty, so that no token is trained on")
+        if self.parts is not None and self.pattern is not None:
+            raise ValueError("parts and pattern select tokens of a reply, expected one of them")
+        return self
 
 
 class AgenticEnvConfig(CustomEnvConfig):

@@ -62,16 +62,11 @@ class Episodes:
     consecutive_failures: int = 0
     """Failed episodes since the last one that succeeded."""
 
-    def decode(self, ids: TokenIds) -> str:
-        """Text of token ids, with special tokens."""
-        text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
-
     def observed(self, tag: str, ids: TokenIds, messages: Sequence[Message]) -> Bools | None:
         """Mask of the messages that `ids` end with, if there is a loss for them."""
         if not self.config.echo_coef:
             return None
-        mask = mask_of_messages(ids, self.decode, messages)
+        mask = mask_of_messages(ids, self.encoders[tag].text, messages)
         self.counts[tag, "echo_skipped"] += mask is None
         return mask
 
@@ -210,7 +205,7 @@ class _Attempt:
         mask = episodes.config.custom_envs[prompt.tag].response_mask
         return [
             sample_of_rollout(
-                mask_rollout(rollout, mask, episodes.decode),
+                mask_rollout(rollout, mask, episodes.encoders[prompt.tag]),
                 id=f"{prompt.id}/{self._index}{'/' if player else ''}{player}",
                 group_id=prompt.id,
                 finish_reason=finish_reason,

@@ -1,4 +1,4 @@
-"""Masks of tokens by their text: the matches of a pattern in a reply, and the messages of an environment.
+"""Masks of tokens by their text: parts of a reply, matches of a pattern, and the messages of an environment.
 
 ids       41 7 7 93 12        no text is encoded: spans are searched in the decoded text
 text      ab<tool>c           and map to the tokens whose text they overlap
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.environment import Message
     from roll_core.types import Bools, TokenIds, TurnRecord
+    from roll_pipeline_agentic.chat_encoder import ChatEncoder
     from roll_pipeline_agentic.config import ResponseMaskConfig
 
     Decode = Callable[[TokenIds], str]
@@ -78,13 +79,17 @@ def mask_of_messages(ids: TokenIds, decode: Decode, messages: Sequence[Message])
     return mask_of_spans(ids, decode, spans)
 
 
-def mask_rollout(rollout: Rollout, config: ResponseMaskConfig, decode: Decode) -> Rollout:
-    """Set the loss masks of a rollout's turns: the turns and the matches of the pattern that `config` selects."""
+def mask_rollout(rollout: Rollout, config: ResponseMaskConfig, encoder: ChatEncoder) -> Rollout:
+    """Set the loss masks of a rollout's turns: the turns, and the parts or matches in them, that `config` selects."""
     last = len(rollout.turns) - 1
 
     def mask(index: int, turn: TurnRecord) -> Bools:
-        if config.turns == "all" or (index == last if config.turns == "last" else not is_invalid(turn.metrics)):
-            return mask_of_reply(turn.sampled_ids, decode, config.pattern)
-        return np.zeros(len(turn.sampled_ids), dtype=np.bool_)
+        ids = turn.sampled_ids
+        if not (config.turns == "all" or (index == last if config.turns == "last" else not is_invalid(turn.metrics))):
+            return np.zeros(len(ids), dtype=np.bool_)
+        if config.parts is None:
+            return mask_of_reply(ids, encoder.text, config.pattern)
+        spans = encoder.spans(ids, turn.context_ids)
+        return mask_of_spans(ids, encoder.text, [(begin, end) for begin, end, part in spans if part in config.parts])
 
     return Rollout(turns=tuple(replace(turn, loss_mask=mask(at, turn)) for at, turn in enumerate(rollout.turns)))

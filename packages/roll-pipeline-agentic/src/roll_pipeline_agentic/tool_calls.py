@@ -29,6 +29,9 @@ ToolFormat = Literal["none", "hermes", "qwen3_coder", "llama3_json", "mistral", 
 * `harmony`: messages with channels, as gpt-oss.
 """
 TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormat)
+ReplyPart = Literal["reasoning", "tool_calls", "content"]
+Span: TypeAlias = "tuple[int, int, ReplyPart]"
+"""Begin and end in characters, and the part of a reply there."""
 
 ToolCall: TypeAlias = dict[str, Any]
 """`{"id": …, "type": "function", "function": {"name": …, "arguments": JSON text}}`."""
@@ -67,12 +70,7 @@ def parse_tool_calls(
     """
     if format not in TOOL_FORMATS:
         raise ValueError(f"unknown tool_format {format!r}, expected {', '.join(TOOL_FORMATS)}")
-    if format == "harmony":
-        found = _harmony(text)
-    else:
-        rest, reasoning, error = _split_reasoning(text, open=reasoning_open)
-        found = _PARSERS[format](rest, _string_parameters(tools))
-        found = _Found(found.content, found.calls, found.error or error, reasoning)
+    found = _find(text, format, _string_parameters(tools), reasoning_open=reasoning_open)
     calls = [
         {
             # Nine letters and digits, which Mistral's templates demand.
@@ -83,6 +81,26 @@ def parse_tool_calls(
         for number, (name, arguments) in enumerate(found.calls)
     ]
     return ParsedReply(found.content, calls, found.reasoning, found.error)
+
+
+def spans_of_parts(text: str, format: str, *, reasoning_open: bool = False) -> list[Span]:
+    """Spans of the parts that `parse_tool_calls` finds, in their order: together the whole text.
+
+    A part includes its marks, and white space that alone separates it from the part before. A malformed tool call is
+    content, except in a block of `deepseek` with a well-formed one.
+    """
+    spans: list[Span] = []
+    at = 0
+    for begin, end, part in _find(text, format, set(), reasoning_open=reasoning_open).spans:
+        if text[at:begin].strip():
+            spans.append((at, begin, "content"))
+            at = begin
+        spans.append((at, end, part))
+        at = end
+    if text[at:].strip() or not spans:
+        return [*spans, (at, len(text), "content")]
+    begin, _, part = spans[-1]
+    return [*spans[:-1], (begin, len(text), part)]
 
 
 class SettledParts(NamedTuple):
@@ -139,6 +157,8 @@ class _Found(NamedTuple):
     """Names and arguments as JSON text."""
     error: str | None = None
     reasoning: str = ""
+    spans: Sequence[Span] = ()
+    """Of reasoning and well-formed calls."""
 
 
 class _Malformed(Exception):
@@ -160,6 +180,17 @@ _MARKS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     ("deepseek", ("<｜tool▁call▁begin｜>",)),
     ("llama3_json", ("<|start_header_id|>", "parameters")),
 )
+
+
+def _find(text: str, format: str, strings: set[tuple[str, str]], *, reasoning_open: bool) -> _Found:
+    if format == "harmony":
+        return _harmony(text)
+    rest, reasoning, error = _split_reasoning(text, open=reasoning_open)
+    found = _PARSERS[format](rest, strings)
+    offset = len(text) - len(rest)
+    spans: list[Span] = [(0, offset, "reasoning")] if offset else []
+    spans += [(offset + begin, offset + end, part) for begin, end, part in found.spans]
+    return _Found(found.content, found.calls, found.error or error, reasoning, spans)
 
 
 def _split_reasoning(text: str, *, open: bool) -> tuple[str, str, str | None]:
@@ -228,6 +259,7 @@ def _tagged(begin: str, end: str, parse: Callable[[str, set[tuple[str, str]]], t
 
     def parser(text: str, strings: set[tuple[str, str]]) -> _Found:
         calls: list[tuple[str, str]] = []
+        spans: list[Span] = []
         error: str | None = None
         content, at = "", 0
         for match in pattern.finditer(text):
@@ -237,11 +269,13 @@ def _tagged(begin: str, end: str, parse: Callable[[str, set[tuple[str, str]]], t
                 if not match[0].endswith(end):
                     raise _Malformed(f"a tool call has no {end}")
                 calls.append(parse(match[1], strings))
+                spans.append((*match.span(), "tool_calls"))
                 content += before.rstrip("\n")  # separates the call
             except _Malformed as reason:
                 error = error or str(reason)
                 content += before + match[0]
-        return _Found((content + text[at:]).strip("\n") if calls else content + text[at:], calls, error)
+        content += text[at:]
+        return _Found(content.strip("\n") if calls else content, calls, error, spans=spans)
 
     return parser
 
@@ -295,7 +329,9 @@ def _deepseek(text: str, strings: set[tuple[str, str]]) -> _Found:
     found: _Found = _deepseek_calls(rest.replace("<｜tool▁calls▁end｜>", ""), strings)
     if not found.calls:
         return _Found(text, [], found.error or "a block of tool calls has no call")
-    return _Found(content + found.content, found.calls, found.error)
+    end = text.rfind("<｜tool▁calls▁end｜>")
+    end = len(text) if end < 0 else end + len("<｜tool▁calls▁end｜>")
+    return _Found(content + found.content, found.calls, found.error, spans=[(len(content), end, "tool_calls")])
 
 
 def _llama3_json(text: str, strings: set[tuple[str, str]]) -> _Found:
@@ -311,7 +347,7 @@ def _llama3_json(text: str, strings: set[tuple[str, str]]) -> _Found:
             calls.append(_call_of(value, "parameters", "arguments"))
     except _Malformed as reason:
         return _Found(text, [], str(reason) if marked or '"name"' in body else None)
-    return _Found("", calls)
+    return _Found("", calls, spans=[(0, len(text), "tool_calls")])
 
 
 def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
@@ -333,15 +369,21 @@ def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
                 calls.append(_call_of({"name": name.strip(), "arguments": _loads(arguments.strip())}, "arguments"))
     except _Malformed as reason:
         return _Found(text, [], str(reason))
-    return _Found(content, calls, None if calls else "[TOOL_CALLS] has no call")
+    if not calls:
+        return _Found(content, [], "[TOOL_CALLS] has no call")
+    return _Found(content, calls, spans=[(len(content), len(text), "tool_calls")])
 
 
 def _harmony(text: str) -> _Found:
     """Messages of gpt-oss: `header<|message|>body`, each ended by `<|end|>`, `<|call|>` or `<|return|>`."""
     calls: list[tuple[str, str]] = []
+    spans: list[Span] = []
     content, reasoning, error = [], [], None
-    text = text.removeprefix("<|start|>assistant")
-    for message in re.split(r"(?:<\|(?:end|call|return)\|>)?<\|start\|>assistant", text):
+    begin = len(text) - len(text.removeprefix("<|start|>assistant"))
+    for match in re.finditer(r"(?:<\|(?:end|call|return)\|>)?<\|start\|>assistant|\Z", text):
+        if match.start() < begin:
+            continue
+        message, at, begin = text[begin : match.start()], begin, match.end()
         header, separator, body = message.partition("<|message|>")
         body = re.sub(r"<\|(?:end|call|return)\|>\Z", "", body)
         recipient = re.search(r"\bto=functions\.([^\s<]+)", header)
@@ -352,14 +394,16 @@ def _harmony(text: str) -> _Found:
         elif recipient:
             try:
                 calls.append(_call_of({"name": recipient[1], "arguments": _loads(body)}, "arguments"))
+                spans.append((at, begin, "tool_calls"))
             except _Malformed as reason:
                 error = error or str(reason)
                 content.append(message)
         elif channel and channel[1] == "analysis":
             reasoning.append(body)
+            spans.append((at, begin, "reasoning"))
         else:
             content.append(body)
-    return _Found("".join(content), calls, error, "\n".join(reasoning))
+    return _Found("".join(content), calls, error, "\n".join(reasoning), spans)
 
 
 _PARSERS: dict[str, Callable[[str, set[tuple[str, str]]], _Found]] = {
