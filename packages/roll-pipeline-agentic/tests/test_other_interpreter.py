@@ -150,9 +150,9 @@ def results(of: EnvironmentHost, number: int = 1) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _no_process_is_left() -> Any:
+def _no_process_is_left(python: str) -> Any:
     yield
-    assert not [each for each in psutil.Process().children(recursive=True) if "venv" in " ".join(each.cmdline())]
+    assert not [each for each in psutil.Process().children(recursive=True) if python in each.cmdline()]
 
 
 def test_an_environment_runs_with_the_packages_of_its_interpreter(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
