@@ -35,8 +35,10 @@ def check_table(
     rows = list(_rows(schema, "", NUMBERS | dict(names)))
     bare = [key for key, kind, default, _ in rows if default in FORMLESS and kind != "bool" and "Literal[" not in kind]
     assert sorted(examples) == sorted(bare), f"{page.name}: examples of other keys than those without a form"
-    shown = [(key, re.sub(r"Literal\[(.*?)\]", _options, kind), *rest) for key, kind, *rest in rows]
-    table = "".join(key_entry(*each, example=examples.get(each[0], "")) for each in shown)
+    table = "".join(
+        key_entry(key, re.sub(r"Literal\[(.*?)\]", _options, kind), default, meaning, examples.get(key, ""))
+        for key, kind, default, meaning in rows
+    )
     if os.environ.get(UPDATE_VARIABLE):
         page.write_text(before + begin + table + end + after, encoding="utf-8")
     elif written != table:
