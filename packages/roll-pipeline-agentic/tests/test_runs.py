@@ -236,12 +236,12 @@ def test_a_run_ends_after_too_many_failures_in_a_row(own: AgenticRuns) -> None:
             "custom_envs.guess.response_mask.pattern",
         ),
         (
-            {"custom_envs": {"guess": {"environment": "guess_number", "response_mask": {"parts": ["tools"]}}}},
-            "custom_envs.guess.response_mask.parts[0]",
+            {"custom_envs": {"guess": {"environment": "guess_number", "response_mask": {"parts": "tools"}}}},
+            "custom_envs.guess.response_mask.parts",
         ),
         (
             {"custom_envs": {"guess": {"environment": "guess_number", "response_mask": {"parts": []}}}},
-            "custom_envs.guess.response_mask",
+            "custom_envs.guess.response_mask.parts",
         ),
         ({"train_env_manager": {"group_size": 4, "format_penalty": 0.1}}, "train_env_manager.format_penalty"),
         ({"echo_coef": -1.0}, "echo_coef"),
