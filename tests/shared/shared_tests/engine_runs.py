@@ -180,7 +180,7 @@ class RecordedAgentRunTests:
         assert len(samples) == 16
         assert all([turn["parent"] for turn in each["turns"]] == [None, 0] for each in samples)
         pieces = [each["reward"]["detail"]["pieces"] for each in samples]
-        assert max(pieces) > 2
+        assert max(pieces) > 1  # engines report at the first token, then every 64 tokens
 
     def _config(self, folder: Path) -> Mapping[str, Any]:
         return {
@@ -215,6 +215,7 @@ class RecordedAgentRunTests:
             },
             "actor_infer": {
                 "model_args": {"dtype": "fp32"},
+                "generating_args": {"min_new_tokens": 100},
                 "strategy_args": {"strategy_name": self.engine, "strategy_config": dict(self.settings)},
                 "device_mapping": [0],
             },
