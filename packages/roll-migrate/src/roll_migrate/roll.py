@@ -78,7 +78,7 @@ def import_roll(path: Path, registry: Registry) -> ImportedConfig:
     composed = compose(path, (), registry)
     data = with_environment(composed)
     pipeline = recognise(data, composed.positions)
-    return _Import(
+    return _RollConversion(
         source=data,
         pipeline=pipeline,
         registry=registry,
@@ -89,7 +89,9 @@ def import_roll(path: Path, registry: Registry) -> ImportedConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Import(Conversion):
+class _RollConversion(Conversion):
+    """Conversion of one config of ROLL."""
+
     composed: ComposedConfig
     name: str
 

@@ -49,7 +49,7 @@ def import_verl(path: Path, registry: Registry) -> ImportedConfig:
         (data, where), unneeded = _script(path), ()
     if not any(name in data for name in (verl.ROLE, "algorithm", "data")):
         raise UnsupportedError(f"{path} is not a config of verl's PPO trainer: it has no actor_rollout_ref")
-    return _Import(source=data, pipeline="rlvr", registry=registry, where=where).run(unneeded)
+    return _VerlConversion(source=data, pipeline="rlvr", registry=registry, where=where).run(unneeded)
 
 
 def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[[KeyPath], str], tuple[KeyPath, ...]]:
@@ -156,8 +156,8 @@ def _value(text: str) -> Any:
 # -- conversion --------------------------------------------------------------------------------------------------------
 
 
-class _Import(Conversion):
-    """Conversion of one config."""
+class _VerlConversion(Conversion):
+    """Conversion of one config of verl."""
 
     __slots__ = ()
 
