@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from queue import Empty
@@ -24,14 +25,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quiet_jupyter(tmp_path, monkeypatch):
-    """Jupyter and IPython keep their files here."""
-    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
-
-
 def text_of(outputs):
     return "".join(each["text"] for each in outputs if each["output_type"] == "stream")
 
@@ -47,32 +40,6 @@ def test_notebooks_are_committed_without_outputs_and_name_their_parameters():
         code = [each for each in notebook["cells"] if each["cell_type"] == "code"]
         assert not [each for each in code if each["outputs"] or each["execution_count"]]
         assert sum("parameters" in each["metadata"].get("tags", ()) for each in code) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_a_notebook_runs_from_its_first_to_its_last_cell(name, tmp_path):
-    import nbformat
-    from nbclient import NotebookClient
-
-    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("data", "__pycache__"))
-    folder = tmp_path / "examples" / "notebooks"
-    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
-    (parameters,) = [each for each in notebook.cells if "parameters" in each.metadata.get("tags", ())]
-    changed = parameters.source.splitlines()
-    changed[-1] = SHORT[name]
-    parameters.source = "\n".join(changed)
-    NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
-    code = [each for each in notebook.cells if each.cell_type == "code"]
-    shown = [table for each in code for table in tables(each.outputs)]
-    assert len(shown) == 2
-    assert all("finished" in each and "val/score/mean" in each for each in shown)
-    assert text_of(code[-1].outputs).count("finished") == 2
-    assert "Error" not in "".join(text_of(each.outputs) for each in code)
-    if name == "own_reward":
-        assert (folder / "comparison.html").is_file()
 
 
 class Kernel:
@@ -116,11 +83,50 @@ class Kernel:
         self.manager.shutdown_kernel(now=True)
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """One kernel for the module: its first cell that trains imports torch for all."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            patch.setenv(name, str(folder / name.lower()))
+        patch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+        started = Kernel(folder)
+        yield started
+        started.close()
+
+
 @pytest.fixture
-def kernel(tmp_path):
-    started = Kernel(tmp_path)
-    yield started
-    started.close()
+def kernel(running, tmp_path):
+    """The kernel without names of other tests, in a directory of its own."""
+    _, error, _ = running.execute(f"%reset -f\n%cd -q {tmp_path}\nimport sys; sys.path[:] = {sys.path!r}")
+    assert error is None
+    return running
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_notebook_runs_from_its_first_to_its_last_cell(name, tmp_path, kernel):
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("data", "__pycache__"))
+    data = tmp_path / "examples" / "quickstart" / "make_data.py"
+    data.write_text(
+        data.read_text().replace("NUM_VALIDATION, DIGITS = 24_000, 500", "NUM_VALIDATION, DIGITS = 600, 20")
+    )
+    folder = tmp_path / "examples" / "notebooks"
+    kernel.execute(f"%cd -q {folder}")
+    printed, shown = [], []
+    for cell in json.loads((folder / f"{name}.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            parameters = "parameters" in cell["metadata"].get("tags", ())
+            outputs, error, _ = kernel.execute(SHORT[name] if parameters else "".join(cell["source"]))
+            assert error is None, cell
+            printed.append(text_of(outputs))
+            shown += tables(outputs)
+    assert len(shown) == 2
+    assert all("finished" in each and "val/score/mean" in each for each in shown)
+    assert printed[-1].count("finished") == 2
+    assert "Error" not in "".join(printed)
+    if name == "own_reward":
+        assert (folder / "comparison.html").is_file()
 
 
 def test_a_cell_shows_live_metrics_and_stop_ends_the_run_safely(tmp_path, kernel):
