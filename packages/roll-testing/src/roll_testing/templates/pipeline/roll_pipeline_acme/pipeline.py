@@ -4,16 +4,12 @@ publish weights -> generate and score groups -> advantage: reward - mean reward 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from roll_core.algorithms.losses import PolicyObjective
-from roll_core.data.pack import sequence_of
+from roll_core.pipelines.experience import Experience, sample_metrics
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.stages import Validation, log_update
 from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
-from roll_core.types import Group, Sample, TrainSequence
 from roll_pipeline_acme.config import AcmePipelineConfig
 from roll_pipeline_acme.plans import acme
 
@@ -23,13 +19,11 @@ class AcmePipeline(Pipeline[AcmePipelineConfig]):
 
     def prepare(self, run: Run) -> int:
         """Read prompts and held-out prompts."""
-        config = self.config
+        config, held_out = self.config, self.config.validation
         self.prompts = run.prompts(config.actor_train.data_args)
         self.order = RowOrder(len(self.prompts), seed=config.seed)
-        self.sampling = config.actor_infer.generating_args.sampling_params(
-            default_max_new_tokens=config.response_length
-        )
-        held_out = config.validation
+        generating = config.actor_infer.generating_args
+        self.sampling = generating.sampling_params(default_max_new_tokens=config.response_length)
         self.validation = held_out and Validation(run, config, held_out, source="actor_train")
         return config.max_steps
 
@@ -44,11 +38,15 @@ class AcmePipeline(Pipeline[AcmePipelineConfig]):
         number = self.config.num_return_sequences_in_group
         groups = await run.rollout("actor_infer", prompts, self.sampling, n=number)
         run.log_samples([sample for group in groups for sample in group.samples])
-        sequences = [each for at, group in enumerate(groups) for each in _advantages(group, at)]
-        scores = [value for group in groups for _, value in _values(group)]
-        run.log({"score/mean": float(np.mean(scores)), "samples": float(len(sequences))})
-        with run.stage("train"):
-            update = await run.train_role("actor_train").update(sequences, PolicyObjective(aggregation="token-mean"))
+        run.log(sample_metrics(groups))
+        batch = Experience.of(groups)  # S samples with a reward, T tokens of all their rows
+        if not batch.samples:
+            run.guard("all_groups_filtered", False, "no reward signal at {steps}: no response has a reward")
+            return
+        same_SS = (batch.groups_S[:, None] == batch.groups_S).double()
+        advantages_S = batch.scores_S - same_SS @ batch.scores_S / same_SS.sum(1)
+        batch = batch.with_flat(advantages=advantages_S[batch.segments_T] * batch.mask_T)
+        update = await run.train_role("actor_train").update(batch.sequences, PolicyObjective(aggregation="token-mean"))
         log_update(run, update, "actor")
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:
@@ -58,20 +56,3 @@ class AcmePipeline(Pipeline[AcmePipelineConfig]):
     def export_role(self) -> str:
         """The policy is exported at the end."""
         return "actor_train"
-
-
-def _values(group: Group) -> list[tuple[Sample, float]]:
-    """Samples with their rewards. A failed reward has no value, and is never 0."""
-    rewards = [(each, each.reward.value) for each in group.samples if each.reward is not None]
-    return [(sample, value) for sample, value in rewards if value is not None]
-
-
-def _advantages(group: Group, at: int) -> list[TrainSequence]:
-    """Sequences of a group: each token's advantage is the reward minus the group's mean."""
-    values = _values(group)
-    mean = sum(value for _, value in values) / max(len(values), 1)
-    sequences = [(sequence_of(sample, group=at), value) for sample, value in values]
-    return [
-        replace(each, advantages=np.where(each.loss_mask, value - mean, 0).astype(np.float32))
-        for each, value in sequences
-    ]
