@@ -208,6 +208,89 @@ def test_every_key_of_a_file_is_reported_once(registry):
             "renamed",
             {"pg_variant": "gspo", "pg_options": {"clip_low": 3e-4, "clip_high": 0.2}, "dual_clip_loss": None},
         ),
+        # verl reads clip_ratio only where a bound is null
+        ({"arr__actor__clip_ratio": 0.3}, "actor_rollout_ref.actor.clip_ratio", "dead", {"pg_clip": None}),
+        (
+            {"arr__actor": {"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_high": 0.4}},
+            "actor_rollout_ref.actor.clip_ratio",
+            "renamed",
+            {"use_pg_clip_range": True, "pg_clip_low": 0.3, "pg_clip_high": 0.4},
+        ),
+        (
+            {"arr__actor": {"policy_loss": {"loss_mode": "cispo"}, "clip_ratio_low": 0.9, "clip_ratio_high": 4}},
+            "actor_rollout_ref.actor.clip_ratio_high",
+            "renamed",
+            {"pg_options": {"bounds": "relative", "clip_low": 0.9, "clip_high": 4}, "pg_clip_high": None},
+        ),
+        (
+            {"arr__actor": {"policy_loss": {"loss_mode": "geo_mean"}, "clip_ratio_low": 0.3}},
+            "actor_rollout_ref.actor.clip_ratio_low",
+            "renamed",
+            {"pg_variant": "gmpo", "pg_options": {"clip_low": 0.3, "clip_high": 0.2}},
+        ),
+        (
+            {"arr__actor": {"policy_loss": {"loss_mode": "dppo_kl"}, "clip_ratio_c": 12.0}},
+            "actor_rollout_ref.actor.clip_ratio_c",
+            "renamed",
+            {
+                "pg_variant": "dppo",
+                "pg_options": {"divergence": "kl", "delta_low": 0.2, "delta_high": 0.2, "ratio_high": 12.0},
+                "dual_clip": None,
+            },
+        ),
+        (
+            {"arr__actor": {"policy_loss": {"loss_mode": "clip_cov"}, "clip_ratio_high": 0.3}},
+            "actor_rollout_ref.actor.clip_ratio_high",
+            "renamed",
+            {"pg_variant": "clip_cov", "use_pg_clip_range": True, "pg_clip_high": 0.3},
+        ),
+        (
+            {
+                "algorithm__rollout_correction": {
+                    "rollout_rs": "token_k1, seq_mean_k3",
+                    "rollout_rs_threshold": "0.5_4,1",
+                }
+            },
+            "algorithm.rollout_correction.rollout_rs",
+            "changed",
+            {
+                "train_infer_correction.filters": [
+                    {"enabled": True, "agg_type": "token", "ratio_low": 0.25, "ratio_high": 2.0},
+                    {"enabled": True, "agg_type": "geometric", "ratio_enabled": False, "k3_max": 1.0},
+                ]
+            },
+        ),
+        (
+            {"algorithm__rollout_correction": {"rollout_rs": "seq_sum_k1,seq_max_k2", "rollout_rs_threshold": 2.0}},
+            "algorithm.rollout_correction.rollout_rs",
+            "changed",
+            {
+                "train_infer_correction.filters": [
+                    {"enabled": True, "agg_type": "sequence", "ratio_low": 0.5, "ratio_high": 2.0},
+                    {"enabled": True, "agg_type": "max", "ratio_enabled": False, "k2_max": 2.0},
+                ]
+            },
+        ),
+        *(
+            (
+                {"algorithm__rollout_correction": {"rollout_rs": name, "rollout_rs_threshold": bound, **more}},
+                "algorithm.rollout_correction.rollout_rs",
+                "unsupported",
+                {"algorithm.rollout_correction.rollout_rs": name, "train_infer_correction": None},
+            )
+            for name, bound, more in (
+                ("seq_max_k1", 2.0, {}),
+                ("token_k2", None, {}),
+                ("token_k2,token_k3", "1,2,3", {}),
+                ("token_k2", 2.0, {"bypass_mode": True}),
+            )
+        ),
+        (
+            {"algorithm__rollout_correction": {"rollout_is": "token", "bypass_mode": True}},
+            "algorithm.rollout_correction.rollout_is",
+            "not needed",
+            {"force_disable_old_logprobs_recompute": True, "train_infer_correction": None},
+        ),
         (
             {"algorithm__rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}},
             "algorithm.rollout_correction.rollout_is",
@@ -254,6 +337,29 @@ def test_a_key(changes, key, status, to, registry, tmp_path):
     new = imported(settings(**changes), registry, tmp_path)
     assert [each.status for each in new.keys if each.key == key] == [status]
     assert {path: value_at(new.config, tuple(path.split("."))) for path in to} == to
+
+
+@pytest.mark.parametrize(
+    ("limit", "batch", "steps"),
+    # 7 + 5 rows, 3 epochs: a last incomplete batch is dropped in each
+    [({}, {"train_batch_size": 5}, 6), ({"train_max_samples": 10}, {"train_batch_size": 8, "gen_batch_size": 3}, 9)],
+)
+def test_epochs_become_steps_where_the_rows_can_be_counted(limit, batch, steps, registry, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"a": range(7)}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"a": 1}\n' * 5)
+    files = [str(tmp_path / name) for name in ("a.parquet", "b.jsonl")]
+    text = settings(data={"train_files": files, **limit, **batch}, trainer__total_epochs=3)
+    new = imported(text, registry, tmp_path)
+    assert new.config["max_steps"] == steps
+    assert [each.status for each in new.keys if each.key == "trainer.total_epochs"] == ["changed"]
+
+
+@pytest.mark.parametrize("words", ["--config-name ppo_megatron_trainer.yaml", "-cn \\\n  ppo_megatron_trainer"])
+def test_a_config_name_of_two_words_selects_megatron(words, registry, tmp_path):
+    text = f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.model.path=m data.train_files=a.parquet\n"
+    new = imported(text, registry, tmp_path, "run.sh")
+    assert value_at(new.config, ("actor_train", "strategy_args", "strategy_name")) == "megatron_train"
 
 
 def test_a_script_with_an_unknown_variable_is_located(registry, tmp_path):

@@ -38,7 +38,7 @@ HEADINGS = {
     "changed": "changed",
     "added": "added: defaults that differ here",
     "not needed": "not needed here",
-    "dead": "without effect in ROLL",
+    "dead": "without effect in the other framework",
     "unsupported": "not supported here",
     "unknown": "unknown in both",
 }

@@ -99,10 +99,12 @@ def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
     data: dict[str, Any] = {}
     found: dict[KeyPath, str] = {}
     variables = {"HOME": os.path.expanduser("~")}
+    before = ""
     for number, line in enumerate(lines, 1):
         for word in _words(line, variables):
-            if word.startswith("--config-name") and "megatron" in word:
-                data.setdefault("model_engine", "megatron")
+            if before in ("--config-name", "-cn") or word.startswith(("--config-name=", "-cn=")):
+                if "megatron" in word:
+                    data.setdefault("model_engine", "megatron")
             elif override := _OVERRIDE.fullmatch(word):
                 name, text = override[1], _substituted(override[2], variables)
                 where = f"{path}:{number}:{line.find(name) + 1}"
@@ -116,6 +118,7 @@ def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
                 put(data, steps, _value(text))
             elif assignment := _ASSIGNMENT.fullmatch(word):
                 variables[assignment[1]] = _substituted(assignment[2], variables)
+            before = word
     return data, lambda key: next((found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in found), str(path))
 
 
@@ -204,9 +207,10 @@ class _VerlConversion(Conversion):
         }
         if verl.loss_mode(source) == "vanilla":
             values["dual_clip_loss"] = True
-        if verl.loss_mode(source) == "gspo":
-            clip = verl.given(source, (*verl.ACTOR, "clip_ratio"), 0.2)
-            values |= {"pg_options.clip_low": clip, "pg_options.clip_high": clip}
+        if bounds := verl.BOUNDS.get(verl.loss_mode(source)):
+            low, high = verl.clip_range(source)
+            values |= {f"pg_options.{bounds}_low": low, f"pg_options.{bounds}_high": high}
+            values |= {"pg_options.ratio_high": 3.0} if bounds == "delta" else {}
         estimator = verl.given(source, ("algorithm", "adv_estimator"), "gae")
         if estimator == "gae":
             values |= {"lambd": 1.0, "whiten_advantages": True}

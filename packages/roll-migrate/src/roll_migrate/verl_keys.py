@@ -290,53 +290,74 @@ def _scale_factor(value: Any, key: Key) -> Outcome:
     return Outcome("unsupported", ((key.path, value),), f"the constant is response_length {length}; `check` rejects it")
 
 
+def clip_range(source: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Lower and upper clip bound: 0.2 by default, and `clip_ratio` where it is null."""
+    actor, ends = value_at(source, ACTOR) or {}, ("clip_ratio_low", "clip_ratio_high")
+    low, high = (0.2 if end not in actor else given(actor, (end,), actor.get("clip_ratio", 0.2)) for end in ends)
+    return low, high
+
+
+BOUNDS = {"gspo": "clip", "cispo": "clip", "geo_mean": "clip", "dppo_tv": "delta", "dppo_kl": "delta"}
+"""Losses with clip bounds in `pg_options`: the beginning of the options' names."""
+
+
 def _clip_ratio(value: Any, key: Key) -> Outcome:
-    if key.beside("clip_ratio_low") is not None and key.beside("clip_ratio_high") is not None:
-        return Outcome("not needed", (), "clip_ratio_low and clip_ratio_high take precedence")
-    if value in (0.2, None):
+    ends = [end for end in ("low", "high") if key.at(*ACTOR).get(f"clip_ratio_{end}", 0.2) is None]
+    if ends:
+        return _bounds(key, *ends)
+    if value == 0.2:
         return Outcome("not needed", (), "it is the default here")
-    note = "verl's own config sets clip_ratio_low and clip_ratio_high to 0.2, which take precedence there"
-    return Outcome("differs", ((("pg_clip",), value),), note)
+    low, high = clip_range(key.source)
+    return Outcome(
+        "dead", (), f"clip_ratio_low {low} and clip_ratio_high {high} take precedence; both are 0.2 by default"
+    )
 
 
 def _clip_end(end: str) -> KeyRule:
-    def convert(value: Any, key: Key) -> Outcome:
-        if loss_mode(key.source) == "gspo":
-            return Outcome("renamed", ((("pg_options", f"clip_{end}"), value),))
-        if loss_mode(key.source) != "vanilla":
-            note = f"the range of {loss_mode(key.source)} belongs to pg_options: see docs/algorithms.md"
-            return Outcome("differs", (), note)
-        others = [given(key.source, (*ACTOR, f"clip_ratio_{each}"), 0.2) for each in ("low", "high")]
-        if others == [0.2, 0.2]:
-            return Outcome("not needed", (), "it is the default here")
-        return Outcome("renamed", ((("use_pg_clip_range",), True), ((f"pg_clip_{end}",), value)), "clip-higher")
+    says = f"→ `pg_clip_{end}`, with `use_pg_clip_range`, or `pg_options` of the loss"
+    return KeyRule(says, lambda value, key: _bounds(key, end))
 
-    return KeyRule(f"→ `pg_clip_{end}`, with `use_pg_clip_range`", convert)
+
+def _bounds(key: Key, *ends: str) -> Outcome:
+    """Writes the lower or the upper clip bound."""
+    loss, (low, high) = loss_mode(key.source), clip_range(key.source)
+    bounds = [(end, {"low": low, "high": high}[end]) for end in ends]
+    if loss in BOUNDS:
+        return Outcome("renamed", tuple((("pg_options", f"{BOUNDS[loss]}_{end}"), each) for end, each in bounds))
+    if loss not in ("vanilla", "clip_cov"):
+        return Outcome("not needed", (), f"{loss} does not clip")
+    if (low, high) == (0.2, 0.2):
+        return Outcome("not needed", (), "it is the default here")
+    writes = [(("use_pg_clip_range",), True), *(((f"pg_clip_{end}",), each) for end, each in bounds)]
+    return Outcome("renamed", tuple(writes), "clip-higher")
 
 
 def _clip_c(value: Any, key: Key) -> Outcome:
-    if loss_mode(key.source) != "vanilla":
-        return Outcome("not needed", (), f"{loss_mode(key.source)} does not clip twice here")
+    loss = loss_mode(key.source)
+    if loss.startswith("dppo"):
+        return Outcome("renamed", ((("pg_options", "ratio_high"), value),))
+    if loss != "vanilla":
+        return Outcome("not needed", (), f"{loss} does not clip twice")
     return Outcome("renamed", ((("dual_clip_loss",), True), (("dual_clip",), value)), "always on in verl")
 
 
-LOSSES = {"geo_mean": "gmpo"}
-OTHER_BOUNDS = {
-    "cispo": "the weight is 1 ∓ clip_ratio in verl, 0 to 5 here: see pg_options",
-    "geo_mean": "here log rho is clipped at ± 0.4 and one-sided: see pg_options",
+LOSSES = {"geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
+LOSS_OPTIONS = {"cispo": {"bounds": "relative"}, "dppo_tv": {"divergence": "tv"}, "dppo_kl": {"divergence": "kl"}}
+OTHER_RESULTS = {
+    "geo_mean": "verl averages over the sequences of a micro-batch, roll-core over those of the optimizer step",
     "clip_cov": "verl clips a share of the tokens, roll-core tokens with a probability: see pg_options",
     "kl_cov": "verl penalizes a share of the tokens, roll-core those above a covariance: see pg_options",
-    "dppo_tv": "here the loss is dppo, against the engine's logprobs",
-    "dppo_kl": "here the loss is dppo, against the engine's logprobs",
+    "dppo_tv": "here the divergence is that from the engine's logprobs",
+    "dppo_kl": "here the divergence is that from the engine's logprobs",
 }
 
 
 def _loss_mode(value: Any, key: Key) -> Outcome:
     if value == "vanilla":
         return Outcome("not needed", (), "verl's vanilla is pg_variant ppo, the default, with dual_clip_loss")
-    name = LOSSES.get(value, "dppo" if str(value).startswith("dppo") else value)
-    status = "differs" if value in OTHER_BOUNDS else "renamed"
-    return Outcome(status, ((("pg_variant",), name),), OTHER_BOUNDS.get(value, ""))  # type: ignore[arg-type]
+    options = ((("pg_options", name), each) for name, each in LOSS_OPTIONS.get(value, {}).items())
+    writes: tuple[tuple[KeyPath, Any], ...] = ((("pg_variant",), LOSSES.get(value, value)), *options)
+    return Outcome("differs" if value in OTHER_RESULTS else "renamed", writes, OTHER_RESULTS.get(value, ""))
 
 
 def _constant_of(loss: str) -> KeyRule:
@@ -520,9 +541,36 @@ def _steps(value: Any, key: Key) -> Outcome:
 def _epochs(value: Any, key: Key) -> Outcome:
     if key.beside("total_training_steps") is not None:
         return Outcome("not needed", (), "total_training_steps takes precedence")
-    size = given(key.source, ("data", "train_batch_size"), 1024)
-    note = f"rlvr counts steps: set max_steps to {value} × rows of the data / rollout_batch_size {size}"
-    return Outcome("unsupported", (), note)
+    size = given(key.source, ("data", "gen_batch_size"), given(key.source, ("data", "train_batch_size"), 1024))
+    rows = num_rows(key.source)
+    if rows is None or not all(isinstance(each, int) and each > 0 for each in (value, size, rows // _int(size))):
+        note = f"rlvr counts steps: set max_steps to {value} × rows of the data / rollout_batch_size {size}"
+        return Outcome("unsupported", (), f"{note}; train_files cannot be counted from here")
+    note = f"{value} × ({rows} rows // {size} prompts per batch); less if longer prompts are dropped"
+    return Outcome("changed", ((("max_steps",), value * (rows // size)),), note)
+
+
+def num_rows(source: Mapping[str, Any]) -> int | None:
+    """Rows of `data.train_files`, at most `train_max_samples`; None if a file is not here, or neither Parquet nor JSON
+    lines."""
+    files = value_at(source, ("data", "train_files"))
+    total = 0
+    for name in files if isinstance(files, list) else [files]:
+        path = Path(str(name)).expanduser()
+        try:
+            if path.suffix == ".parquet":
+                import pyarrow.parquet
+
+                total += pyarrow.parquet.read_metadata(path).num_rows
+            elif path.suffix == ".jsonl":
+                with path.open("rb") as lines:
+                    total += sum(1 for line in lines if line.strip())
+            else:
+                return None
+        except (OSError, ValueError):  # ArrowInvalid
+            return None
+    limit = given(source, ("data", "train_max_samples"), -1)
+    return min(total, limit) if isinstance(limit, int) and limit > 0 else total
 
 
 def _frequency(target: str) -> KeyRule:
@@ -615,6 +663,8 @@ def _rollout_is(value: Any, key: Key) -> Outcome:
     level = key.beside("rollout_is_level") if value is True else value
     if not level:
         return Outcome("not needed", (), "it is off")
+    if key.beside("bypass_mode"):
+        return Outcome("not needed", (), "with bypass_mode, PPO's ratio is the one to the engine")
     writes = [((*WEIGHT, "enabled"), True), ((*WEIGHT, "weight_type"), level)]
     bounds = str(given(key.source, (*key.path[:-1], "rollout_is_threshold"), 2.0)).split("_")
     try:
@@ -625,6 +675,38 @@ def _rollout_is(value: Any, key: Key) -> Outcome:
     if len(numbers) > 1:
         writes += [((*WEIGHT, "lower_bound"), numbers[0]), ((*WEIGHT, "outside"), "mask")]
     return Outcome("changed", tuple(writes), "a weight multiplies the advantage, in verl the loss")
+
+
+LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+
+
+def _rollout_rs(value: Any, key: Key) -> Outcome:
+    if not value:
+        return Outcome("not needed", (), "it is off")
+    bounds = key.beside("rollout_rs_threshold")
+    if key.beside("bypass_mode"):
+        note = "with bypass_mode, verl rejects by the policy of each optimizer step"
+        return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` rejects")
+    names = list(dict.fromkeys(name for each in str(value).split(",") if (name := each.strip())))
+    given_bounds = [bound for each in str(bounds).split(",") if (bound := each.strip())]
+    try:
+        pairs = zip(names, given_bounds * (len(names) if len(given_bounds) == 1 else 1), strict=True)
+        filters = [_rejection(*pair) for pair in pairs]
+    except (ValueError, KeyError, ZeroDivisionError):
+        note = f"verl refuses it with rollout_rs_threshold {bounds}"
+        return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` rejects")
+    note = "bounds of k1 are those of engine / trainer in verl, of trainer / engine here"
+    return Outcome("changed", ((("train_infer_correction", "filters"), filters),), note if "k1" in str(value) else "")
+
+
+def _rejection(name: str, bound: str) -> dict[str, Any]:
+    """Filter for an option of `rollout_rs`."""
+    level, _, kind = name.rpartition("_")
+    found: dict[str, Any] = {"enabled": True, "agg_type": LEVELS[level]}
+    if kind == "k1" and level != "seq_max":
+        low, _, high = bound.rpartition("_")
+        return found | {"ratio_low": 1 / float(high), "ratio_high": 1 / float(low) if low else float(high)}
+    return found | {"ratio_enabled": False, {"k2": "k2_max", "k3": "k3_max"}[kind]: float(bound)}
 
 
 def _tis_cap(value: Any, key: Key) -> Outcome:
@@ -989,8 +1071,8 @@ CORRECTION: Table = {
     "rollout_is": change("→ `train_infer_correction.is_weight`", _rollout_is),
     **each("rollout_is_threshold rollout_is_level", unneeded("rollout_is has it")),
     "rollout_is_batch_normalize": to("train_infer_correction.is_weight.batch_normalize", neutral=(False,)),
-    "rollout_rs": refused("set train_infer_correction.filters: see docs/coming-from.md"),
-    "rollout_rs_threshold": refused("set train_infer_correction.filters: see docs/coming-from.md"),
+    "rollout_rs": change("→ `train_infer_correction.filters`", _rollout_rs),
+    "rollout_rs_threshold": unneeded("rollout_rs has it"),
     "bypass_mode": to("force_disable_old_logprobs_recompute", neutral=(False,)),
     "loss_type": refused("set pg_variant", "ppo_clip"),
 }
@@ -1050,7 +1132,7 @@ DATA: Table = {
     "need_tools_kwargs": unneeded("turns with tools are the pipeline agentic"),
 }
 TRAINER: Table = {
-    "total_epochs": change("not supported: rlvr counts steps", _epochs),
+    "total_epochs": change("→ `max_steps`, if the rows of `train_files` can be counted", _epochs),
     "total_training_steps": change("→ `max_steps`", _steps),
     "project_name": change("→ `tracker_kwargs`", _project),
     "experiment_name": change("→ `exp_name`", _experiment),
