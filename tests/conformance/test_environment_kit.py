@@ -1,4 +1,4 @@
-"""The kit for environments: wrong environments fail exactly the tests of what is wrong."""
+"""The kit for environments: each wrong environment fails exactly one test, that of what is wrong."""
 
 from __future__ import annotations
 
@@ -86,6 +86,11 @@ class Silent(Sums):
     async def step(self, reply: Reply) -> Turn:
         turn = await super().step(reply)
         return Turn(messages=turn.messages, done=turn.done, truncated=turn.truncated)
+
+
+class Worthless(Sums):
+    async def step(self, reply: Reply) -> Turn:
+        return replace(await super().step(reply), reward=0.0)
 
 
 class Endless(Sums):
@@ -181,26 +186,26 @@ class Unpaid(Pair):
         return replace(turn, reward=1.0 if turn.done else None, rewards={})
 
 
+RIGHT = (Sums, Backed, Pair)
 WRONG = {
-    Sums: set(),
-    Unseeded: {"the_same_seed_and_replies_give_the_same_episode", "instances_share_nothing"},
-    OneTask: {"other_seeds_give_other_episodes"},
-    Shared: {"instances_share_nothing"},
-    Strict: {"a_useless_reply_is_no_failure"},
-    Assistant: {"results_are_plain_values"},
-    NotFinite: {"results_are_plain_values"},
-    Silent: {"an_oracle_ends_the_episode_with_a_reward", "an_episode_states_a_reward"},
-    Endless: {"an_oracle_ends_the_episode_with_a_reward"},
-    OpenOnce: {"close_may_follow_any_call"},
-    Leaks: {"nothing_is_left_after_close"},
-    LeaksProcess: {"nothing_is_left_after_close"},
-    Backed: set(),
-    HidesFailure: {"a_failure_is_no_reward"},
-    Blocks: {"coroutines_do_not_block"},
-    NoSuchPlayer: {"turns_name_players_of_the_opening"},
-    Pair: set(),
-    Unpaid: {"an_episode_states_a_reward"},
+    Unseeded: "the_same_seed_and_replies_give_the_same_episode",
+    OneTask: "other_seeds_give_other_episodes",
+    Shared: "instances_share_nothing",
+    Strict: "a_useless_reply_is_no_failure",
+    Assistant: "results_are_plain_values",
+    NotFinite: "results_are_plain_values",
+    Silent: "an_episode_states_a_reward",
+    Unpaid: "an_episode_states_a_reward",
+    Endless: "an_oracle_ends_the_episode_with_a_reward",
+    Worthless: "an_oracle_ends_the_episode_with_a_reward",
+    OpenOnce: "close_may_follow_any_call",
+    Leaks: "nothing_is_left_after_close",
+    LeaksProcess: "nothing_is_left_after_close",
+    HidesFailure: "a_failure_is_no_reward",
+    Blocks: "coroutines_do_not_block",
+    NoSuchPlayer: "turns_name_players_of_the_opening",
 }
+TESTS = [name for name in vars(EnvironmentConformance) if name.startswith("test_")]
 
 
 def failed_tests(kind: type[Environment]) -> set[str]:
@@ -223,18 +228,26 @@ def failed_tests(kind: type[Environment]) -> set[str]:
             return ["?", right] if issubclass(kind, Pair) else [right]
 
     found = set()
-    for name in dir(Suite):
+    for name in TESTS:
         for arguments in ((each,) for each in USELESS) if "useless" in name else ((),):
-            if name.startswith("test_"):
-                try:
-                    getattr(Suite(), name)(*arguments)
-                except pytest.skip.Exception:
-                    pass
-                except Exception:
-                    found.add(name.removeprefix("test_"))
+            try:
+                getattr(Suite(), name)(*arguments)
+            except pytest.skip.Exception:
+                pass
+            except Exception:
+                found.add(name.removeprefix("test_"))
     return found
 
 
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
-def test_a_wrong_environment_fails_exactly_its_tests(kind: type[Environment]) -> None:
-    assert failed_tests(kind) == WRONG[kind]
+def test_a_wrong_environment_fails_exactly_its_test(kind: type[Environment]) -> None:
+    assert failed_tests(kind) == {WRONG[kind]}
+
+
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+def test_a_right_environment_fails_none(kind: type[Environment]) -> None:
+    assert not failed_tests(kind)
+
+
+def test_every_test_of_the_kit_has_a_wrong_environment() -> None:
+    assert {f"test_{name}" for name in WRONG.values()} == set(TESTS)

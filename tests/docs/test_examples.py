@@ -772,7 +772,7 @@ class MyEndpoint:
 
 def test_the_pages_suite_passes_for_an_endpoint_that_is_right(tmp_path):
     suite = example("docs/conformance.md", "RecordingConformance") + "\ndel RecordingConformance\n"
-    assert len(set(kit(tmp_path, "test_page", ENDPOINT + suite))) == 18
+    assert len(set(kit(tmp_path, "test_page", ENDPOINT + suite))) == 19
 
 
 def test_the_pipeline_of_a_package_trains_with_the_weights_of_its_rows(tmp_path, monkeypatch):

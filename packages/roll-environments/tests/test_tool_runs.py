@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runs import metrics, run
+from helpers_environment_runs import metrics, run
 
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry

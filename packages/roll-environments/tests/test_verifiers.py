@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_environment_runs import metrics, run
 from helpers_environments import Policy
 from pydantic import ValidationError
-from test_runs import metrics, run
 
 from roll_core.spec.agent import Session
 from roll_core.types import Reward

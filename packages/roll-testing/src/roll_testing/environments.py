@@ -58,6 +58,12 @@ class Episode:
         return found
 
     @property
+    def totals(self) -> list[float]:
+        """Sum of the rewards of each player who has one."""
+        score = [] if self.score is None or self.score.value is None else [self.score.value]
+        return [sum(stated) for rewards in self.rewards.values() if (stated := [*rewards, *score])]
+
+    @property
     def text(self) -> str:
         """Everything as JSON. Fails if a value is no plain JSON value."""
         score = None if self.score is None else asdict(self.score)
@@ -101,19 +107,17 @@ class EnvironmentConformance:
     # -- tests ---------------------------------------------------------------------------------------------------------
 
     def test_an_oracle_ends_the_episode_with_a_reward(self) -> None:
-        """The replies of the oracle must end each episode by `done`, and with a positive total reward of a player."""
+        """The replies of the oracle must end each episode by `done`. Of the rewards stated, a player's must be > 0."""
         for seed in self.seeds:
             episode = self._run(seed, self.replies(seed))
             assert episode.turns[-1].done, f"seed {seed}: the oracle's replies do not end the episode"
-            score = (episode.score.value or 0.0) if episode.score else 0.0
-            total = max(sum(rewards) for rewards in episode.rewards.values()) + score
-            assert total > 0, f"seed {seed}: the oracle's episode has reward {total}"
+            totals = episode.totals
+            assert not totals or max(totals) > 0, f"seed {seed}: the oracle's episode has reward {max(totals)}"
 
     def test_the_same_seed_and_replies_give_the_same_episode(self) -> None:
         """Two instances must return the same. A resumed run repeats episodes and uses their sampled tokens."""
-        for seed in self.seeds:
-            first, second = (self._run(seed, self.replies(seed)).text for _ in range(2))
-            assert first == second, f"seed {seed}: two episodes differ although seed and replies are equal"
+        seed = self._unrepeatable_seed()
+        assert seed is None, f"seed {seed}: two episodes differ although seed and replies are equal"
 
     def test_other_seeds_give_other_episodes(self) -> None:
         """At least two seeds must differ in their opening or in what the same replies lead to."""
@@ -144,7 +148,10 @@ class EnvironmentConformance:
                 await self._call(each, "close")
             return [Episode(*each).text for each in zip(openings, map(tuple, turns), scores, strict=True)]
 
-        assert self._within(together) == alone, "two episodes that take turns differ from the same episodes alone"
+        shared = self._within(together) != alone
+        if shared and self._unrepeatable_seed() is not None:
+            pytest.skip("not even alone are two episodes equal")
+        assert not shared, "two episodes that take turns differ from the same episodes alone"
 
     @pytest.mark.parametrize("reply", USELESS)
     def test_a_useless_reply_is_no_failure(self, reply: str) -> None:
@@ -167,10 +174,11 @@ class EnvironmentConformance:
 
     def test_an_episode_states_a_reward(self) -> None:
         """A turn or the score must have a reward: otherwise every episode fails."""
-        episode = self._run(self.seeds[0], self.replies(self.seeds[0]))
-        for player, rewards in episode.rewards.items():
-            whose = f" of {player}" if player else ""
-            assert rewards or episode.score is not None, f"neither a turn{whose} nor the score has a reward"
+        for seed in self.seeds:
+            episode = self._run(seed, self.replies(seed))
+            for player, rewards in episode.rewards.items():
+                whose = f" of {player}" if player else ""
+                assert rewards or episode.score is not None, f"neither a turn{whose} nor the score has a reward"
 
     def test_a_failure_is_no_reward(self) -> None:
         """`create_failing` must raise in an episode, or score it as failed. A reward of 0 would be trained on."""
@@ -258,6 +266,14 @@ class EnvironmentConformance:
     def _run(self, seed: int, replies: Sequence[str | Reply], *, finish_reason: Any = "stop") -> Episode:
         episode: Episode = self._within(lambda: self._episode(seed, replies, finish_reason))
         return episode
+
+    def _unrepeatable_seed(self) -> int | None:
+        """The first seed of which two episodes with the same replies differ."""
+        for seed in self.seeds:
+            first, second = (self._run(seed, self.replies(seed)).text for _ in range(2))
+            if first != second:
+                return seed
+        return None
 
     async def _episode(
         self, seed: int, replies: Sequence[str | Reply], finish_reason: Any, environment: Environment | None = None
