@@ -9,7 +9,7 @@ from roll_core.errors import PlacementError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.executors.base import GroupSpec
-from roll_core.runtime.cluster.placement import Place, overlap, place_roles, slots_of, slots_per_node
+from roll_core.runtime.cluster.placement import Place, place_roles, slots_of, slots_per_node
 from roll_core.spec.config import (
     InferWorkerConfig,
     RewardConfig,
@@ -57,18 +57,18 @@ def test_train_on_16_and_infer_on_8_more_takes_three_nodes_of_eight() -> None:
     assert [p.node for p in places["actor_train"]] == [0] * 8 + [1] * 8
     assert [p.node for p in places["actor_infer"]] == [2] * 8
     assert [p.local_indices for p in places["actor_infer"]] == [(i,) for i in range(8)]
-    assert overlap(places["actor_train"], places["actor_infer"]) == "disaggregated"
+    assert slots_of(places["actor_train"]).isdisjoint(slots_of(places["actor_infer"]))
 
 
 def test_two_roles_on_the_same_eight_slots_are_colocated() -> None:
     places = place({"actor_infer": infer("list(range(0,8))"), "actor_train": train("list(range(0,8))")})
-    assert overlap(places["actor_train"], places["actor_infer"]) == "colocated"
+    assert slots_of(places["actor_train"]) == slots_of(places["actor_infer"]) == set(range(8))
     assert {p.node for workers in places.values() for p in workers} == {0}
 
 
 def test_halves_of_a_node_are_disaggregated() -> None:
     places = place({"actor_train": train("list(range(0,4))"), "actor_infer": infer("list(range(4,8))")})
-    assert overlap(places["actor_train"], places["actor_infer"]) == "disaggregated"
+    assert slots_of(places["actor_train"]).isdisjoint(slots_of(places["actor_infer"]))
     assert [p.device for p in places["actor_infer"]] == ["acc:4", "acc:5", "acc:6", "acc:7"]
 
 
@@ -97,7 +97,7 @@ def test_complete_example_of_the_documentation() -> None:
     assert [p.slots for p in places["actor_infer"]] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
     assert [p.node for p in places["actor_infer"]] == [0, 0, 0, 0, 1, 1]
     assert [p.local_indices for p in places["actor_infer"]][4:] == [(0, 1), (2, 3)]
-    assert overlap(places["actor_train"], places["actor_infer"]) == "partial"
+    assert slots_of(places["actor_infer"]) < slots_of(places["actor_train"])
     assert [p.node for p in places["rewards.code_sandbox"]] == [0, 1] * 4
 
 
@@ -157,13 +157,9 @@ def test_num_gpus_per_node_of_the_config_wins_over_the_count_here() -> None:
     assert [(p.node, p.local_indices) for p in places] == [(0, (0,)), (1, (0,))]
 
 
-@given(st.lists(st.integers(0, 31), min_size=1, unique=True), st.lists(st.integers(0, 31), min_size=1, unique=True))
-def test_overlap_is_what_sets_say(first: list[int], second: list[int]) -> None:
-    places = place({"a": train(first), "b": ScoreWorkerConfig(device_mapping=tuple(second))})
-    shared = set(first) & set(second)
-    expected = "disaggregated" if not shared else "colocated" if set(first) == set(second) else "partial"
-    assert overlap(places["a"], places["b"]) == expected
-    assert slots_of(places["a"]) == set(first)
+@given(st.lists(st.integers(0, 31), min_size=1, unique=True))
+def test_slots_of_a_role_are_those_of_its_mapping(slots: list[int]) -> None:
+    assert slots_of(place({"a": train(slots)})["a"]) == set(slots)
 
 
 @given(st.lists(st.lists(st.integers(0, 15), min_size=1, unique=True), min_size=1, max_size=3), st.integers(1, 128))
@@ -199,7 +195,7 @@ def test_two_workers_on_a_laptop_share_its_cores() -> None:
 
 def test_models_without_device_mapping_share_the_first_slots_of_a_cpu_host() -> None:
     places = place_roles({"a": TrainWorkerConfig(), "b": InferWorkerConfig()}, CpuPlatform(), cores=4)
-    assert overlap(places["a"], places["b"]) == "colocated"
+    assert slots_of(places["a"]) == slots_of(places["b"]) == {0}
     assert [p.num_threads for p in places["a"]] == [4]
 
 

@@ -13,7 +13,8 @@ from roll_core.config.secrets import REDACTED, Redactor
 from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, WorkerDiedError
 from roll_core.runtime.records.guards import GuardEvent
 from roll_core.runtime.records.provenance import git_state
-from roll_core.runtime.records.record import RunFacts, RunRecord, is_abandoned, read_record
+from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
+from roll_tools.saved_record import is_abandoned
 
 FACTS = RunFacts(
     name="grpo/001",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_core.host import interface_of
+from roll_executor_ray.actors import interface_of
 from roll_executor_ray.exit_causes import MAX_QUOTE, ProcessEndedError, exit_cause
 
 CUT_OFF = """The actor died unexpectedly before finishing this task.

@@ -19,17 +19,6 @@ def hostname() -> str:
     return socket.gethostname()
 
 
-def interface_of(address: str) -> str:
-    """Name of the network interface with this IP address; empty if there is none."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        # IPv6 link-local addresses contain their interface: fe80::1%eth0.
-        if any(each.address.partition("%")[0] == address for each in addresses):
-            return name
-    return ""
-
-
 def usable_cores() -> int:
     """Number of cores this process may use: the minimum of its CPU affinity and its cgroup's CPU quota, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -51,12 +40,6 @@ def free_memory_bytes() -> int:
 
     left = [max(0, limit - used) for limit, used in _memory_limits()]
     return min([int(psutil.virtual_memory().available), *left])
-
-
-def num_oom_kills() -> int:
-    """Number of OOM kills since the kernel started; 0 if unknown."""
-    counts = dict(line.split(maxsplit=1) for line in _text(Path("/proc/vmstat")).splitlines())
-    return int(counts.get("oom_kill", 0))
 
 
 def _cpu_quotas() -> Iterator[float]:

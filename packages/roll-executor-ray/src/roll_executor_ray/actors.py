@@ -15,9 +15,10 @@ from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import psutil
 import ray
 
-from roll_core.host import hostname, interface_of
+from roll_core.host import hostname
 from roll_core.plugins.requirements import INSTALL_VARIABLE
 from roll_core.runtime.cluster.executors.base import Failure
 from roll_core.runtime.cluster.executors.worker_main import prepare_process
@@ -166,6 +167,15 @@ def _info(host: str, pid: int, fingerprint: Mapping[str, str] = MappingProxyType
     return ProcessInfo(
         host=host, pid=pid, address=address, port=_free_port(), interface=interface, fingerprint=dict(fingerprint)
     )
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface with this IP address; empty if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        # IPv6 link-local addresses contain their interface: fe80::1%eth0.
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return ""
 
 
 def _free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from roll_core.errors import EngineDiedError
 
@@ -38,6 +39,15 @@ def exit_cause(error: BaseException, *, pid: int, trace: str, oom_kills: int) ->
     if oom_kills > 0:
         return f"{process} exited, and the kernel killed {oom_kills} processes for lack of memory (SIGKILL)"
     return f"{process} exited, most likely killed (SIGKILL): {_quote(error)}"
+
+
+def num_oom_kills() -> int:
+    """Number of OOM kills on this host since its kernel started; 0 if unknown."""
+    try:
+        counts = dict(line.split(maxsplit=1) for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))
 
 
 def _quote(error: BaseException) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import EngineDiedError, UnsupportedError, WorkerDiedError
-from roll_core.host import hostname, num_oom_kills
+from roll_core.host import hostname
 from roll_core.runtime.cluster.executors.base import CallFailed, Failure, Member, retrieve
 from roll_core.runtime.cluster.executors.worker_server import WIRE, Codec, decode
-from roll_executor_ray.exit_causes import exit_cause
+from roll_executor_ray.exit_causes import exit_cause, num_oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import CheckpointError, NoCheckpointError
 from roll_core.runtime.records.checkpoints import STATE, BestCheckpoint, Checkpoint, CheckpointStore
 from roll_core.runtime.records.manifest import read_manifest, verify
-from roll_core.runtime.records.run_dir import checkpoint_stores
+from roll_core.runtime.records.run_dir import RunDir, experiment_runs, is_run
 from roll_core.runtime.run.checkpointing import SavedRun
 
 if TYPE_CHECKING:
@@ -103,6 +103,20 @@ def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool, store: Ma
             good = [row.path for row in rows if row.path.startswith(f"{url}/") and not row.problems]
             sys.stdout.write(f"newest intact checkpoint in {url}: {good[-1] if good else 'none'}\n")
     return 1 if damaged else 0
+
+
+def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
+    """Checkpoint stores of a run, of all runs of an experiment (oldest first), or of a directory of checkpoints.
+
+    Raises `RunDirectoryError` if `place` is none of these.
+    """
+    path = Path(place).expanduser().absolute()
+    if CheckpointStore(path).list():
+        return [CheckpointStore(path)]
+    runs = experiment_runs(path)
+    if runs and not is_run(path):
+        return [CheckpointStore(run.checkpoints) for run in runs]
+    return [CheckpointStore(RunDir.open(path).checkpoints)]
 
 
 def _named(place: Path) -> list[Checkpoint]:

@@ -12,7 +12,7 @@ import yaml
 
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.record import write_atomically
-from roll_core.runtime.records.tracking import better, read_metrics
+from roll_core.runtime.records.tracking import is_lower_better, read_metrics
 from roll_tools import tables
 from roll_tools.charts import figure
 from roll_tools.curves import KEY_CURVES, points
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _MOST_OTHER_CHARTS = 120
 _MISSING = "–"
+_HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
+_NEITHER = ("actor/loss", "policy_loss", "kl_loss", "approx_kl", "/std", "normalised_mean", "rewards/rejected")
+"""Metrics without a better direction. A policy loss is one of them: its mean is about 0 at any quality."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,15 @@ def _lines(runs: Sequence[ComparedRun], name: str) -> list[list[tuple[float, flo
 
 def _changes(runs: Sequence[ComparedRun], name: str) -> bool:
     return len({value for line in _lines(runs, name) for _, value in line}) > 1
+
+
+def better(name: str) -> str:
+    """`higher` or `lower` if one direction of a metric is better; otherwise empty."""
+    if any(word in name for word in _NEITHER):
+        return ""
+    if is_lower_better(name):
+        return "lower"
+    return "higher" if any(word in name for word in _HIGHER) else ""
 
 
 def _metric_row(runs: Sequence[ComparedRun], name: str) -> MetricRow:

@@ -27,11 +27,11 @@ from roll_core.errors import (
 )
 from roll_core.host import usable_cores
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.records.run_dir import checkpoint_stores
 from roll_core.runtime.run.checkpointing import SavedRun
 from roll_core.runtime.run.roles import PORTABLE
 from roll_core.spec.config import WorkerConfig
 from roll_core.spec.model import saved_model
+from roll_tools.checkpoints import checkpoint_stores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,14 +15,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.secrets import Redactor
-from roll_core.runtime.records.record import is_abandoned, read_record, write_atomically
+from roll_core.runtime.records.record import read_record, write_atomically
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.run_files import read_lines
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of
 from roll_tools.rendering import TONES, for_script, template
-from roll_tools.saved_record import SavedRecord, read_findings, read_memory
+from roll_tools.saved_record import SavedRecord, is_abandoned, read_findings, read_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
-from roll_core.runtime.records.run_dir import RunDir, runs_below
+from roll_core.runtime.records.run_dir import RunDir, experiment_runs, is_run
 from roll_core.runtime.records.run_files import number, safe
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools.saved_record import SavedRecord, config_hash, read_state
@@ -67,6 +67,21 @@ def list_runs(place: Path, *, as_json: bool) -> int:
     else:
         sys.stdout.write(f"no run in {place}\n")
     return 0
+
+
+def runs_below(place: str | Path) -> list[RunDir]:
+    """The run at `place`, or the runs of an experiment or of a directory of experiments, oldest first per experiment.
+
+    Raises `RunDirectoryError` if `place` is not a directory.
+    """
+    path = Path(place).expanduser().absolute()
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path} is not a directory: give the output_dir of runs, an experiment or a run")
+    if is_run(path):
+        return [RunDir(path.resolve())]
+    if runs := experiment_runs(path):
+        return runs
+    return [run for experiment in sorted(path.iterdir()) for run in experiment_runs(experiment)]
 
 
 def watch(place: Path) -> int:

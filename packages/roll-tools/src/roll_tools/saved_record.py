@@ -10,12 +10,14 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from roll_core.runtime.records.record import is_abandoned, read_record
+from roll_core.host import hostname
+from roll_core.runtime.records.record import read_record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from roll_core.runtime.records.run_dir import RunDir
@@ -179,6 +181,22 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def is_abandoned(record: Mapping[str, Any]) -> bool:
+    """True if the outcome is `running` but the process, on this host, no longer exists. False for other hosts."""
+    process = record.get("process")
+    if record.get("outcome") != "running" or not isinstance(process, dict):
+        return False
+    if not isinstance(record.get("host"), dict) or record["host"].get("name") != hostname():
+        return False
+    try:
+        created = psutil.Process(int(process["pid"])).create_time()
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+        return True
+    except psutil.AccessDenied:
+        return False
+    return abs(created - float(process.get("created", created))) > 2.0  # another process now has the same id
 
 
 def read_state(run: RunDir) -> tuple[SavedRecord, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from roll_core.errors import PlacementError, UnsupportedError
 from roll_core.host import usable_cores
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.platform import Platform, RoleKind
-
-Overlap = Literal["colocated", "disaggregated", "partial"]
-"""Relation of two roles' slots: equal, disjoint, or partly shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +102,6 @@ def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
             " num_gpus_per_node"
         )
     return slots
-
-
-def overlap(first: Iterable[Place], second: Iterable[Place]) -> Overlap:
-    """Relation of the slots of two roles. Roles without slots share none."""
-    a, b = slots_of(first), slots_of(second)
-    if a and a == b:
-        return "colocated"
-    return "partial" if a & b else "disaggregated"
 
 
 def slots_of(places: Iterable[Place]) -> frozenset[int]:

@@ -19,7 +19,6 @@ import psutil
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError, RunFileError, RunPreemptedError
-from roll_core.host import hostname
 from roll_core.runtime.records.provenance import git_state, host_facts, requirements, versions
 from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.records.run_files import safe, writing
@@ -198,22 +197,6 @@ def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
         if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint)):
             return run.path
     return None
-
-
-def is_abandoned(record: Mapping[str, Any]) -> bool:
-    """True if the outcome is `running` but the process, on this host, no longer exists. False for other hosts."""
-    process = record.get("process")
-    if record.get("outcome") != "running" or not isinstance(process, dict):
-        return False
-    if not isinstance(record.get("host"), dict) or record["host"].get("name") != hostname():
-        return False
-    try:
-        created = psutil.Process(int(process["pid"])).create_time()
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
-        return True
-    except psutil.AccessDenied:
-        return False
-    return abs(created - float(process.get("created", created))) > 2.0  # another process now has the same id
 
 
 def write_atomically(path: Path, text: str) -> None:

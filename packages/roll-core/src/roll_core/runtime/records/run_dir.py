@@ -63,7 +63,7 @@ class RunDir:
         place = Path(path).expanduser().absolute()
         if not place.is_dir():
             raise RunDirectoryError(f"{place} is not a directory: give a run directory, such as output/grpo/latest")
-        if _is_run(place):
+        if is_run(place):
             return cls(place.resolve())
         newest = cls.latest(place)
         if newest is None:
@@ -192,20 +192,6 @@ def find_checkpoint(
     return found
 
 
-def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
-    """Checkpoint stores of a run, of all runs of an experiment (oldest first), or of a directory of checkpoints.
-
-    Raises `RunDirectoryError` if `place` is none of these.
-    """
-    path = Path(place).expanduser().absolute()
-    if CheckpointStore(path).list():
-        return [CheckpointStore(path)]
-    runs = experiment_runs(path)
-    if runs and not _is_run(path):
-        return [CheckpointStore(run.checkpoints) for run in runs]
-    return [CheckpointStore(RunDir.open(path).checkpoints)]
-
-
 def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
     """Remove incomplete checkpoints of exited processes from all runs of an experiment and the run of `checkpoint`.
 
@@ -219,21 +205,6 @@ def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
 def experiment_runs(experiment: Path) -> list[RunDir]:
     """The runs of an experiment, oldest first."""
     return [RunDir(experiment / f"{number:03d}") for number in sorted(_numbers(experiment))]
-
-
-def runs_below(place: str | Path) -> list[RunDir]:
-    """The run at `place`, or the runs of an experiment or of a directory of experiments, oldest first per experiment.
-
-    Raises `RunDirectoryError` if `place` is not a directory.
-    """
-    path = Path(place).expanduser().absolute()
-    if not path.is_dir():
-        raise RunDirectoryError(f"{path} is not a directory: give the output_dir of runs, an experiment or a run")
-    if _is_run(path):
-        return [RunDir(path.resolve())]
-    if runs := experiment_runs(path):
-        return runs
-    return [run for experiment in sorted(path.iterdir()) for run in experiment_runs(experiment)]
 
 
 def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoint | None:
@@ -259,7 +230,8 @@ def _numbers(experiment: Path) -> list[int]:
     return [int(p.name) for p in experiment.iterdir() if p.name.isdecimal() and p.name.isascii() and p.is_dir()]
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """True if `path` has a file of a run directory."""
     return any((path / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl"))
 
 

@@ -29,9 +29,6 @@ TRACE: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
 """The context that calls of workers carry. A stage sets it if a tracker records spans."""
 
 _LOWER = ("loss", "perplexity", "/kl", "kl/", "failures", "retries", "approx_kl")
-_HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
-_NEITHER = ("actor/loss", "policy_loss", "kl_loss", "approx_kl", "/std", "normalised_mean", "rewards/rejected")
-"""Metrics without a better direction. A policy loss is one of them: its mean is about 0 at any quality."""
 _TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/", "checkpoint_store/")
 
 
@@ -93,15 +90,6 @@ def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
 def is_lower_better(name: str) -> bool:
     """True if `save_best` minimises a metric by default: losses, perplexities, KL divergences and failures."""
     return any(word in name for word in _LOWER)
-
-
-def better(name: str) -> str:
-    """`higher` or `lower` if one direction of a metric is better; otherwise empty."""
-    if any(word in name for word in _NEITHER):
-        return ""
-    if is_lower_better(name):
-        return "lower"
-    return "higher" if any(word in name for word in _HIGHER) else ""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
