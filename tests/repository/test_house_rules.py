@@ -7,7 +7,14 @@ from pathlib import Path
 
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.spec.providers import AdvantageProvider, ExecutorProvider, PolicyLossProvider, WeightTransportProvider
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    ExecutorProvider,
+    PipelineProvider,
+    PolicyLossProvider,
+    RewardProvider,
+    WeightTransportProvider,
+)
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 CORE = PACKAGES / "roll-core" / "src" / "roll_core"
@@ -45,10 +52,13 @@ NAMES = {
 """Engines, backends, platforms, executors. What is done may depend on what a part can do, never on its name."""
 OWN_PARTS = {
     name
-    for kind in (ExecutorProvider, WeightTransportProvider, AdvantageProvider, PolicyLossProvider)
+    for kind in (
+        *(ExecutorProvider, WeightTransportProvider, AdvantageProvider, PolicyLossProvider),
+        *(PipelineProvider, RewardProvider),
+    )
     for name in Registry(load_plugins(environ={"ROLL_PLUGINS": "roll-weight-transports"})).names(kind)
 }
-"""Executors, weight transports, advantage estimators and policy losses that come with the core."""
+"""Executors, weight transports, advantage estimators, policy losses, pipelines and rewards that come with the core."""
 FORBIDDEN_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "yaml.load", "cloudpickle.loads"}
 OUR_OWN = "roll-executor-ray/src/roll_executor_ray/worker.py"
 """Messages between a driver and the workers that it started are not foreign; Ray itself carries them that way."""

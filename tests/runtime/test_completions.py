@@ -8,7 +8,8 @@ import pytest
 
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.runtime.cluster.executors.base import Peers, Place
-from roll_core.runtime.workers.infer import InferWorker, completion_problem, model_vocab_size
+from roll_core.runtime.workers.infer import InferWorker, completion_problem
+from roll_core.runtime.workers.strategy import model_vocab_size
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider

@@ -17,7 +17,7 @@ from roll_core.config.weight_transports import load_transport
 from roll_core.data.templates import control_tokens
 from roll_core.errors import ModelError, PluginError, RollError
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.workers.build import model_folder, model_spec, offloads, provider_of
+from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
 from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
 from roll_core.spec.transport import WeightSizes
@@ -232,6 +232,24 @@ def _borrows(role: RoleSpec, config: RunConfig, placement: Placement) -> bool:
 # -- sizes of models ---------------------------------------------------------------------------------------------------
 
 
+def _model_folder(path: str) -> Path:
+    """The model's directory, or its snapshot in the Hugging Face cache. Raises `ModelError` if neither exists."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, "config.json")
+        if isinstance(found, str):
+            return Path(found).parent
+        raise ModelError(
+            f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: download its"
+            " config.json, or set random_init with the same sizes"
+        )
+    raise ModelError(f"directory {path} does not exist: start the run that writes it first")
+
+
 def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
     """Size of a model from `random_init` or from its local or cached `config.json`.
 
@@ -242,7 +260,7 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
         if "vocab_size" not in keys:
             keys["vocab_size"] = _vocab_size(config)
         return model_size(keys, task=spec.task)
-    folder = model_folder(spec.path)
+    folder = _model_folder(spec.path)
     file = folder / "config.json"
     try:
         keys = json.loads(file.read_text(encoding="utf-8"))

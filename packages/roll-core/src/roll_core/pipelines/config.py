@@ -664,7 +664,7 @@ class RLVRConfig(RewardRunConfig):
                 "found 0: all responses to a prompt are equal, so comparing them gives no signal"
             )
         if getattr(parts["adv_estimator"], "non_negative", False):
-            scores = [name for name, reward in self.rewards.items() if reward.reward == "model"]
+            scores = [name for name, reward in self.rewards.items() if reward.kind == "score"]
             why = "soft_overlong_penalty" if self.soft_overlong_penalty else f"rewards.{scores[0]}" if scores else ""
             if why:
                 found["adv_estimator"] = (

@@ -84,7 +84,7 @@ class SavedRun:
                 for each in fields(record):
                     value, known = getattr(record, each.name), {"str": str, "int": int, "bool": bool}
                     expected = known.get(str(each.type), dict)
-                    if type(value) is not expected and not (each.name in ("model", "best") and value is None):
+                    if type(value) is not expected and not (value is None and each.default is None):
                         raise TypeError(f"{each.name} is {value!r:.100}")
             for name in saved.roles:
                 if not is_inside(name) or "/" in name:

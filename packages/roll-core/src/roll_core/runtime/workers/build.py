@@ -5,18 +5,17 @@ Imports of heavy modules are local to functions: `roll-core plan` uses this modu
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import within_one_process
-from roll_core.errors import ConfigError, ConfigProblem, ContractError, ModelError, UnsupportedError
+from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.platform import values_of
+from roll_core.runtime.workers.strategy import model_vocab_size
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.model import LoraSpec, ModelSpec
@@ -33,6 +32,7 @@ from roll_core.spec.providers import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import GroupSpec, Survival
@@ -99,33 +99,7 @@ def vocab_size_of(spec: ModelSpec, *, tokens: int) -> int:
 
     Embeddings are often padded beyond the `tokens` of the tokenizer.
     """
-    keys: Any = spec.random_init
-    if keys is None:
-        try:
-            keys = json.loads((model_folder(spec.path) / "config.json").read_text(encoding="utf-8"))
-        except (ModelError, OSError, ValueError):
-            return tokens
-        keys = {**(keys.get("text_config") or {}), **keys, **spec.config_overrides}
-    size = keys.get("vocab_size")
-    return max(tokens, size) if isinstance(size, int) else tokens
-
-
-def model_folder(path: str) -> Path:
-    """The model's directory, or its snapshot in the Hugging Face cache. Raises `ModelError` if neither exists."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(path, "config.json")
-        if isinstance(found, str):
-            return Path(found).parent
-        raise ModelError(
-            f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: download its"
-            " config.json, or set random_init with the same sizes"
-        )
-    raise ModelError(f"directory {path} does not exist: start the run that writes it first")
+    return max(tokens, model_vocab_size(spec) or 0)
 
 
 def _incomplete(where: str, key: str, message: str, hint: str) -> ConfigError:

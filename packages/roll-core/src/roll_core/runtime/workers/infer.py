@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,8 +15,7 @@ from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
 from roll_core.runtime.weights.transfer import WeightReceiver
-from roll_core.runtime.workers.strategy import make_strategy, mesh_info
-from roll_core.spec.model import model_keys
+from roll_core.runtime.workers.strategy import make_strategy, mesh_info, model_vocab_size
 from roll_core.spec.platform import HOST_BACKEND, HOST_DEVICE
 from roll_core.types import Completion, CompletionOutput, FinishReason
 
@@ -264,23 +261,3 @@ def _shown(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def model_vocab_size(model: ModelSpec) -> int | None:
-    """Vocabulary size of a model whose config has it and is on this host; None otherwise."""
-    path = model.path
-    if path and not Path(path).expanduser().is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        with contextlib.suppress(HFValidationError):
-            cached = try_to_load_from_cache(path, "config.json")
-            path = str(Path(cached).parent) if isinstance(cached, str) else ""
-    given = {
-        "random_init": None if model.random_init is None else dict(model.random_init),
-        "model_config_kwargs": dict(model.config_overrides),
-    }
-    keys = model_keys(given, path)
-    text = keys.get("text_config")
-    found = keys.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    return found if isinstance(found, int) else None

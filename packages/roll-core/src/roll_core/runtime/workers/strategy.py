@@ -1,14 +1,16 @@
-"""What train and infer workers share: a provider's strategy, and a worker's position among its peers."""
+"""What train and infer workers share: a provider's strategy, a worker's place among its peers, a vocabulary's size."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import StrategyConfig
-from roll_core.spec.model import MeshInfo
+from roll_core.spec.model import MeshInfo, model_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
+    from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider, TrainProvider
 
 
@@ -57,3 +60,23 @@ def _open_store(*where: Any) -> Store:
     from roll_core.rendezvous import open_store
 
     return open_store(*where)
+
+
+def model_vocab_size(model: ModelSpec) -> int | None:
+    """Vocabulary size of a model whose config has it and is on this host; None otherwise."""
+    path = model.path
+    if path and not Path(path).expanduser().is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        with contextlib.suppress(HFValidationError):
+            cached = try_to_load_from_cache(path, "config.json")
+            path = str(Path(cached).parent) if isinstance(cached, str) else ""
+    given = {
+        "random_init": None if model.random_init is None else dict(model.random_init),
+        "model_config_kwargs": dict(model.config_overrides),
+    }
+    keys = model_keys(given, path)
+    text = keys.get("text_config")
+    found = keys.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return found if isinstance(found, int) else None
