@@ -21,7 +21,7 @@ from roll_core.plugins.registry import load_registry
 
 REGISTRY = load_registry()
 FOLDER = tempfile.TemporaryDirectory()
-EXAMPLES = int(os.environ.get("ROLL_FUZZ_EXAMPLES", "1200"))
+EXAMPLES = int(os.environ.get("ROLL_FUZZ_EXAMPLES", "500"))
 FUZZ = settings(
     max_examples=EXAMPLES,
     derandomize="ROLL_FUZZ_EXAMPLES" not in os.environ,

@@ -14,6 +14,13 @@ from roll_executor_ray.instance import RayInstance
 from roll_testing.runs import REWARDS, Runs
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark as slow what `on_ray(slow=True)` runs on Ray."""
+    mark = item.get_closest_marker("on_ray")
+    if mark is not None and mark.kwargs.get("slow") and item.get_closest_marker("ray"):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
     """Installs a module beside these tests as the plugin `roll-<its name>`; returns the folder where it is."""
@@ -51,7 +58,8 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """Every test that uses it runs on both executors: pipelines cannot tell them apart.
 
     Starting workers takes Ray longer than the run itself. Without `ROLL_EVERY_EXECUTOR=1`, which `.ci/run full` sets,
-    only the tests marked `on_ray` run there; the repository's conftest.py leaves the others out.
+    only the tests marked `on_ray` run there, with `slow=True` in CI's part for Ray; the repository's conftest.py leaves
+    the others out.
     """
     if request.param == "ray":
         request.getfixturevalue("connected_ray")

@@ -255,7 +255,7 @@ def test_a_step_that_does_not_end_does_not_keep_sigterm_waiting(local_runs, sett
     assert not (run / "checkpoints").exists()
 
 
-@pytest.mark.on_ray
+@pytest.mark.on_ray(slow=True)
 def test_a_killed_driver_leaves_no_process_behind(runs):
     process = start(runs, runs.rlvr(max_steps=10_000))
     wait_for_step(runs, process, 2)

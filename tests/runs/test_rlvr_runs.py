@@ -125,7 +125,7 @@ def test_engines_say_in_each_step_what_they_did(runs, monkeypatch):
         assert engine["decode_seconds"] > 0
 
 
-@pytest.mark.on_ray
+@pytest.mark.on_ray(slow=True)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
     """With rows of two tags, whose groups the optimizer steps shuffle."""
     rows = [json.loads(line) for line in (runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -26,7 +26,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 @pytest.mark.parametrize(
     ("given", "lora", "replicas", "keys"),
     [
-        pytest.param(DATASET | WHOLE, {}, 2, {}, id="the whole vocabulary"),
+        pytest.param(DATASET | WHOLE, {}, 2, {}, id="the whole vocabulary", marks=pytest.mark.engine),
         pytest.param(DATASET | WHOLE, {}, 1, {"ring_size": 2}, id="ranks share sequences", marks=pytest.mark.slow),
         pytest.param(DATASET | WHOLE, LORA, 2, {}, id="adapters", marks=pytest.mark.slow),
         pytest.param(DATASET | EMA, {}, 2, {}, id="moving average", marks=pytest.mark.slow),

@@ -8,7 +8,7 @@ import pytest
 
 from roll_testing.runs import Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def test_stale_rollouts_on_two_ranks_give_the_numbers_of_one_rank_of_hf_train(
