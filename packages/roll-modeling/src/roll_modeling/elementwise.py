@@ -187,7 +187,7 @@ def logits_gradient_(
     """Overwrite log probabilities with `grad * (onehot(target) - p) - slope * p * (logp + entropy)`."""
     for each in (grad_N, slope_N, entropy_N):
         if each is not None:
-            _check(logp_ND[:, 0].contiguous(), each, targets_N.shape)
+            _check(logp_ND, each, targets_N.shape)
     library().roll_logits_gradient(
         logp_ND.data_ptr(),
         targets_N.data_ptr(),
