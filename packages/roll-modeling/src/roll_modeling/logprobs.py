@@ -251,12 +251,12 @@ def _compare(
     shards: VocabularyShards
     head, other, function, request, shards = ctx.rest
     wants_hidden, wants_weight, wants_bias = (upstream_N is not None and each for each in ctx.needs_input_grad[:3])
-    grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-    grad_weight_VH = torch.zeros_like(head.weight) if wants_weight and not len(hidden_NH) else None
+    size, num_tokens = request.chunk(len(head.weight), hidden_NH.device), len(hidden_NH)
+    grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden and not 0 < num_tokens <= size else None
+    grad_weight_VH = torch.zeros_like(head.weight) if wants_weight and not num_tokens else None
     grad_bias_V = torch.zeros_like(head.bias, dtype=torch.float32) if wants_bias and head.bias is not None else None
     values: list[Tensor] = []
-    size = request.chunk(len(head.weight), hidden_NH.device)
-    for start in range(0, len(hidden_NH), size):
+    for start in range(0, num_tokens, size):
         span = slice(start, start + size)
         with torch.no_grad():
             logits_CV = shards.all_ids(head.logits(hidden_NH[span]))
@@ -289,6 +289,8 @@ def _compare(
             d_CV = d_CV.to(head.weight.dtype)
             if grad_hidden_NH is not None:
                 grad_hidden_NH[span] = input_gradient(d_CV, head.weight)
+            elif wants_hidden:
+                grad_hidden_NH = input_gradient(d_CV, head.weight)
             if wants_weight:
                 grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
     grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(head.weight.dtype)
@@ -431,11 +433,12 @@ class _ChunkedHead(torch.autograd.Function):
             extra_N = grad_gathered_NK.sum(dim=1)
             grad_N = grad_N + extra_N
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        size, num_tokens = request.chunk(weight_VH.shape[0], hidden_NH.device), len(targets_N)
+        # The gradient of an only chunk needs no copy, which would cost as much as a small vocabulary's product.
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden and not 0 < num_tokens <= size else None
         grad_weight_VH: Tensor | None = None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
-        size = request.chunk(weight_VH.shape[0], hidden_NH.device)
-        for at, start in enumerate(range(0, len(targets_N), size)):
+        for at, start in enumerate(range(0, num_tokens, size)):
             span = slice(start, start + size)
             slope_CV: Tensor | None = None
             if at < len(ctx.kept):
@@ -464,11 +467,9 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias_V += d_CV.sum(dim=0)
             d_CV = d_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                grad_CH = input_gradient(d_CV, weight_VH)
-                if len(grad_CH) == len(targets_N):
-                    grad_hidden_NH = grad_CH  # one chunk: a copy would cost as much as a small vocabulary's product
-                else:
-                    grad_hidden_NH[span] = grad_CH
+                grad_hidden_NH[span] = input_gradient(d_CV, weight_VH)
+            elif wants_hidden:
+                grad_hidden_NH = input_gradient(d_CV, weight_VH)
             if wants_weight:
                 grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
         if wants_weight:
