@@ -125,6 +125,17 @@ def test_pass_at_k_by_hand():
     assert per_rollout(pass_at_k, batch) == pytest.approx(expected, abs=1e-5)
 
 
+def test_pass_at_k_of_right_and_wrong_responses_is_the_papers_closed_form():
+    # arXiv:2508.10751 §3.3, with `wrong` of `n` responses: mean 1 - C(wrong, k) / C(n, k), variance mean (1 - mean).
+    n, k, wrong = 6, 3, 4
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    std = math.sqrt(mean * (1 - mean))
+    right_one, wrong_one = (1 - mean) / std, (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / std
+    batch = batch_of([1.0, 0.0, 0.0, 1.0, 0.0, 0.0], options={"k": k})
+    expected = [right_one, wrong_one, wrong_one, right_one, wrong_one, wrong_one]
+    assert per_rollout(pass_at_k, batch) == pytest.approx(expected, rel=1e-5)
+
+
 def test_pass_at_k_of_one_response_is_grpo_with_the_biased_deviation():
     batch = batch_of([0.0, 1.0, 3.0], options={"k": 1})
     mean, std = 4 / 3, statistics.pstdev([0.0, 1.0, 3.0])

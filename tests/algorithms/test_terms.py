@@ -119,23 +119,26 @@ def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient_nor_metric
     assert cut[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WHOLE_ROLLOUTS)
-@pytest.mark.parametrize("max_sequences", [None, 1, 3])
-def test_rows_of_a_rollout_share_its_ratio_if_they_are_in_one_microbatch(name, max_sequences):
+@pytest.mark.parametrize("max_sequences", [None, 1])
+def test_rows_of_a_rollout_share_its_ratio_if_they_are_in_one_microbatch(name, mode, max_sequences):
     options = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}, "kl_cov": {"cov_threshold": 0.0}}
     options["clip_cov"] = {"cov_low": 0.0, "probability": 1.0}  # its random choice depends on the rows
     objective = PolicyObjective(
         policy_loss=f"roll_core.algorithms.policy_losses:{name}",
         params=PolicyLossParams(options=options.get(name, {})),
-        entropy_metric=False,
+        aggregation=mode,
+        kl_coef=0.3,
+        entropy_coef=0.2,
     )
     batch = batch_of(0, [12, 9, 7, 11, 5])
     rows = cut_rollouts(batch, seed=1)
     assert len(rows) > len(batch)
     units = [replace(each, unit=each.rollout) for each in rows]
     whole, cut = computed(objective, batch), computed(objective, units, max_sequences=max_sequences)
-    assert cut[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
-    assert (cut[1] - whole[1]).norm() <= 1e-5 * whole[1].norm() + 1e-8
+    assert cut[0] == pytest.approx(whole[0], rel=1e-6, abs=1e-6)
+    assert (cut[1] - whole[1]).norm() <= 1e-6 * whole[1].norm() + 1e-8
     assert cut[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
     with raises_error(DataError, "unit"):
         computed(objective, rows, max_sequences=1)

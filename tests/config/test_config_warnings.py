@@ -27,6 +27,7 @@ rewards:
   math: {reward: math_rule}
 """
 HALVES = "actor_train.training_args.per_device_train_batch_size=8"
+MEAN_FILTER = "rewards.math.query_filter_config.type=mean_filter"
 FUNCTION = "rewards.math={reward: function, function: 'mine:score'}"
 AHEAD = ["async_generation_ratio=1", "actor_infer.device_mapping=[1]", "actor_train.device_mapping=[0]"]
 K1, VANILLA, MASK = "kl_loss_penalty: k1\n", "pg_variant: vanilla\n", "difficulty_mask: true\n"
@@ -100,6 +101,10 @@ def folder(tmp_path, monkeypatch):
         (MASK, ["rewards.math.weight=2"], "run.yaml:13:1 difficulty_mask"),
         (MASK, [FUNCTION, "difficulty_low_threshold=-1.0"], ""),
         (MASK, [FUNCTION, "difficulty_mask=false"], ""),
+        ("", [MEAN_FILTER], ""),
+        ("", [FUNCTION, MEAN_FILTER], "command line rewards.math.query_filter_config.type"),
+        ("", [FUNCTION, MEAN_FILTER, "rewards.math.query_filter_config.filter_args.threshold_down=-1.0"], ""),
+        ("", [FUNCTION, "rewards.math.query_filter_config.type=std_filter"], ""),
     ],
 )
 def test_a_warning_stands_where_its_key_is_written(added, overrides, warned):

@@ -621,15 +621,25 @@ class RLVRConfig(RewardRunConfig):
                 f"{loss.name} has no importance ratio, but older weights sample part of the tokens: enable"
                 " train_infer_correction.is_weight, or set ppo"
             )
-        found |= self._without_effect() | self._without_signal(parts)
+        return found | self._without_effect() | self._without_signal(parts) | self._other_rewards()
+
+    def _other_rewards(self) -> dict[str, str]:
+        """Warnings about thresholds for rewards of 0 and 1 that are not written, with other rewards."""
+        found: dict[str, str] = {}
         others = [name for name, reward in self.rewards.items() if not (reward.zero_or_one and reward.weight == 1)]
+        why = "keeps groups whose mean reward is between 0 and 1, which is meant for rewards of 0 and 1, but"
         written = self.model_fields_set & {"difficulty_low_threshold", "difficulty_high_threshold"}
         if self.difficulty_mask and others and not written:
             found["difficulty_mask"] = (
-                "keeps groups whose mean reward is between 0 and 1, which is meant for rewards of 0 and 1, but"
-                f" rewards.{others[0]} may have other values: set difficulty_low_threshold and"
+                f"{why} rewards.{others[0]} may have other values: set difficulty_low_threshold and"
                 " difficulty_high_threshold"
             )
+        for name in others:
+            given = self.rewards[name].query_filter_config
+            if given.type == "mean_filter" and not given.filter_args.model_fields_set:
+                found[f"rewards.{name}.query_filter_config.type"] = (
+                    f"{why} rewards.{name} may have other values: set filter_args.threshold_down and threshold_up"
+                )
         return found
 
     def _without_effect(self) -> dict[str, str]:
