@@ -55,6 +55,12 @@ class RollError(Exception):
         return copy
 
 
+def one_line(error: BaseException) -> str:
+    """Class and message of an exception on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """The exception and its causes, first cause last, without duplicates (an exception can be its own cause)."""
     met: set[int] = set()

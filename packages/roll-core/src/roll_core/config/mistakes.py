@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from roll_core.config.explain import Finding, findings
 from roll_core.config.schema import members, paths, schema_at
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS, meant, suggest_key
-from roll_core.errors import PluginLoadError
+from roll_core.errors import PluginLoadError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -46,8 +46,7 @@ def validate_all(
         except Exception as error:  # a validator of a plugin's schema that raises anything but ValueError
             if round_number:
                 return None, found
-            reason = " ".join(str(error).split())
-            raise PluginLoadError(f"{owner}: its config schema raised {type(error).__name__}: {reason}") from error
+            raise PluginLoadError(f"{owner}: its config schema raised {one_line(error)}") from error
         else:
             return (None, found) if found or broken else (valid, [])
         new = findings(errors, rest)

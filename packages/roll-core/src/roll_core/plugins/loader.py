@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
-from roll_core.errors import PluginError, PluginLoadError, closest
+from roll_core.errors import PluginError, PluginLoadError, closest, one_line
 from roll_core.plugins.records import KINDS, check_record
 from roll_core.plugins.requirements import CORE
 from roll_core.spec import HOOK_API, hooks
@@ -72,7 +72,7 @@ class Plugin:
         if self.error is None:
             return ""
         root = self.error.__cause__
-        return str(self.error) if root is None else _one_line(root)
+        return str(self.error) if root is None else one_line(root)
 
 
 def load_plugins(
@@ -204,15 +204,10 @@ class _BrokenContractError(Exception):
 
 
 def _failure(package: str, version: str, problem: str, cause: BaseException | None) -> PluginLoadError:
-    detail = f": {_one_line(cause)}" if cause is not None else ""
+    detail = f": {one_line(cause)}" if cause is not None else ""
     error = PluginLoadError(f"plugin {package} {version}: {problem}{detail}")
     error.__cause__ = cause
     return error
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _check_api(module: Any) -> None:

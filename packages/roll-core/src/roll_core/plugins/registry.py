@@ -10,7 +10,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_core.errors import ContractError, PluginHookError, ProviderConflictError, UnknownProviderError, closest
+from roll_core.errors import (
+    ContractError,
+    PluginHookError,
+    ProviderConflictError,
+    UnknownProviderError,
+    closest,
+    one_line,
+)
 from roll_core.plugins.loader import Plugin, load_plugins, normalise
 from roll_core.plugins.records import KINDS, described, kind_of
 from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
@@ -259,10 +266,7 @@ def _call(plugin: Plugin | object, hook: str, **arguments: Any) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # third-party code: SystemExit must not look like a normal end
-        reason = " ".join(str(error).split())
-        raise PluginHookError(
-            f"{_name(plugin)}: {hook} raised {type(error).__name__}{': ' if reason else ''}{reason}"
-        ) from error
+        raise PluginHookError(f"{_name(plugin)}: {hook} raised {one_line(error)}") from error
 
 
 def _name(plugin: Plugin | object) -> str:

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_core.errors import PluginLoadError
+from roll_core.errors import PluginLoadError, one_line
 from roll_core.plugins.signatures import CONTRACTS
 from roll_core.spec.diagnostics import KnownError
 
@@ -39,10 +39,7 @@ def load_target(target: str, *, owner: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # third-party code: SystemExit must not end the run silently
-        reason = " ".join(str(error).split())
-        raise PluginLoadError(
-            f"{owner}: importing {module_name} failed: {type(error).__name__}{': ' if reason else ''}{reason}"
-        ) from error
+        raise PluginLoadError(f"{owner}: importing {module_name} failed: {one_line(error)}") from error
     for name in attribute.split("."):
         try:
             found = getattr(found, name)

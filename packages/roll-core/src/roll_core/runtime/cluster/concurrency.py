@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
     from typing import Any
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,16 @@ async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         raise
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until all of them have ended. Their exceptions are ignored."""
+    stopped = list(tasks)
+    for task in stopped:
+        task.cancel()
+    await asyncio.gather(*stopped, return_exceptions=True)
 
 
 async def in_daemon_thread(function: Callable[[], T], *, name: str) -> T:

@@ -28,7 +28,7 @@ import numpy as np
 from roll_core.data.encode import Encoder
 from roll_core.data.tokenizers import CHAT_HINT, stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
-from roll_core.runtime.cluster.concurrency import background, gather
+from roll_core.runtime.cluster.concurrency import background, cancel_all, gather
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.workers.reward import scored
 from roll_core.spec.config import DataArguments
@@ -199,8 +199,7 @@ class ModelRewardRole:
     async def close(self) -> None:
         """Cancel scoring."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_all([self._task])
 
     async def _score_waiting(self) -> None:
         while self._waiting:

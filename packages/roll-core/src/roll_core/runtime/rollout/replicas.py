@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from typing_extensions import override
 
 from roll_core.errors import InvalidCompletionError, RollError, WorkerDiedError
-from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.concurrency import background, cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub, retrieve
 from roll_core.runtime.records.tracking import TRACE
 from roll_core.runtime.workers.infer import InferWorker
@@ -312,10 +312,7 @@ class HealthMonitor:
 
     async def close(self) -> None:
         """Stop polling."""
-        tasks = [*self._tasks.values(), *self._streams.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks.values(), *self._streams.values()])
 
     async def _watch(self, slot: ReplicaSlot) -> None:
         TRACE.set(None)  # a span per poll would hide those of the requests

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError, ContractError
-from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.concurrency import background, cancel_all
 from roll_core.runtime.rollout.program import GroupContext, GroupTerms
 from roll_core.runtime.rollout.recording import (
     REPLAYED,
@@ -246,9 +246,7 @@ class RolloutScheduler:
     async def close(self) -> None:
         """Cancel all programs."""
         tasks, self._tasks = self._tasks, set()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import DataError, WorkerDiedError
+from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.workers.reward import THREADS, RewardWorker
 from roll_core.spec.rollout import RewardRequest
@@ -126,9 +127,7 @@ class RewardRole:
 
     async def close(self) -> None:
         """Stop replacing workers."""
-        for task in self._replacing.values():
-            task.cancel()
-        await asyncio.gather(*self._replacing.values(), return_exceptions=True)
+        await cancel_all(self._replacing.values())
 
     async def _scored(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score on the next worker. If its process exits, the scores are failures."""

@@ -41,7 +41,7 @@ from roll_core.errors import (
 )
 from roll_core.plugins.registry import Events
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.cluster.concurrency import in_daemon_thread
+from roll_core.runtime.cluster.concurrency import cancel_all, in_daemon_thread
 from roll_core.runtime.cluster.memory_use import by_process
 from roll_core.runtime.cluster.platform import select_platform
 from roll_core.runtime.records.checkpoints import BestCheckpoint, BestMetric, CheckpointStore
@@ -595,6 +595,4 @@ async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         await (working if working.done() else watching)
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await cancel_all([working, watching])

@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
-from roll_core.runtime.cluster.concurrency import end_on_failure
+from roll_core.runtime.cluster.concurrency import cancel_all, end_on_failure
 from roll_core.runtime.records.console import detach_closed_terminal
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ class StopSignals:
             await asyncio.wait({working, requested}, return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
-            working.cancel()
-            requested.cancel()
-            await asyncio.gather(working, requested, return_exceptions=True)
+            await cancel_all([working, requested])
 
     def _run_on_a_thread(self, main: Coroutine[Any, Any, None]) -> None:
         failure: list[BaseException] = []

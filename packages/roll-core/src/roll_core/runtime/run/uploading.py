@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roll_core.errors import CheckpointError
-from roll_core.runtime.cluster.concurrency import in_daemon_thread
+from roll_core.runtime.cluster.concurrency import cancel_all, in_daemon_thread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,8 +101,7 @@ class CheckpointUploader:
         finally:
             self._stop.set()
             if self._task is not None:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+                await cancel_all([self._task])
 
     async def _upload_pending(self) -> None:
         while self._pending:

@@ -19,6 +19,7 @@ from roll_core.errors import (
     WorkerDiedError,
     WorkerTimeoutError,
 )
+from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.weights.plan import ReceivingWorker, SendingWorker, SendOutcome, SyncPlan
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
@@ -172,9 +173,7 @@ class WeightBroadcaster:
             await self._call_off(handle)
             raise
         finally:
-            for future in both:
-                future.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            await cancel_all(both)
 
     async def _call_off(self, handle: SendHandle) -> None:
         transport, options = load_transport(self.plan.transport), self.plan.route.options

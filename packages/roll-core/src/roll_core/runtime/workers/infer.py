@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from roll_core.errors import InvalidCompletionError, RollError
+from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
@@ -185,9 +186,7 @@ class InferWorker(ReceivingWorker):
 
     async def close(self) -> None:
         """Stop the engine and cancel its running requests."""
-        for task in self.running.values():
-            task.cancel()
-        await asyncio.gather(*self.running.values(), return_exceptions=True)
+        await cancel_all(self.running.values())
         self.receiver.close()
         await self.strategy.stop()
 
