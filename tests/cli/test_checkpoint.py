@@ -156,6 +156,8 @@ def test_copies_in_a_store_are_listed_and_verified(run, tmp_path, capsys):
         (f"file://{tmp_path}/store/x/001-0a0b0c0d/step-{step}", step, "complete") for step in (2, 4)
     ]
     assert rows[0]["roles"]["actor_train"]["world_size"] == 2
+    code, of_store = listed(capsys, "list", f"file://{tmp_path}/store")
+    assert (code, [row["path"] for row in of_store]) == (0, [row["path"] for row in rows])
     (tmp_path / "store" / "x" / "001-0a0b0c0d" / "step-4" / "actor_train" / "weights").write_bytes(b"1" * 3000)
     assert cli.main(["checkpoint", "verify", url]) == 1
     shown = capsys.readouterr().out

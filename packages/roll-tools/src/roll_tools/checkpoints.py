@@ -138,7 +138,7 @@ def _remote_rows(url: str, store: Mapping[str, Any], *, digests: bool) -> Iterat
 
     folder = RemoteFolder(url, store)
     with store_errors(url):
-        manifests = folder.manifests()
+        manifests = folder.manifests(folders=3)  # of a whole store: experiment, run, checkpoint
         if not manifests:
             raise NoCheckpointError(f"{url} has no complete checkpoint")
         best = _remote_best(folder, manifests)

@@ -45,12 +45,12 @@ class RemoteFolder:
             raise CheckpointError(f"{self.url} cannot be opened: {error}") from error
         self._path = self._path.rstrip("/")
 
-    def manifests(self) -> dict[str, Manifest]:
-        """Manifests of the complete checkpoints at most two folders below, by path below this folder, newest first."""
+    def manifests(self, folders: int = 2) -> dict[str, Manifest]:
+        """Manifests of the complete checkpoints at most `folders` below, by path below this folder, newest first."""
         self._files.invalidate_cache()
         found = {}
         try:
-            names = self._files.find(self._path, maxdepth=3)
+            names = self._files.find(self._path, maxdepth=folders + 1)
         except FileNotFoundError:
             return {}
         for name in names:

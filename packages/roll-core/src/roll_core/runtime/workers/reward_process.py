@@ -115,7 +115,7 @@ def describe(error: BaseException) -> str:
     text = " ".join(str(error).split())[:500]
     if type(error).__name__ == "RewardFailure":
         return text or "the function gave no reason"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     notes = "".join(f"; {' '.join(str(note).split())[:500]}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}{notes}"
