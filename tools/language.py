@@ -1,6 +1,7 @@
-"""Checks the language of docs and messages; part of `./run lint`. Words and rules: CONTRIBUTING.md.
+"""Checks the language of docs, messages and docstrings; part of `./run lint`. Words and rules: CONTRIBUTING.md.
 
-Checks all pages, and the messages of errors and logs in all packages. `python tools/language.py PATH...` checks others.
+Checks all pages, and in all packages the messages of errors and logs, and the docstrings of modules, classes, functions
+and fields. `python tools/language.py PATH...` checks others.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 """What the glossary replaces by the field's terms: sampled, request, reward, killed, heartbeat, fp8, argmax …"""
+FRAGMENT = re.compile(r"Whether\b|So (many|much|long)\b|Of [^,:.]*[:.]|(?!`)\S+$")
+"""Beginning of a docstring that does not stand alone in a tooltip, or its only word. `True if …` replaces `Whether`."""
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
 MAX_PROSE_IN_TESTS = 60
 """Places where tests may match sentences: errors that a test raises itself, what torch says, a page's text."""
@@ -74,8 +77,13 @@ def page(file: Path) -> Iterator[str]:
 
 
 def source(file: Path) -> Iterator[str]:
-    """The same for messages of errors and logs in a module."""
+    """The same for docstrings, and messages of errors and logs, in a module."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for line, text in docstrings(node):
+            for word in WORDS.findall(re.sub(r"`[^`]*`", "", text)):
+                yield f"{file}:{line}: {word!r} is not a word of the glossary"
+            if FRAGMENT.match(text):
+                yield f"{file}:{line}: the docstring does not stand alone: {text.splitlines()[0]!r}"
         called = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(called, ast.Call):
             continue
@@ -85,6 +93,14 @@ def source(file: Path) -> Iterator[str]:
         texts = [each.value for part in called.args for each in ast.walk(part) if isinstance(each, ast.Constant)]
         for word in WORDS.findall(" ".join(text for text in texts if isinstance(text, str))):
             yield f"{file}:{called.lineno}: {word!r} is not a word of the glossary"
+
+
+def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstring of a module, class or function, and of those of its fields and constants."""
+    body = getattr(node, "body", None)
+    for each in body if isinstance(body, list) else ():
+        if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str):
+            yield each.lineno, each.value.value
 
 
 def prose_in(file: Path) -> Iterator[str]:

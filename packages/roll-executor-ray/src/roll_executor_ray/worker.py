@@ -69,7 +69,7 @@ class RayWorker:
         self._pending: dict[asyncio.Future[Any], str] = {}
         """Method of each pending call."""
         self._num_running = 0
-        """Calls that the actor has not returned from, including those whose caller is gone."""
+        """Calls that the actor has not returned from, including those that no caller awaits."""
         self._refusal: WorkerDiedError | None = None
         """Error of all further calls."""
         self.exit_error: WorkerDiedError | None = None

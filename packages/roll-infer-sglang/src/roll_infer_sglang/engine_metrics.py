@@ -40,7 +40,7 @@ class SglangMetrics(EngineMetrics):
         self.count("prompt_tokens", -(meta.get("cached_tokens") or 0))  # cached tokens were not computed
 
     async def watch(self, server: SglangServer, busy: Callable[[], bool]) -> None:
-        """Sample the load every `POLL_S` seconds while requests run (`busy`); returns when the server is gone."""
+        """Sample the load every `POLL_S` seconds while requests run (`busy`); returns when the server has stopped."""
         while True:
             await asyncio.sleep(POLL_S)
             if not busy():

@@ -489,7 +489,7 @@ STRATEGIES: dict[str, Table] = {
 
 
 def _sampling(*, evaluation: str) -> dict[tuple[str, ...], object]:
-    """Of a pipeline with rollouts, whose evaluations are configured under the key `evaluation`."""
+    """Defaults of a pipeline with rollouts, whose evaluations are configured under the key `evaluation`."""
     values = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
     roles = ("actor_infer", evaluation)
     return {("kl_loss_coef",): 0.0} | {

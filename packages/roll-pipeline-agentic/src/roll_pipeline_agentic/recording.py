@@ -101,7 +101,7 @@ class Call:
     """Number of the call in its rollout."""
     task: asyncio.Task[list[ChatReply]]
     parts: list[SettledParts] = field(default_factory=list)
-    """Of a stream: the parts of each reply so far, which further tokens do not change."""
+    """Parts of each streamed reply so far, which further tokens do not change."""
     progressed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done as soon as `parts` change; then there is a new one."""
     turns: list[int] = field(default_factory=list)

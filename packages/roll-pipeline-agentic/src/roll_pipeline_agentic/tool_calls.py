@@ -158,7 +158,7 @@ class _Found(NamedTuple):
     error: str | None = None
     reasoning: str = ""
     spans: Sequence[Span] = ()
-    """Of reasoning and well-formed calls."""
+    """Positions of reasoning and well-formed calls."""
 
 
 class _Malformed(Exception):

@@ -51,7 +51,7 @@ class SigmaSchedule:
     """
 
     num_steps: int
-    """T."""
+    """Number of steps, T."""
     shift: float = 1.0
     dynamic_shift: DynamicShift | None = None
     """Compute the shift from the latents' shape instead."""

@@ -217,7 +217,7 @@ class FormatConfig(RewardConfig):
     format_pattern: Pattern
     """Regular expression, in which `.` also matches a line break."""
     match: Literal["full", "search"] = "full"
-    """Whether the whole response must match, or a part of it."""
+    """`full`: the whole response must match. `search`: a part of it must match."""
 
 
 class LengthPenaltyConfig(RewardConfig):

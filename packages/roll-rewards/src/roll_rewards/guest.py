@@ -69,7 +69,7 @@ def _fork_program(wall_s: float) -> None:
 
 
 def receive(fd: int) -> dict[str, Any]:
-    """Read a frame. Raises `EOFError` if the other side is gone."""
+    """Read a frame. Raises `EOFError` if the other side has closed."""
     message: dict[str, Any] = json.loads(_read(fd, struct.unpack("!I", _read(fd, 4))[0]))
     return message
 
@@ -289,7 +289,7 @@ class Remote:
 
 
 class BrokenConnection(BaseException):
-    """The program under test is gone. No `except Exception` of a test catches it."""
+    """The program under test exited. No `except Exception` of a test catches it."""
 
 
 def tests(job: dict[str, Any]) -> int:

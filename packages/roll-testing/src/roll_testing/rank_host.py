@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def serve(call: RankCall, client: Connection) -> RankResults:
-    """Fork the ranks, collect their results, and kill those that remain. Raises `EOFError` if the client is gone."""
+    """Fork the ranks, collect their results, and kill those that remain. Raises `EOFError` if the client is lost."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Rank(call, rank, Path(folder) / f"rank-{rank}.txt") for rank in range(call.num_ranks)]
         try:

@@ -35,7 +35,7 @@ _MANY = 1 << 20
 _TOKENS = np.broadcast_to(np.int64(0), _MANY)
 _LOGPROBS = np.broadcast_to(np.float32(-1.0), _MANY)
 _FIRST_VERSION = np.broadcast_to(np.int32(0), _MANY)
-"""Broadcast constants as long as any output: slicing them takes no time and no memory."""
+"""Broadcast constants as long as any output: slicing them costs neither time nor memory."""
 
 
 class _Skipping(selectors.DefaultSelector):

@@ -319,7 +319,7 @@ class _Trial:
     def keeps(
         self, check: str, what: str, reply: Mapping[str, Any], follows: Message, tools: Sequence[Mapping[str, Any]] = ()
     ) -> AuditFinding:
-        """Whether a second prompt begins with the first and a reply as the template writes it."""
+        """Check that a second prompt begins with the first and a reply as the template writes it."""
         try:
             chat = self.chats.encode([self.question], tools)
             text = self.chats.encode([self.question, {"role": "assistant", **reply}, follows], tools).text
@@ -339,7 +339,7 @@ class _Trial:
         )
 
     def reasoning(self, thinking: str) -> AuditFinding:
-        """Whether the reasoning of a reply is part of later prompts."""
+        """Check that the reasoning of a reply is part of later prompts."""
         opened = self.opening.text.rstrip().endswith("<think>")
         text = f"{'' if opened else '<think>'}\n{self.answer}\n</think>\n\n{self.answer}{self.end}"
         if self.chats.tool_format == "harmony":

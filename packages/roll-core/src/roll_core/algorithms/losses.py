@@ -251,7 +251,7 @@ class CrossEntropy:
     stream: str | None = None
     """Name in `TrainSequence.streams`; None: the loss mask."""
     aggregation: Aggregation = "token-mean"
-    """Of the loss mask. A stream has its own weights."""
+    """Aggregation over the loss mask. A stream has its own weights."""
 
     @property
     def want(self) -> WantedOutputs:

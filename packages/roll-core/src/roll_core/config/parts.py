@@ -89,7 +89,7 @@ class Parts:
         return on_a_cluster(self.registry, self.data.get("executor"))
 
     def options(self, record: Provider, path: KeyPath, given: Any, named_at: KeyPath) -> None:
-        """Validate the options of a part that is not a role. Without a schema, it takes no options."""
+        """Validate the options of a part that is not a role. Without a schema, it has no options."""
         given = {} if given is None else given
         owner = self.registry.owner(record)
         if is_user_function(record):

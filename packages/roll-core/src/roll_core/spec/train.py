@@ -49,7 +49,7 @@ class MicroBatch:
     ids: tuple[str, ...]
     """Ids of the S sequences."""
     tokens_T: Tensor
-    """int64."""
+    """Token ids, int64."""
     positions_T: Tensor
     """int64, counted from 0 in each sequence."""
     segments_T: Tensor

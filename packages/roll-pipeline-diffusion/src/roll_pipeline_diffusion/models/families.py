@@ -63,7 +63,7 @@ class Family(ABC):
         """Velocity like `latents`, for `sigma` `[B]` and conditioning tensors `[B, ...]`."""
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
-        """C."""
+        """Number of channels of the latents, C."""
         return int(config["in_channels"])
 
     def patch(self, config: Mapping[str, Any]) -> int:

@@ -40,7 +40,7 @@ class ImageRewardConfig(RewardConfig):
     """True if the reward takes videos, otherwise only their frames."""
 
     frames: Literal["mean", "together"] = "mean"
-    """Of a video: `mean` scores each frame by itself and averages; `together` gives the reward the whole video."""
+    """Frames of a video: `mean` scores each by itself and averages; `together` gives the reward the whole video."""
 
     @property
     def has_gradients(self) -> bool:

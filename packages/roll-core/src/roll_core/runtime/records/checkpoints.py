@@ -284,7 +284,7 @@ class BestCheckpoint:
         """The best checkpoint that the state of the checkpoint `beside` names; None if it does not exist any more.
 
         A run may have been moved: the checkpoint is also searched beside that checkpoint. A copy of a run whose disk
-        is gone has its best checkpoint beside the URL `origin`.
+        was lost has its best checkpoint beside the URL `origin`.
         """
         try:
             found = cls(**best) if best else None

@@ -9,7 +9,7 @@ In a synchronous run, a pass begins when the engine has finished all its request
 The composition of the pass, and with it the last bits of the scores, therefore does not depend on timing. Generation
 and scoring alternate on shared slots, with the engine and the reward model side by side in their memory.
 
-An engine replies to each sample. It keeps its own weights on its slots and takes no lease: it works beside the roles
+An engine replies to each sample. It keeps its own weights on its slots without a lease: it works beside the roles
 that share them.
 
     sample ──► EngineReward.messages ──► chat template ──► tokens ──► GroupInferRole ──► replies ──► EngineReward.score

@@ -279,7 +279,7 @@ class GroupTrainRole(TrainRole):
         return any(unfinished)
 
     async def finish_save(self) -> None:
-        """Write the files that the last `save` left. Takes no lease, because the pending state is not on the slots.
+        """Write the files that the last `save` left. Needs no lease, because the pending state is not on the slots.
 
         Other roles, or this role, may use the slots meanwhile.
         """
@@ -351,7 +351,7 @@ class GroupInferRole(InferRole):
         `leases` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
         roles and lose their weights. They sleep only if `receives_weights`: if a role publishes weights to them.
         `restart` restarts all replicas and publishes weights to them. It is called once no replica is alive. Without
-        it, replicas of a role to which nobody published are restarted with the weights of their model.
+        it, replicas of a role without a publish are restarted with the weights of their model.
         """
         self.name, self.config, self.group = name, config, group
         self._workers = WorkerStub[InferWorker](group)

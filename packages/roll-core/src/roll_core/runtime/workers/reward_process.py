@@ -11,7 +11,7 @@ Messages on the socket are JSON. A reply has the number of its job and the proce
 processes return, only the first one replies. A child exits with its parent in each state:
 
 - idle: it reads an end of file
-- busy in Python: a thread detects that the parent is gone
+- busy in Python: a thread detects that the parent exited
 - busy in C code that holds the GIL: a kernel timer kills it shortly after its job's deadline
 """
 

@@ -79,7 +79,7 @@ class WorkerServer:
             del self._running[number]
 
     async def cancel(self, number: int) -> None:
-        """Cancel a call whose caller is gone, if its method is async."""
+        """Cancel a call that no caller awaits, if its method is async."""
         if number in self._running:
             self._running[number].cancel()
 

@@ -1,0 +1,37 @@
+"""`tools/language.py` finds docstrings outside the glossary or that do not stand alone."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def language():
+    spec = importlib.util.spec_from_file_location("language", REPOSITORY / "tools" / "language.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_wrong"),
+    [
+        ("Sampled tokens of the response.", False),
+        ("`tracker_kwargs.acme`.", False),
+        ("Of the platforms that were found, the one with the highest priority.", False),
+        ("Of its groups.", True),
+        ("Whether they do.", True),
+        ("So many.", True),
+        ("Distillation.", True),
+        ("Tokens drawn by the engine.", True),
+        ("Tokens that `drawn` contains.", False),
+    ],
+)
+@pytest.mark.parametrize("place", ['"""{}"""\n', 'class A:\n    """{}"""\n', 'class A:\n    b: int\n    """{}"""\n'])
+def test_docstrings_use_the_glossary_and_stand_alone(tmp_path, language, place, docstring, is_wrong):
+    file = tmp_path / "module.py"
+    file.write_text(place.format(docstring), encoding="utf-8")
+    assert bool(list(language.source(file))) is is_wrong
