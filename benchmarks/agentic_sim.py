@@ -174,7 +174,7 @@ class NoText:
     """Stands for the chat encoder: appends ids without any text, so that only scheduling is measured."""
 
     new = np.arange(16, dtype=np.int64)
-    tool_format = "hermes"
+    tool_format, text = "hermes", None
 
     def encode(self, messages: Any, tools: Any = ()) -> EncodedChat:
         return EncodedChat(messages=(), text="", ids=self.new)
@@ -248,9 +248,11 @@ class Rollouts:
         self.scheduler = RolloutScheduler(plan, self.queue, None, seed=1)
 
 
-async def simulate(load: Workload, environments: int, ratio: float, steps: int, tokenizer: Any) -> dict[str, float]:
-    """Mean step, its bound, and the staleness of what was trained on, after a warm-up."""
-    loop, rollouts = asyncio.get_running_loop(), Rollouts(load, environments, ratio, tokenizer, text=True)
+async def simulate(
+    load: Workload, environments: int, ratio: float, steps: int, tokenizer: Any, *, text: bool = True
+) -> dict[str, float]:
+    """Mean step, its bound, and the staleness of what was trained on, after a warm-up. Texts cost only CPU."""
+    loop, rollouts = asyncio.get_running_loop(), Rollouts(load, environments, ratio, tokenizer, text=text)
     warm_up = 2 + math.ceil(ratio) if ratio else 0
     world, ages, turns = rollouts.world, [0], 0
     trained_s, longest_s = [], []

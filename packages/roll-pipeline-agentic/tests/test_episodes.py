@@ -93,12 +93,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def episodes(
-    tokenizer: Any, create: Any, config: Config | None = None, isolation: Any = "inline", template: str = "plain"
+    tokenizer: Any,
+    create: Any,
+    config: Config | None = None,
+    isolation: Any = "inline",
+    template: str = "plain",
+    concurrency: int = 0,
 ) -> Episodes:
     config = config or Config()
     host = EnvironmentHost(
         "guess", config.custom_envs["guess"], target="", options={}, owner="environment 'x' of acme 1.0",
-        isolation=isolation, concurrency=0, create=create,
+        isolation=isolation, concurrency=concurrency, create=create,
     )  # fmt: skip
     encoder = ChatEncoder(tokenizer, DataArguments(template=template), where="custom_envs.guess")
     return Episodes(
@@ -210,6 +215,24 @@ def test_a_failed_episode_is_retried_with_other_keys_and_then_excluded(tokenizer
     assert "acme" in sample.reward.failure
     assert [key for key, _, _ in context.calls] == ["0/0/0", "0/1/0", "0/2/0"]
     assert shared.counts == {("guess", "retries"): 2, ("guess", "failures"): 1}
+
+
+def test_a_failed_episode_is_retried_before_others_begin(tokenizer: Any) -> None:
+    numbers = itertools.count()
+
+    class FailsOnce(Five):
+        async def reset(self, task: Any, seed: int) -> Opening:
+            if not next(numbers):
+                raise RuntimeError("no such level")
+            return await super().reset(task, seed)
+
+    async def run() -> list[str]:
+        shared = episodes(tokenizer, partial(FailsOnce, low=1, high=9), concurrency=1)
+        context = Script(tokenizer, RIGHT, n=3)
+        await EpisodeGroup(shared).run(context, PROMPT)
+        return [key.rpartition("/")[0] for key, _, _ in context.calls]
+
+    assert asyncio.run(run()) == ["0/1"] * 3 + ["1/0"] * 3 + ["2/0"] * 3
 
 
 def test_an_episode_without_any_reward_is_a_failure(tokenizer: Any) -> None:

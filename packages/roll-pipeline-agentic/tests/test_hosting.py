@@ -46,7 +46,7 @@ def host(
 
 
 async def episode(of: EnvironmentHost) -> float:
-    async with of.environment() as environment:
+    async with of.slot(), of.environment() as environment:
         await environment.reset({}, 0)
         total = 0.0
         while True:

@@ -17,7 +17,7 @@ if importlib.util.find_spec("agents") is None:
 import agents
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_recording_clients import CALL, chain, endpoint, tokenizer  # noqa: F401 - a fixture
+from test_recording_clients import CALL, _clients, chain, endpoint, tokenizer  # noqa: F401 - fixtures
 
 
 @pytest.mark.parametrize("model", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])

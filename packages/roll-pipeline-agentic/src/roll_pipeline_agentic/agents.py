@@ -1,9 +1,9 @@
 """Rollouts of agents: programs with a loop of their own, which call the policy at the recording endpoint.
 
-    episode ── AgentHost.agent() ──► slot ──► instance ──► run(task, session) ──► reward or reply
-                                                               │
-                              RecordingServer ◄── HTTP calls ──┘
-                                     └──► Recorder ──► turns of the rollout
+    episode ── slot() ──► attempt ── agent() ──► instance ──► run(task, session) ──► reward or reply
+                                                                   │
+                                  RecordingServer ◄── HTTP calls ──┘
+                                         └──► Recorder ──► turns of the rollout
 
 Agents run as environments do: inline, in threads or in processes. The deadline counts only the time outside of calls,
 because calls block while the policy trains.
@@ -106,14 +106,13 @@ class AgentHost(EnvironmentHost):
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[Any]:
-        """An agent for one rollout, once there is a slot. Closes it at the end, also after an error."""
-        async with self._slots or contextlib.nullcontext():
-            caller = await self._caller()
-            try:
-                yield caller
-            finally:
-                with contextlib.suppress(Exception):  # the rollout is over; a process that failed was killed
-                    await caller.close()
+        """An agent for one attempt, in a slot. Closes it at the end, also after an error."""
+        caller = await self._caller()
+        try:
+            yield caller
+        finally:
+            with contextlib.suppress(Exception):  # the rollout is over; a process that failed was killed
+                await caller.close()
 
     async def play(
         self, context: RolloutContext, prompt: Prompt, key: str, environments: EnvironmentHost | None
@@ -302,31 +301,41 @@ class CommandAgent(Agent):
 
     @override
     async def run(self, task: Task, session: Session) -> str:
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=self.directory,
-            env={**os.environ, **variables(session), **self.env},
-            start_new_session=True,  # so that a kill also ends what the program started
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=self.directory,
+                env={**os.environ, **variables(session), **self.env},
+                start_new_session=True,  # so that a kill also ends what the program started
+            )
         )
         given = {"task": dict(task), "seed": session.seed, "messages": list(session.messages)}
         try:
+            process = await asyncio.shield(starting)  # a cancelled start would leave what the program has started
             output, errors = await process.communicate(json.dumps(given | {"tools": list(session.tools)}).encode())
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # already exited
-                os.killpg(process.pid, signal.SIGKILL)
-            await _ended(process)
+            await _ended(asyncio.ensure_future(_killed(starting)))
         if process.returncode:
             tail = errors.decode(errors="replace").strip()[-MAX_STDERR:]
             raise RuntimeError(f"{self.command[0]} exited with code {process.returncode}: {tail}")
         return output.decode(errors="replace").strip()
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
+async def _killed(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """Kill the process group of a program, also of one that is being started, and wait for the program's end."""
+    await asyncio.wait({starting})
+    if starting.exception() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # already exited
+            os.killpg(starting.result().pid, signal.SIGKILL)
+        await starting.result().wait()
+
+
+async def _ended(ended: asyncio.Future[None]) -> None:
     """Wait for a killed process at most `KILL_S`, also if the caller is cancelled again: then its pipes are closed."""
-    ended, loop = asyncio.ensure_future(process.wait()), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
     deadline, cancelled = loop.time() + KILL_S, False
     while not ended.done() and loop.time() < deadline:
         try:

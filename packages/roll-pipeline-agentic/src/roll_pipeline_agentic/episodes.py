@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -136,27 +137,31 @@ class EpisodeGroup(RolloutProgram):
     async def _episode(self, context: RolloutContext, prompt: Prompt, index: int) -> list[Sample]:
         """Run an episode until an attempt succeeds. After the last attempt, its samples have a failed reward."""
         episodes, tag = self._episodes, prompt.tag
-        while True:
-            attempt = _Attempt(self, context, prompt, index)
-            try:
-                if self._agent is not None:
-                    samples = await attempt.play(self._agent)
-                else:
-                    async with episodes.hosts[tag].environment() as environment:
-                        samples = await attempt.run(environment)
-                episodes.consecutive_failures = 0
-                return samples
-            except _PromptChanged:
-                episodes.counts[tag, "repeats"] += 1
-            except EnvironmentFailure as failure:
-                self._failures[index] += 1
-                if self._failures[index] > episodes.config.custom_envs[tag].max_retries:
-                    episodes.count_failure(tag, failure)
-                    return attempt.samples("abort", Reward(value=None, failure=str(failure)))
-                episodes.counts[tag, "retries"] += 1
-            self._attempts[index] = self._attempts.get(index, 0) + 1
-            self._prompts.pop(index, None)
-            self._expected.pop(index, None)
+        async with AsyncExitStack() as slots:
+            for host in (self._agent, episodes.hosts.get(tag)):
+                if host is not None:
+                    await slots.enter_async_context(host.slot())
+            while True:
+                attempt = _Attempt(self, context, prompt, index)
+                try:
+                    if self._agent is not None:
+                        samples = await attempt.play(self._agent)
+                    else:
+                        async with episodes.hosts[tag].environment() as environment:
+                            samples = await attempt.run(environment)
+                    episodes.consecutive_failures = 0
+                    return samples
+                except _PromptChanged:
+                    episodes.counts[tag, "repeats"] += 1
+                except EnvironmentFailure as failure:
+                    self._failures[index] += 1
+                    if self._failures[index] > episodes.config.custom_envs[tag].max_retries:
+                        episodes.count_failure(tag, failure)
+                        return attempt.samples("abort", Reward(value=None, failure=str(failure)))
+                    episodes.counts[tag, "retries"] += 1
+                self._attempts[index] = self._attempts.get(index, 0) + 1
+                self._prompts.pop(index, None)
+                self._expected.pop(index, None)
 
     def attempt(self, index: int) -> int:
         """Number of the current attempt of an episode."""

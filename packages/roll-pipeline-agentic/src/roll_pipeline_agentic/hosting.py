@@ -1,8 +1,8 @@
 """Runs environments inline, in threads, in processes or in another interpreter, with a deadline for each call.
 
-    episode ── EnvironmentHost.environment() ──► slot (concurrency) ──► instance ──► reset, step, score ──► close
-                                                                          │
-                                                  deadline or exception ──┴──► EnvironmentFailure with the package
+    episode ── slot() (concurrency) ──► attempt ── environment() ──► instance ──► reset, step, score ──► close
+                                                                       │
+                                               deadline or exception ──┴──► EnvironmentFailure with the package
 
 A hanging call is cancelled (inline), abandoned (thread) or killed (process). It never blocks other episodes.
 """
@@ -37,6 +37,7 @@ from roll_pipeline_agentic.environment_process import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from roll_core.spec.environment import Environment, Opening, Reply, Task, Turn
     from roll_core.spec.providers import Isolation
@@ -171,15 +172,22 @@ class EnvironmentHost:
         self._processes: set[_Process] = set()
         self._closed = False
 
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        """One of `concurrency` slots, for all attempts of an episode.
+
+        Slots are given in the order of the requests. A failed episode keeps its slot: in the queue again, it would
+        follow all episodes that wait, and training would wait for it.
+        """
+        return self._slots or contextlib.nullcontext()
+
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[HostedEnvironment]:
-        """An environment for one episode, once there is a slot. Closes it at the end, also after an error."""
-        async with self._slots or contextlib.nullcontext():
-            hosted = HostedEnvironment(self, await self._caller())
-            try:
-                yield hosted
-            finally:
-                await hosted.close()
+        """An environment for one attempt, in a slot. Closes it at the end, also after an error."""
+        hosted = HostedEnvironment(self, await self._caller())
+        try:
+            yield hosted
+        finally:
+            await hosted.close()
 
     def failure(self, method: str, reason: str) -> EnvironmentFailure:
         """The error of a failed episode."""
