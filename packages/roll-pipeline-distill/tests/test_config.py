@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from roll_core.config import load
+from roll_core.config.dump import dump
 from roll_core.data.rows import Rows
 from roll_core.errors import ConfigError, DataError
 from roll_core.plugins.registry import load_registry
@@ -166,6 +167,26 @@ def test_stale_samples_estimate_a_divergence_only_with_weights(loaded):
 def test_defaults_follow_the_support(loaded, keys, expected):
     config = loaded(**keys).config
     assert (config.objective, config.placement, config.generates) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles"),
+    [
+        ({}, ["actor_train", "actor_infer", "teachers.main"]),
+        (TOPK | DATASET, ["actor_train", "teachers.main"]),
+        (STORED, ["actor_train"]),
+        (FROM_TEACHER | {"teachers": None}, ["actor_train", "teacher_infer"]),
+        (SERVED, ["actor_train", "actor_infer", "served_teachers.main"]),
+        (EMA, ["actor_train", "actor_infer"]),
+    ],
+)
+def test_the_config_that_a_run_saves_is_the_same_config(loaded, registry, tmp_path, keys, roles):
+    config = loaded(**keys).config
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump(config), encoding="utf-8")
+    again = load(saved, [], registry).config
+    assert again == config
+    assert sorted(again.roles()) == sorted(roles)
 
 
 def test_the_teachers_engine_has_the_teachers_model(loaded):

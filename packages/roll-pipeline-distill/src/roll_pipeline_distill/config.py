@@ -17,6 +17,7 @@ from roll_core.spec.config import (
     PositiveFloat,
     PositiveInt,
     ScoreWorkerConfig,
+    WorkerConfig,
 )
 from roll_pipeline_distill.stored import check_stored
 from roll_pipeline_distill.vocabulary import Vocabulary, difference, stored_vocabulary, vocabulary_size
@@ -197,11 +198,10 @@ class DistillConfig(RLVRConfig):
     def _data_and_rewards_are_given(self) -> DistillConfig:
         if not self.actor_train.data_args.file_name:
             raise ValueError("actor_train.data_args.file_name is missing: name the files with prompts or responses")
-        has_engine = "actor_infer" in self.model_fields_set
-        if self.generates and not has_engine:
+        if self.generates and not self.has_engine:
             what = f"distill_data {self.distill_data}" if self.on_policy else "validation"
             raise ValueError(f"actor_infer is missing: {what} generates responses with it")
-        if has_engine and not self.on_policy and self.validation is None:
+        if self.has_engine and not self.on_policy and self.validation is None:
             raise ValueError(
                 f"actor_infer is not used: distill_data {self.distill_data} has no rollouts of the student; remove it"
             )
@@ -443,6 +443,13 @@ class DistillConfig(RLVRConfig):
         return sorted(key for key in keys if getattr(self, key) != defaults[key])
 
     @override
+    def roles(self) -> dict[str, WorkerConfig]:
+        found = super().roles()
+        if not self.has_engine:
+            del found["actor_infer"]
+        return found
+
+    @override
     def capabilities(self) -> Mapping[str, tuple[str, ...]]:
         teachers = [f"teachers.{domain}" for domain in self.teachers]
         if self.kd_support == "full":
@@ -508,6 +515,11 @@ class DistillConfig(RLVRConfig):
     def teacher_samples(self) -> bool:
         """True if the logprobs of the teacher are those of its engine's samples."""
         return self.distill_data == "teacher" and self.kd_support == "sampled"
+
+    @property
+    def has_engine(self) -> bool:
+        """True if `actor_infer` is configured. A saved config contains its defaults explicitly."""
+        return bool(self.actor_infer != type(self).model_fields["actor_infer"].default)
 
     @property
     def objective(self) -> Divergence:

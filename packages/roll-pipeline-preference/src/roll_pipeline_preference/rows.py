@@ -49,7 +49,9 @@ def pair_of(row: Row, data: DataArguments, rows: Rows) -> tuple[list[Message], l
     pairs = zip(chosen, rejected, strict=False)
     shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
     if chosen == rejected:
-        raise DataError(f"{row.where}: columns {data.chosen!r} and {data.rejected!r} have the same response")
+        raise DataError(
+            f"{row.where}: columns {data.chosen!r} and {data.rejected!r} have the same response: remove the row"
+        )
     for column, messages in ((data.chosen, chosen), (data.rejected, rejected)):
         role = messages[shared]["role"] if shared < len(messages) else "nothing"
         if role != "assistant":
