@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from roll_core.config import LoadedConfig
 
-GC_THRESHOLDS = (50_000, 10, 10)
-"""Thresholds for `gc.set_threshold`. With Python's 700, collections often scan half a million library objects."""
-
 
 def run_configs(
     configs: Sequence[Path], overrides: Sequence[str], disabled_plugins: Sequence[str], *, files: bool = True
@@ -31,13 +28,11 @@ def run_configs(
     With `files`, the check includes the models, rows and reward code that configs name. Returns the exit code: 0 only
     if every run completed the requested steps.
     """
-    import gc
     import traceback
 
     from roll_core.config.secrets import Redactor
 
     registry, loaded = prepare(configs, overrides, disabled_plugins, files=files)
-    gc.set_threshold(*GC_THRESHOLDS)
     from roll_core.runtime.records.ledger import process_age_s
 
     before_s = process_age_s()
