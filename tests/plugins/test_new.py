@@ -1,10 +1,10 @@
-"""`roll-core new` writes packages that are found and pass their tests; `roll-core plugins test` runs kits by name."""
+"""`roll-core new` writes packages that are found; `roll-core plugins test` runs kits by name.
+
+`test_pip_install.py` of the repository installs them and runs their tests.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -15,9 +15,6 @@ from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_testing.new import KINDS, TEMPLATES, name_problem, write_package
 from roll_testing.part_checks import check_part
-
-PARTS = {"strategy": "found or listing or contract or logprobs_equal or adamw"}
-"""`-k` of kits that take minutes. `roll-strategy-hf` runs the whole kit."""
 
 
 def build(folder, site):
@@ -79,30 +76,3 @@ def test_every_kind_has_a_template():
 def test_a_plugin_that_is_not_installed_is_refused(capsys):
     assert main(["plugins", "test", "roll-rewarts"]) == 2
     assert "roll-rewards" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def mypy_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("mypy")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_generated_package_passes_mypy_strict(kind, tmp_path, mypy_cache):
-    write_package(kind, "fresh_part", tmp_path / "package")
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(mypy_cache), f"roll_{kind}_fresh_part"]
-    done = subprocess.run(command, cwd=tmp_path / "package", capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_tests_of_a_generated_package_pass(kind, tmp_path):
-    write_package(kind, "fresh_part", tmp_path / "package")
-    site = tmp_path / "site"
-    build(tmp_path / "package", site)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", PARTS.get(kind, ""), "tests"]
-    env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path / "package", env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout

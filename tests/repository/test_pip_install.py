@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_testing.new import KINDS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent for path in (REPOSITORY / "packages").glob("*/pyproject.toml"))
 RUN = """\
@@ -88,6 +90,14 @@ class Environment:
         env["PYTHONPATH"] = str(self.folder)
         command = [str(self.bin / "roll-core"), *arguments]
         return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
+
+    def run(self, folder: Path, *words: str) -> None:
+        """Run a module of Python in `folder`, and show its output if it fails."""
+        other = ("PYTHONPATH", "ROLL_PLUGINS", "PYTHONDONTWRITEBYTECODE")
+        env = {name: value for name, value in os.environ.items() if name not in other}
+        command = [str(self.bin / "python"), "-m", *words]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def has(self, module: str) -> bool:
         command = [str(self.bin / "python"), "-c", f"import {module}"]
@@ -170,3 +180,28 @@ def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
     refused = environment.roll_core("check", "grpo.yaml", "rewards.length.world_size=2")
     assert refused.returncode == 2
     assert "pip install roll-executor-ray" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def authors(tmp_path_factory, wheels):
+    """The environment of a plugin's author."""
+    environment = Environment(tmp_path_factory.mktemp("author"), wheels, os.environ.get("UV") or shutil.which("uv"))
+    environment.install("roll-testing", "mypy")
+    return environment
+
+
+KIT_PARTS = {"strategy": "found or listing or contract or logprobs_equal or adamw"}
+"""`-k` of kits that take minutes. `roll-strategy-hf` runs the whole kit."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_package_is_installed_passes_its_tests_and_is_typed(kind, authors):
+    done = authors.roll_core("new", kind, "fresh_part")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = authors.folder / f"roll-{kind}-fresh-part"
+    authors.install("-e", f"{folder}[test]")
+    authors.run(folder, "pytest", "-q", "-p", "no:cacheprovider", "-k", KIT_PARTS.get(kind, ""))
+    authors.run(folder, "mypy", "--strict", "--cache-dir", str(authors.folder / "mypy"), f"roll_{kind}_fresh_part")
+    authors.run(folder, "roll_core", "plugins", "--check")
