@@ -48,7 +48,7 @@ class SamplingTests(InferKit):
 
         A strategy may refuse to combine them.
         """
-        self._check(engine, setup, oracle, "min_p", temperature=1.5, top_k=12, top_p=0.8, min_p=0.2)
+        self._check(engine, setup, oracle, "top_k top_p min_p", temperature=1.5, top_k=12, top_p=0.8, min_p=0.2)
 
     def test_the_repetition_penalty_is_that_of_ctrl(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """The repetition penalty must be that of CTRL.
