@@ -26,6 +26,8 @@ KINDS: dict[str, type[providers.Provider]] = {
     "pipeline": providers.PipelineProvider,
     "reward": providers.RewardProvider,
     "environment": providers.EnvironmentProvider,
+    "estimator": providers.AdvantageProvider,
+    "loss": providers.PolicyLossProvider,
     "tracker": providers.TrackerProvider,
     "transport": providers.WeightTransportProvider,
 }

@@ -1,0 +1,1 @@
+"""The advantage estimator acme of ROLL."""

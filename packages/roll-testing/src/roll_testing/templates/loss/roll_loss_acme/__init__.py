@@ -1,0 +1,1 @@
+"""The policy loss acme of ROLL."""
