@@ -107,6 +107,13 @@ def test_the_keys_of_a_foreign_section_are_found_in_it(tmp_path):
     }
 
 
+def test_a_section_with_almost_our_name_is_ours(tmp_path):
+    section = "validations: {generating_args: {n: 2, temperature: 1.0}}"
+    assert hints(tmp_path, RLVR % ("weight_decay: 0.0", "top_k: 0", "top_k: 0", section)) == {
+        (14, 1, "validations"): ["validation"]
+    }
+
+
 def test_a_foreign_config_without_a_pipeline_gets_one(tmp_path):
     (tmp_path / "run.yaml").write_text("algorithm: {filter_groups: {enable: true}}\n")
     with pytest.raises(ConfigError) as error:

@@ -98,6 +98,11 @@ def test_an_unknown_name_gets_the_nearest_and_the_available_ones():
     assert raised.value.__cause__ is None
 
 
+def test_a_dotted_name_of_a_part_that_may_be_the_users_gets_the_target():
+    with raises_error(UnknownProviderError, "my_env.levels:Lake"):
+        Registry([]).find(EnvironmentProvider, "my_env.levels.Lake")
+
+
 def test_the_beginning_of_a_name_gets_those_that_begin_so():
     registry = Registry([plugin("one", "1.0", engine("turbine_of_acme"), engine("turbine_of_ours"), engine("fan"))])
     with raises_error(UnknownProviderError, "'turbine_of_acme'", "'turbine_of_ours'"):

@@ -196,6 +196,33 @@ def test_mistakes_of_the_command_are_located(capsys: pytest.CaptureFixture[str])
     assert "'text_game'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [("'which level?'", "str"), ("Opening(messages=['which level?'])", "messages"), ("None", "NoneType")],
+)
+def test_a_wrong_result_of_the_users_class_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, result: str, found: str
+) -> None:
+    (tmp_path / "my_levels.py").write_text(LEVELS.replace("RESULT", result), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_levels", raising=False)
+    assert cli.main(["envs", "play", "my_levels:Levels"]) == 1
+    assert mentions(capsys.readouterr().err, "ROLL-D003", "my_levels:Levels", "reset", found)
+
+
+LEVELS = """
+from roll_core.spec.environment import Environment, Opening
+
+
+class Levels(Environment):
+    def reset(self, task, seed):
+        return RESULT
+
+    def step(self, reply):
+        raise AssertionError
+"""
+
+
 def test_a_failing_environment_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

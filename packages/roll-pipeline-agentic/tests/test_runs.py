@@ -220,6 +220,7 @@ def test_a_run_ends_after_too_many_failures_in_a_row(own: AgenticRuns) -> None:
         ({"rewards": {"x": {"reward": "math_rule"}}}, "rewards"),
         ({"num_return_sequences_in_group": 4}, "num_return_sequences_in_group"),
         ({"rollout_batch_size": 6}, "rollout_batch_size"),
+        ({"train_env_manager": {"group_size": 3}}, "rollout_batch_size"),
         ({"train_env_manager": {"group_size": 4, "tags": ["other"]}}, "train_env_manager.tags"),
         ({"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size"),
         ({"custom_envs": {"guess": {"environment": "gues_number"}}}, "custom_envs.guess.environment"),

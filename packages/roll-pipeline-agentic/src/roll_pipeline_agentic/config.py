@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -284,7 +284,8 @@ class AgenticConfig(RLVRConfig):
         return self
 
     @model_validator(mode="after")
-    def _groups_fit(self) -> AgenticConfig:
+    def _batches_divide(self) -> AgenticConfig:
+        """Check whole groups first: of other batches, the number of episodes has no meaning."""
         for key, size_key in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
             manager: EnvManagerConfig | None = getattr(self, key)
             if manager is None:
@@ -299,6 +300,7 @@ class AgenticConfig(RLVRConfig):
                 )
             if not manager.tags and len(manager.num_groups_partition or self.custom_envs) != len(self.custom_envs):
                 raise ValueError(f"{key}.num_groups_partition needs one number for each of custom_envs")
+        cast("Any", super())._batches_divide()  # pydantic's proxy is called as the method
         return self
 
     @property

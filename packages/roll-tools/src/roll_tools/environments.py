@@ -19,8 +19,9 @@ from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.spec.config import Config
-from roll_core.spec.environment import Environment, Reply
+from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.spec.providers import EnvironmentProvider
+from roll_core.types import Reward
 from roll_tools.engine_player import EngineError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ async def _play(
     totals: Counter[str] = Counter()
     stage = "reset"
     try:
-        opening = await _result(environment.reset({}, seed))
+        opening: Opening = await _result(environment.reset({}, seed), Opening)
         for tool in opening.tools:
             sys.stdout.write(f"[tool] {json.dumps(tool['function'])}\n")
         if opening.tools and engine is None:
@@ -100,17 +101,17 @@ async def _play(
             if engine is not None:
                 _show_reply(reply)
             stage = "step"
-            turn = await _result(environment.step(reply))
+            turn: Turn = await _result(environment.step(reply), Turn)
             totals.update({player: turn.reward or 0.0})
             totals.update(turn.rewards)
             given = f"reward {turn.reward}" + "".join(f", {name} {reward}" for name, reward in turn.rewards.items())
             sys.stdout.write(f"[turn] {given}, state {turn.state}, metrics {dict(turn.metrics)}\n")
-            player = turn.player or player
-            _show(turn.messages, player, engine)
             if turn.done or turn.truncated or number == max_turns:
                 break
+            player = turn.player or player
+            _show(turn.messages, player, engine)
         stage = "score"
-        score = await _result(environment.score())
+        score: Reward | None = await _result(environment.score(), Reward, type(None))
         if score is not None:
             totals.update(dict.fromkeys(totals, score.value or 0.0))
             sys.stdout.write(f"[score] {score.value} {dict(score.detail)}\n")
@@ -122,7 +123,7 @@ async def _play(
     except Exception as error:  # user code
         raise EnvironmentFailure(f"{owner}: {stage}: {type(error).__name__}: {error}") from error
     finally:
-        await _result(environment.close())
+        await _result(environment.close(), type(None))
 
 
 async def _typed(environment: Environment) -> Reply | None:
@@ -155,12 +156,18 @@ def _show_reply(reply: Reply) -> None:
         sys.stdout.write(f"[call] {json.dumps(each.get('function'))}\n")
 
 
-async def _result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+async def _result(value: Any, *types: type) -> Any:
+    """The result of a method, coroutine function or not. Raises `TypeError` unless it is of one of `types`."""
+    found = await value if inspect.isawaitable(value) else value
+    if not isinstance(found, types):
+        raise TypeError(f"returned {type(found).__name__}, expected {types[0].__name__}")
+    return found
 
 
 def _show(messages: Sequence[Message], player: str, engine: EnginePlayer | None) -> None:
-    """Show messages, and add them to the conversation of an engine."""
+    """Show messages, and add them to the conversation of an engine. Raises `TypeError` for what is no message."""
+    if not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages):
+        raise TypeError(f"messages are {messages!r:.200}, expected dicts with role and content")
     for each in messages:
         sys.stdout.write(f"[{each['role']}{' to ' if player else ''}{player}] {each['content']}\n")
     if engine is not None:

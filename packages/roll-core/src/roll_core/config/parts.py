@@ -13,7 +13,7 @@ from roll_core.config.explain import Finding
 from roll_core.config.mistakes import validate_all, value_at
 from roll_core.config.schema import paths
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS, foreign_hint, suggest_key
-from roll_core.errors import MissingRequirementError, PluginError, PluginLoadError, UnknownProviderError
+from roll_core.errors import MissingRequirementError, PluginError, PluginLoadError, UnknownProviderError, closest
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
@@ -124,9 +124,8 @@ class Parts:
         hint = ""
         if self.suggestions <= MAX_SUGGESTIONS:
             places = [*(everywhere or ()), *self.extra_paths]
-            hint = (
-                "" if everywhere is None else foreign_hint(found.path, value_at(self.composed.data, found.path), places)
-            )
+            if everywhere is not None and not closest(found.path[-1], siblings, 0.9):
+                hint = foreign_hint(found.path, value_at(self.composed.data, found.path), places)
             hint = hint or suggest_key(found.path, siblings, places)[0]
         return replace(found, hint=hint, at_key=True)
 

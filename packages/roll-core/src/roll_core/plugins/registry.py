@@ -137,7 +137,9 @@ class Registry:
         known = _known_parts(spec)
         names = self.names(kind)
         lines = [f"no {spec.noun} is called {name!r}"]
-        if slash:
+        if "." in name and kind in USER_FUNCTIONS:
+            lines.append(f"your own code is written as {':'.join(name.rsplit('.', 1))}")
+        elif slash:
             lines += self._unknown_package(spec, kind, package, bare)
         elif hint := _hints(spec).get(bare.lower()):
             lines.append(hint)
