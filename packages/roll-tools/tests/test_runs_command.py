@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli.main import main
+from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
@@ -135,6 +136,13 @@ def test_ctrl_c_ends_the_command_and_not_the_run(tmp_path, capsys, monkeypatch):
     assert main(["watch", str(run.path)]) == 0
     assert run.record.read_bytes() == before
     assert mentions(capsys.readouterr().out, "step=3/5", "grpo/001")
+
+
+def test_the_run_whose_name_is_close_is_named(tmp_path, capsys):
+    run, _ = make_run(tmp_path)
+    for command_name in ("watch", "report"):
+        assert main([command_name, str(run.path.parent / "01")]) == 2
+        assert mentions(capsys.readouterr().err, RunDirectoryError.code, "001?")
 
 
 def test_a_run_without_a_record_ends_the_command_with_an_error(tmp_path, capsys, monkeypatch):

@@ -20,7 +20,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import RewardFailure
+from roll_core.errors import RewardFailure, closest
 
 if TYPE_CHECKING:
     import asyncio
@@ -41,6 +41,9 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
     module, _, path = name.partition(":")
     function: Any = importlib.import_module(module)
     for part in path.split("."):
+        if not hasattr(function, part):
+            close = closest(part, dir(function))
+            raise AttributeError(f"{module} has no {part!r}{f'; did you mean {close}?' if close else ''}")
         function = getattr(function, part)
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}, not a function")

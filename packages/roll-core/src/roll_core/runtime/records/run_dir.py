@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
+from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError, closest
 from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,11 @@ class RunDir:
         """
         place = Path(path).expanduser().absolute()
         if not place.is_dir():
-            raise RunDirectoryError(f"{place} is not a directory: give a run directory, such as output/grpo/latest")
+            close = closest(place.name, [each.name for each in place.parent.glob("*")])
+            raise RunDirectoryError(
+                f"{place} is not a directory: "
+                + (f"did you mean {close}?" if close else "give a run directory, such as output/grpo/latest")
+            )
         if is_run(place):
             return cls(place.resolve())
         newest = cls.latest(place)
