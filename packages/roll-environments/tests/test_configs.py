@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -157,6 +158,18 @@ def test_an_episode_is_played_by_hand(capsys: pytest.CaptureFixture[str], monkey
     assert cli.main(["envs", "play", "math_with_python", "num_operations=1", "--seed", "3"]) == 0
     shown = capsys.readouterr().out
     assert mentions(shown, "[hint]", "[tool] 5", "error", "[end]")
+
+
+def test_a_task_has_the_columns_of_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the answer is 7\n"))
+    task = json.dumps({"question": "3 + 4?", "answer": 7})
+    assert cli.main(["envs", "play", "math_with_python", "--task", task]) == 0
+    shown = capsys.readouterr().out
+    assert "3 + 4?" in shown
+    assert shown.split()[-1] == "1"  # the total reward
+    for wrong in ("[7]", "{question: 7}"):
+        with pytest.raises(SystemExit):
+            cli.main(["envs", "play", "math_with_python", "--task", wrong])
 
 
 def test_the_end_of_the_input_ends_the_game(

@@ -6,11 +6,14 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
 
 from roll_core.types import Rollout
+from roll_pipeline_agentic.config import AgentEndpointConfig
 from roll_pipeline_agentic.recording import Limits, Recorder
 from roll_pipeline_agentic.recording_server import RecordingServer
 from roll_testing.recording import RecordingConformance
@@ -50,6 +53,20 @@ class TestEndpoint(RecordingConformance):
         finally:
             await recorded.finish()
             await server.close()
+
+
+def test_only_this_machine_reaches_an_endpoint_unless_the_config_has_a_host() -> None:
+    async def main() -> set[str]:
+        server = RecordingServer(AgentEndpointConfig().host)
+        await server.start()
+        try:
+            port = urlsplit(server.base_url).port
+            sockets = psutil.Process().net_connections("tcp")
+            return {each.laddr.ip for each in sockets if each.status == "LISTEN" and each.laddr.port == port}
+        finally:
+            await server.close()
+
+    assert asyncio.run(main()) == {"127.0.0.1"}
 
 
 # -- wrong recorders ---------------------------------------------------------------------------------------------------

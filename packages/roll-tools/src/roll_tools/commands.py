@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll_core.cli.arguments import command_parser, parse_configs
 
@@ -185,6 +186,9 @@ def envs(words: Sequence[str], registry: Registry) -> int:
     playing.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="keys of env_config")
     playing.add_argument("--seed", type=int, default=0, help="seed of the episode (default: 0)")
     playing.add_argument(
+        "--task", metavar="JSON", type=_columns, default={}, help='columns of a row of data: {"question": "…"}'
+    )
+    playing.add_argument(
         "--engine",
         metavar="URL",
         type=_url,
@@ -208,7 +212,13 @@ def envs(words: Sequence[str], registry: Registry) -> int:
 
         engine, max_turns = EnginePlayer(options.engine, options.model), max_turns or 32
     return play_environment(
-        options.name, options.settings, registry, seed=options.seed, engine=engine, max_turns=max_turns
+        options.name,
+        options.settings,
+        registry,
+        task=options.task,
+        seed=options.seed,
+        engine=engine,
+        max_turns=max_turns,
     )
 
 
@@ -295,6 +305,17 @@ def _option(text: str) -> tuple[str, object]:
     if not key or not found:
         raise argparse.ArgumentTypeError(f"found {text}, expected KEY=VALUE with a value in YAML")
     return key, parsed
+
+
+def _columns(text: str) -> dict[str, Any]:
+    """Type of an argument: a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an object")
+    return found
 
 
 def _count(text: str) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.environment import Message
+    from roll_core.spec.environment import Message, Task
     from roll_tools.engine_player import EnginePlayer
 
 
@@ -49,13 +49,14 @@ def play_environment(
     settings: Sequence[str],
     registry: Registry,
     *,
+    task: Task,
     seed: int,
     engine: EnginePlayer | None = None,
     max_turns: int | None = None,
 ) -> int:
     """Play one episode with replies from `engine`, otherwise from stdin.
 
-    `settings` are `KEY=VALUE` of `env_config`, values in YAML. `max_turns` ends the episode.
+    `settings` are `KEY=VALUE` of `env_config`, values in YAML; `task` is a row of data. `max_turns` ends the episode.
     """
     provider = registry.find(EnvironmentProvider, name)
     owner = registry.owner(provider)
@@ -77,16 +78,16 @@ def play_environment(
         ]
         raise ConfigError(problems) from error
     cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
-    return asyncio.run(_play(cls(**given.model_dump(mode="json")), owner, seed, engine, max_turns))
+    return asyncio.run(_play(cls(**given.model_dump(mode="json")), owner, task, seed, engine, max_turns))
 
 
 async def _play(
-    environment: Environment, owner: str, seed: int, engine: EnginePlayer | None, max_turns: int | None
+    environment: Environment, owner: str, task: Task, seed: int, engine: EnginePlayer | None, max_turns: int | None
 ) -> int:
     totals: Counter[str] = Counter()
     stage = "reset"
     try:
-        opening: Opening = await _result(environment.reset({}, seed), Opening)
+        opening: Opening = await _result(environment.reset(task, seed), Opening)
         for tool in opening.tools:
             sys.stdout.write(f"[tool] {json.dumps(tool['function'])}\n")
         if opening.tools and engine is None:
