@@ -121,7 +121,7 @@ def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient_nor_metric
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WHOLE_ROLLOUTS)
-@pytest.mark.parametrize("max_sequences", [None, 1])
+@pytest.mark.parametrize("max_sequences", [None, 1, 3])
 def test_rows_of_a_rollout_share_its_ratio_if_they_are_in_one_microbatch(name, mode, max_sequences):
     options = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}, "kl_cov": {"cov_threshold": 0.0}}
     options["clip_cov"] = {"cov_low": 0.0, "probability": 1.0}  # its random choice depends on the rows

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from roll_core.config import load
+from roll_core.config.explain import PATTERNS
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
 from roll_testing.kit import hf_plugins
 
 GOLDEN = Path(__file__).with_name("mistakes.txt")
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 REGISTRY = Registry(hf_plugins())
 
 
@@ -140,3 +142,8 @@ def update(title: str, found: str) -> None:
     body, following, tail = rest.partition("\n=== ")
     kept = re.split(r"^--- answer\n", body, flags=re.MULTILINE)[0].rstrip("\n")
     GOLDEN.write_text(f"{head}{marker}{kept}\n--- answer\n{found}\n{following}{tail}", encoding="utf-8")
+
+
+def test_the_patterns_that_have_words_are_those_of_schemas():
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGES.glob("*/src/**/*config*.py")]
+    assert [each for each in PATTERNS if not any(f'pattern=r"{each}"' in text for text in sources)] == []

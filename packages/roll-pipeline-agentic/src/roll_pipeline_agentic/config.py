@@ -6,9 +6,10 @@ import json
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from typing_extensions import override
 
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.spec.config import (
@@ -283,8 +284,8 @@ class AgenticConfig(RLVRConfig):
             raise ValueError("custom_envs is empty: configure at least one environment")
         return self
 
-    @model_validator(mode="after")
-    def _batches_divide(self) -> AgenticConfig:
+    @override
+    def check_batches(self) -> None:
         """Check whole groups first: of other batches, the number of episodes has no meaning."""
         for key, size_key in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
             manager: EnvManagerConfig | None = getattr(self, key)
@@ -300,8 +301,7 @@ class AgenticConfig(RLVRConfig):
                 )
             if not manager.tags and len(manager.num_groups_partition or self.custom_envs) != len(self.custom_envs):
                 raise ValueError(f"{key}.num_groups_partition needs one number for each of custom_envs")
-        cast("Any", super())._batches_divide()  # pydantic's proxy is called as the method
-        return self
+        super().check_batches()
 
     @property
     def num_groups(self) -> int:

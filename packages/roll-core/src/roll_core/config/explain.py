@@ -141,12 +141,13 @@ _EXPECTED = {
     "model_attributes_type": "keys and values",
     "none_required": "nothing",
 }
-_PATTERNS = {
+PATTERNS = {
     r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$": "module:function, such as my_rewards:score",
     r"^[A-Za-z][\w+.-]*://": "a URL, such as s3://bucket/prefix or file:///mnt/store",
     r"^https?://[^\s]+$": "a URL, http://… or https://…",
     r"^[\w.-]+$": "a name of letters, digits and . _ -",
 }
+"""What the patterns of schemas mean."""
 _BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", "≥"),
@@ -164,7 +165,7 @@ def _expected(error: Any) -> str:
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "")
     if kind == "string_pattern_mismatch":
-        return _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
+        return PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
     if kind in _EXPECTED:
         return _EXPECTED[kind]
     message = str(error["msg"])

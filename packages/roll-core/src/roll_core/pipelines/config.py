@@ -437,6 +437,11 @@ class RLVRConfig(RewardRunConfig):
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RLVRConfig:
+        self.check_batches()
+        return self
+
+    def check_batches(self) -> None:
+        """Raise `ValueError` if a batch is no multiple of the sequences of an optimizer step."""
         samples = self.num_groups * self.group_size
         for name in ("actor_train", "critic"):
             role = getattr(self, name)
@@ -445,7 +450,6 @@ class RLVRConfig(RewardRunConfig):
             per_step, spelled = sequences_per_step(role)
             if samples % per_step:
                 raise ValueError(f"{self.batch_arithmetic} is not a multiple of {name}'s {spelled}")
-        return self
 
     @model_validator(mode="after")
     def _ahead_of_training(self) -> RLVRConfig:

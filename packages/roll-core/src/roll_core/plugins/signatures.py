@@ -44,7 +44,7 @@ CONTRACTS: dict[type[Provider], str] = {
 
 def signature_problem(record: Provider) -> str:
     """Why the target of a record cannot be called as its contract requires; empty if it can or is not checked."""
-    if record.target.startswith(f"{__package__.partition('.')[0]}."):
+    if record.target.startswith("roll_core."):
         return ""
     wanted = CONTRACTS.get(type(record), "")
     return _problem(wanted, _source(wanted), record.target, _source(record.target))

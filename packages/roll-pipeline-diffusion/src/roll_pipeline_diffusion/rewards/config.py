@@ -204,7 +204,7 @@ class ImageHttpConfig(ImageRewardConfig):
     sees_videos: ClassVar[bool] = True
 
     reward: Literal["image_http"]
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
     """Address of the endpoint."""
     api_key: str = ""
     """Sent as `Authorization: Bearer …`. It is removed from records; `${oc.env:NAME}` reads a variable."""
