@@ -3,7 +3,7 @@
 from roll_core.spec.config import Config, PositiveFloat
 
 
-class AcmeOptions(Config):
+class AcmeEstimatorOptions(Config):
     """`adv_options` of `adv_estimator: acme`."""
 
     scale: PositiveFloat = 1.0

@@ -3,12 +3,12 @@
 import torch
 
 from roll_core.spec.algorithms import AdvantageInput, AdvantageOutput
-from roll_estimator_acme.config import AcmeOptions
+from roll_estimator_acme.config import AcmeEstimatorOptions
 
 
 def acme(batch: AdvantageInput) -> AdvantageOutput:
     """Rank each reward in its group: the share that is worse, less the share that is better, in [-1, 1]."""
-    options = AcmeOptions(**batch.options)
+    options = AcmeEstimatorOptions(**batch.options)
     same_SS = batch.groups_S[:, None] == batch.groups_S
     better_SS = torch.sign(batch.scores_S[:, None] - batch.scores_S)
     advantages_S = options.scale * (better_SS * same_SS).sum(dim=1) / same_SS.sum(dim=1)

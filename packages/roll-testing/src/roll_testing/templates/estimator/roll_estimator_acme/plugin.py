@@ -14,7 +14,7 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
     yield AdvantageProvider(
         name="acme",
         target="roll_estimator_acme.estimator:acme",
-        config="roll_estimator_acme.config:AcmeOptions",
+        config="roll_estimator_acme.config:AcmeEstimatorOptions",
         needs_groups=True,
         summary="The share of a prompt's responses that is worse, less the share that is better",
     )

@@ -7,7 +7,7 @@ from roll_core.spec.algorithms import AdvantageInput
 from roll_testing import AdvantageConformance
 
 
-class TestAcme(AdvantageConformance):
+class TestAcmeEstimator(AdvantageConformance):
     """`acme` with its default options."""
 
     name = "acme"

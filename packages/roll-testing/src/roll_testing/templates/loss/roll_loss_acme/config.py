@@ -3,7 +3,7 @@
 from roll_core.spec.config import Config, PositiveFloat
 
 
-class AcmeOptions(Config):
+class AcmeLossOptions(Config):
     """`pg_options` of `pg_variant: acme`."""
 
     cap: PositiveFloat = 2.0

@@ -8,12 +8,12 @@ from torch import Tensor
 from roll_core.errors import DataError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import MicroBatch
-from roll_loss_acme.config import AcmeOptions
+from roll_loss_acme.config import AcmeLossOptions
 
 
 def acme(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> tuple[Tensor, Mapping[str, Tensor]]:
     """`L = -sg(min(r, cap)) A logprob`. Values outside `micro.loss_mask_T` are arbitrary: replace them first."""
-    options = AcmeOptions(**params.options)
+    options = AcmeLossOptions(**params.options)
     if micro.advantages_T is None:
         raise DataError("acme needs advantages, but the batch has none")
     old_T = logprobs_T.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T

@@ -14,6 +14,6 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
     yield PolicyLossProvider(
         name="acme",
         target="roll_loss_acme.loss:acme",
-        config="roll_loss_acme.config:AcmeOptions",
+        config="roll_loss_acme.config:AcmeLossOptions",
         summary="Policy gradient, weighted by the importance ratio up to a cap",
     )

@@ -5,13 +5,13 @@ from typing import ClassVar
 from roll_testing import PolicyLossConformance
 
 
-class TestAcme(PolicyLossConformance):
+class TestAcmeLoss(PolicyLossConformance):
     """`acme` with its default options."""
 
     name = "acme"
 
 
-class TestAcmeWithoutMore(PolicyLossConformance):
+class TestAcmeLossWithoutMore(PolicyLossConformance):
     """No weight above 1."""
 
     name = "acme"
