@@ -1,6 +1,6 @@
 """The Python API, `import roll_core as roll`. The commands `run` and `check` call the same functions.
 
-roll.run ─► prepare ─► load, FileCheck ─► start ─► execute ─► RunResult
+roll.run ─► prepare ─► load, FileCheck ─► execute ─► RunResult
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def run(
     with overrides_located():
         registry, (loaded,) = prepare([config], overrides, disabled_plugins, files=files)
     where = str(config) if isinstance(config, (str, os.PathLike)) else "config"
-    result = start(loaded, registry, callbacks=callbacks, argv=["roll.run", where, *_texts(overrides)])
+    from roll_core.runtime.run.loop import execute  # takes seconds; `prepare` reports mistakes first
+
+    result = execute(loaded, registry, callbacks=callbacks, argv=["roll.run", where, *_texts(overrides)])
     error = result.error
     if isinstance(error, SystemExit):
         error = PluginError(f"code of the run called sys.exit({error.code!r})")
@@ -93,20 +95,6 @@ def prepare(
     loaded = [load(each, overrides, registry, further, needs=True) for each in configs]
     check_extra("train", what="a run")
     return registry, loaded
-
-
-def start(
-    loaded: LoadedConfig,
-    registry: Registry,
-    *,
-    callbacks: Sequence[object] = (),
-    argv: Sequence[str] = (),
-    before_s: float = 0.0,
-) -> RunResult:
-    """Run a prepared config, see `execute`. The imports take seconds, so that `prepare` can report mistakes first."""
-    from roll_core.runtime.run.loop import execute
-
-    return execute(loaded, registry, callbacks=callbacks, argv=argv, before_s=before_s)
 
 
 # -- overrides ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from roll_core.api import prepare, start
+from roll_core.api import prepare
 from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError, PluginError, RollError
@@ -34,10 +34,11 @@ def run_configs(
 
     registry, loaded = prepare(configs, overrides, disabled_plugins, files=files)
     from roll_core.runtime.records.ledger import process_age_s
+    from roll_core.runtime.run.loop import execute
 
     before_s = process_age_s()
     for each in loaded:
-        result = start(each, registry, argv=sys.argv, before_s=before_s)
+        result = execute(each, registry, argv=sys.argv, before_s=before_s)
         before_s = 0.0
         if result.error is not None:
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config.explain import Finding
+from roll_core.config.explain import Finding, plugin_finding
 from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import PluginError, ProviderConflictError
 from roll_core.spec.config import AUTO
@@ -54,7 +54,7 @@ def check_executor(parts: Parts, roles: Mapping[KeyPath, Mapping[Any, Any]]) -> 
             try:
                 choose_executor(parts.registry, AUTO, f"{'.'.join(path)} {why}", environments=bool(foreign))
             except PluginError as error:
-                parts.found.append(_finding((*path, key), error))
+                parts.found.append(plugin_finding((*path, key), error))
         return
     provider = parts.find(ExecutorProvider, wanted, ("executor",)) if isinstance(wanted, str) else None
     if provider is not None and foreign and not provider.python_environments:
@@ -84,12 +84,7 @@ def separate_processes_finding(
         return None
     if missing is None:
         return Finding(("executor",), f"{why}: executor {wanted} has only one", "remove it")
-    return _finding(at_engine, registry.no_part(ExecutorProvider, why))
-
-
-def _finding(path: KeyPath, error: PluginError) -> Finding:
-    message, _, hint = str(error).partition("\n    ")
-    return Finding(path, message, hint, code=error.code)
+    return plugin_finding(at_engine, registry.no_part(ExecutorProvider, why))
 
 
 def _several(role: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:

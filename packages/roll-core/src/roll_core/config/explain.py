@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.config.source import KeyPath
+    from roll_core.errors import PluginError
 
 
 NOT_SHOWN = "a secret (not shown)"
@@ -47,6 +48,12 @@ CODES = {
 def code_of(found: Finding) -> str:
     """The stable code of a mistake."""
     return found.code or CODES.get(found.kind, "ROLL-C013")
+
+
+def plugin_finding(path: KeyPath, error: PluginError) -> Finding:
+    """The mistake that a lookup of plugins found at `path`: all lines but the first are its hint."""
+    message, _, hint = str(error).partition("\n    ")
+    return Finding(path, message, hint, code=error.code)
 
 
 def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Finding]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from roll_core.config.explain import Finding
+from roll_core.config.explain import Finding, plugin_finding
 from roll_core.config.mistakes import validate_all, value_at
 from roll_core.config.schema import paths
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS, foreign_hint, suggest_key
@@ -60,8 +60,7 @@ class Parts:
         try:
             provider = self.registry.find(kind, name)
         except PluginError as error:
-            message, _, hint = str(error).partition("\n    ")
-            self.report(path, message, hint, code=error.code)
+            self.found.append(plugin_finding(path, error))
             if isinstance(error, UnknownProviderError) and self.cause is None:
                 self.cause = error.__cause__
             return None

@@ -78,19 +78,20 @@ class Registry:
 
     def owner(self, record: Provider) -> str:
         """Description of a record and its plugin for messages: `infer strategy 'acme' of roll-infer-acme 1.2`."""
-        for plugin in self.plugins:
-            if any(record is each for each in plugin.providers):
-                return f"{described(record)} of {plugin}"
-        return described(record)
+        plugin = self._plugin(record)
+        return described(record) if plugin is None else f"{described(record)} of {plugin}"
 
     def package(self, record: Provider) -> str:
         """Distribution that offers a record; empty if no plugin does."""
-        offers = (plugin.package for plugin in self.plugins if any(record is each for each in plugin.providers))
-        return next(offers, "")
+        plugin = self._plugin(record)
+        return "" if plugin is None else plugin.package
 
     def describe(self) -> list[dict[str, Any]]:
         """Plain values for `plugins --json` and a run's record; lists every plugin, loaded or not."""
         return [_describe(plugin) for plugin in self.plugins]
+
+    def _plugin(self, record: Provider) -> Plugin | None:
+        return next((each for each in self.plugins if any(record is one for one in each.providers)), None)
 
     def _offers(self, kind: type[P], name: str) -> list[tuple[Plugin, P]]:
         package, slash, bare = name.rpartition("/")
@@ -117,7 +118,7 @@ class Registry:
 
     def no_part(self, kind: type[Provider], message: str) -> UnknownProviderError:
         """Error for a config that needs a part of this kind that no loaded plugin offers; names packages to install."""
-        packages = sorted(set(_known_parts(kind_of(kind)).values()))
+        packages = sorted(set(_known_parts(kind_of(kind))[0].values()))
         return self._error(kind, [message, *(_install(package) for package in packages)])
 
     def _error(self, kind: type[Provider], lines: list[str]) -> UnknownProviderError:
@@ -134,14 +135,14 @@ class Registry:
         """What is known about a name that no plugin offers: a hint, a similar name, and the package to install."""
         spec = kind_of(kind)
         package, slash, bare = name.rpartition("/")
-        known = _known_parts(spec)
+        known, hints = _known_parts(spec)
         names = self.names(kind)
         lines = [f"no {spec.noun} is called {name!r}"]
         if "." in name and kind in USER_FUNCTIONS:
             lines.append(f"your own code is written as {':'.join(name.rsplit('.', 1))}")
         elif slash:
             lines += self._unknown_package(spec, kind, package, bare)
-        elif hint := _hints(spec).get(bare.lower()):
+        elif hint := hints.get(bare.lower()):
             lines.append(hint)
         elif bare not in known:
             found = closest(bare, [*names, *known])
@@ -286,21 +287,13 @@ def _install(package: str) -> str:
     return f"pip install {package} (in a clone of ROLL: pip install -e packages/{package})"
 
 
-def _known_parts(kind: Kind) -> dict[str, str]:
-    found: dict[str, str] = _known().get(kind.key, {})
-    return found
-
-
-def _hints(kind: Kind) -> dict[str, str]:
-    found: dict[str, str] = _known()["hints"].get(kind.key, {})
-    return found
-
-
-def _known() -> dict[str, Any]:
+def _known_parts(kind: Kind) -> tuple[dict[str, str], dict[str, str]]:
+    """Packages by the names of their parts, and what to write instead of names of other frameworks."""
     import tomllib
     from importlib.resources import files
 
-    return tomllib.loads(files("roll_core.plugins").joinpath("known_parts.toml").read_text(encoding="utf-8"))
+    known = tomllib.loads(files("roll_core.plugins").joinpath("known_parts.toml").read_text(encoding="utf-8"))
+    return known.get(kind.key, {}), known["hints"].get(kind.key, {})
 
 
 def _describe(plugin: Plugin) -> dict[str, Any]:
