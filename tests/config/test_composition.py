@@ -182,7 +182,7 @@ def test_a_mistake_through_an_interpolation_names_both_places(write):
 )
 def test_yaml_means_what_it_means_to_omegaconf(write, text):
     theirs = OmegaConf.to_container(OmegaConf.load(write(run=text)))
-    assert compose(Path("run.yaml")).data == theirs
+    assert compose(Path("run.yaml"), (), REGISTRY).data == theirs
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_composition_is_what_hydra_composes(write, tmp_path, files, chosen):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    ours = compose(write(**files), chosen).data
+    ours = compose(write(**files), chosen, REGISTRY).data
     with initialize_config_dir(str(tmp_path), version_base="1.3"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Hydra warns of lists without _self_, of which some are
         theirs = OmegaConf.to_container(hydra_compose("run", chosen), resolve=True)

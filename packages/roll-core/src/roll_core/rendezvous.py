@@ -25,7 +25,7 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 NONCE_BYTES, MAC_BYTES = 32, 32
 GREETING_S = 5.0
@@ -80,28 +80,23 @@ class HostedStore(HashStore):
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one client until it disconnects; disconnect it at once if it fails to authenticate."""
-        with self._connected(connection), contextlib.suppress(OSError, DistNetworkError, ValueError):
-            connection.settimeout(GREETING_S)
-            ours = secrets.token_bytes(NONCE_BYTES)
-            connection.sendall(ours)
-            theirs = _read(connection, NONCE_BYTES)
-            proof = _read(connection, MAC_BYTES)
-            if not hmac.compare_digest(proof, _mac(self._secret, b"client", ours, theirs)):
-                return
-            connection.sendall(_mac(self._secret, b"host", ours, theirs))
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while True:
-                _send(connection, self._reply(*_receive(connection)))
-
-    @contextlib.contextmanager
-    def _connected(self, connection: socket.socket) -> Iterator[None]:
-        with connection:
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._connections.discard(connection)
+        try:
+            with connection, contextlib.suppress(OSError, DistNetworkError, ValueError):
+                connection.settimeout(GREETING_S)
+                ours = secrets.token_bytes(NONCE_BYTES)
+                connection.sendall(ours)
+                theirs = _read(connection, NONCE_BYTES)
+                proof = _read(connection, MAC_BYTES)
+                if not hmac.compare_digest(proof, _mac(self._secret, b"client", ours, theirs)):
+                    return
+                connection.sendall(_mac(self._secret, b"host", ours, theirs))
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while True:
+                    _send(connection, self._reply(*_receive(connection)))
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
 
     def _reply(self, what: bytes, *given: bytes) -> list[bytes]:
         key = given[0].decode()

@@ -9,8 +9,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import PluginError, PluginLoadError, closest
+from roll_core.plugins.records import kind_of
 from roll_core.plugins.requirements import check_requirements, is_absent
-from roll_core.plugins.signatures import CONTRACTS
 from roll_core.plugins.targets import data_file, known_errors, load_class, load_target
 from roll_core.spec import config, providers
 from roll_core.spec.providers import (
@@ -153,14 +153,14 @@ def _callable_problem(found: Any, parameters: list[inspect.Parameter], wanted: C
 
 def _contract(record: Provider) -> type | None:
     """Base class that the target must have; None if the contract is a function's."""
-    contract = CONTRACTS.get(type(record), "")
+    contract = kind_of(type(record)).contract
     found: Any = load_target(contract, owner="roll-core") if contract else None
     return None if getattr(found, "_is_protocol", False) else found
 
 
 def _calls(record: Provider) -> dict[str, Any]:
     """Contracts of the functions that a record names, by field: `target`, `memory` or `plan`."""
-    contract = CONTRACTS.get(type(record))
+    contract = kind_of(type(record)).contract
     if isinstance(record, CheckProvider):
         return {"target": _check}
     if isinstance(record, PipelineProvider):

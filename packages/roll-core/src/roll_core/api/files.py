@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
-from roll_core.config.schema import paths, roles
+from roll_core.config.schema import paths, sections
 from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError
-from roll_core.spec.config import DataArguments, RewardConfig, RewardRunConfig
+from roll_core.spec.config import DataArguments, RewardConfig, RewardRunConfig, WorkerConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class FileCheck:
         scores: dict[KeyPath, KeyPath] = {}
         rewards = {path: each for path, each in _rewards(data).items() if each.kind != "reward"}
         models: dict[KeyPath, Any] = {path: each.model_args.model_dump() for path, each in rewards.items()}
-        for path, worker, role in roles(schema, dict(data)):
+        for path, worker, role in sections(schema, dict(data), WorkerConfig):
             if worker.kind != "reward":
                 models[path] = role.get("model_args")
         for path, raw in models.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import MissingRequirementError, UnknownProviderError, closest
 from roll_core.plugins.loader import SLOW_IMPORT_S
-from roll_core.plugins.records import KINDS
+from roll_core.plugins.records import KINDS, kind_of
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import alternatives
 from roll_core.plugins.targets import load_target
@@ -100,8 +100,7 @@ def _conflicts(registry: Registry) -> list[str]:
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     for plugin in registry.plugins:
         for record in plugin.providers:
-            noun = next(kind.noun for kind in KINDS if kind.record is type(record))
-            owners[noun, record.name].append(str(plugin))
+            owners[kind_of(type(record)).noun, record.name].append(str(plugin))
     return [
         f"{noun} {name!r} is offered by {' and '.join(packages)}"
         for (noun, name), packages in owners.items()

@@ -59,21 +59,19 @@ class ComposedConfig:
     """Top-level keys that some `${…}` in a file or an override refers to."""
 
 
-def compose(
-    source: Path | Mapping[str, Any], overrides: Overrides = (), registry: Registry | None = None
-) -> ComposedConfig:
+def compose(source: Path | Mapping[str, Any], overrides: Overrides, registry: Registry) -> ComposedConfig:
     """Compose a config from its own files, or values without a file, and the files of plugins in `registry`.
 
     Leaves Hydra's global state unchanged and creates no folders. Raises `ConfigError` if nothing is left to validate: a
     file cannot be read, or a fragment is missing.
     """
-    return _Composition(source, PluginFragments.of(registry) if registry else None).run(overrides)
+    return _Composition(source, PluginFragments.of(registry)).run(overrides)
 
 
 class _Composition:
     """One call of `compose`."""
 
-    def __init__(self, source: Path | Mapping[str, Any], plugin_fragments: PluginFragments | None) -> None:
+    def __init__(self, source: Path | Mapping[str, Any], plugin_fragments: PluginFragments) -> None:
         self.path = Path() if isinstance(source, Mapping) else source
         self.plugin_fragments = plugin_fragments
         if isinstance(source, Mapping):
@@ -166,7 +164,7 @@ class _Composition:
             folders = [
                 Path(each.removeprefix("file://")) for each in paths if "://" not in each.removeprefix("file://")
             ]
-            layers = self._layers(defaults, folders + (self.plugin_fragments.folders if self.plugin_fragments else []))
+            layers = self._layers(defaults, folders + self.plugin_fragments.folders)
             cfg = _merge(layers)
         except ConfigError:
             raise
@@ -178,7 +176,7 @@ class _Composition:
     def _search_path(self) -> list[str]:
         """Hydra override that adds search folders after the config's own: those named in the config, then those of
         plugins."""
-        if self.plugin_fragments is None or not self.plugin_fragments.folders:
+        if not self.plugin_fragments.folders:
             return []
         stanza = self.source.data.get("hydra")
         named = stanza.get("searchpath") if isinstance(stanza, dict) else None
@@ -220,7 +218,7 @@ class _Composition:
     def _is_from_plugin(self, file: Path) -> bool:
         """True if the file is a plugin's fragment. Raises `ConfigError` if several plugins offer it."""
         try:
-            return self.plugin_fragments is not None and bool(self.plugin_fragments.name_of(file))
+            return self.plugin_fragments.offer(file)
         except ProviderConflictError as error:
             raise ConfigError([self._problem(str(error))]) from error
 
@@ -251,7 +249,7 @@ class _Composition:
         names it."""
         folder = (self.path.parent / name).parent
         files = sorted(each.stem for each in folder.glob("*.yaml")) if folder.is_dir() else []
-        files += self.plugin_fragments.files if self.plugin_fragments else ()
+        files += self.plugin_fragments.files
         close = closest(Path(name).stem, files)
         hint = f"did you mean {Path(name).with_name(close)}?" if close else f"there is no {name}.yaml"
         items = self.source.data.get("defaults")
@@ -260,8 +258,7 @@ class _Composition:
             text = "/".join(map(str, *item.items())) if isinstance(item, dict) and len(item) == 1 else str(item)
             if text.partition("@")[0] == name:
                 at = (str(position),)
-        reason = self.plugin_fragments.why_not(name) if self.plugin_fragments else ""
-        return self._problem(f"there is no fragment {name!r}", at, reason or hint)
+        return self._problem(f"there is no fragment {name!r}", at, self.plugin_fragments.why_not(name) or hint)
 
     def _problem(self, message: str, at: KeyPath = (), hint: str = "") -> ConfigProblem:
         where = self.source.locate(("defaults", *at), key=not at)
@@ -330,13 +327,12 @@ class PluginFragments:
         """Folders with fragments, without duplicates."""
         return list(dict.fromkeys(file.parent for file in self.files.values()))
 
-    def name_of(self, file: Path) -> str:
-        """Name of the fragment in `file`; empty for a user's file. Raises `ProviderConflictError` if several packages
-        offer the name."""
+    def offer(self, file: Path) -> bool:
+        """True if `file` is a plugin's. Raises `ProviderConflictError` if several packages offer its name."""
         if self.files.get(file.stem) != file:
-            return ""
+            return False
         self.registry.find(FragmentProvider, file.stem)
-        return file.stem
+        return True
 
     def why_not(self, name: str) -> str:
         """Why there is no fragment `name`, if the reason involves plugins; otherwise empty."""

@@ -121,14 +121,10 @@ def _finding(path: KeyPath, errors: list[Any]) -> Finding:
         cause = ours[0].get("ctx", {}).get("error")
         message = str(cause if cause is not None else ours[0]["msg"])
         return Finding(path, message, at_key=isinstance(value, dict | BaseModel), kind="value_error")
-    expected = _join([_expected(each) for each in errors])
+    expected = " or ".join(dict.fromkeys(_expected(each) for each in errors))
     shown = show(value, name)
     hint = "" if shown == NOT_SHOWN else _hint(value, errors)
     return Finding(path, f"found {shown}, expected {expected}", hint, kind=kind, shown=shown)
-
-
-def _join(alternatives: list[str]) -> str:
-    return " or ".join(dict.fromkeys(alternatives))
 
 
 _EXPECTED = {

@@ -1,14 +1,12 @@
-"""Queries on pydantic schemas: their keys, the paths of these, and the roles among them."""
+"""Queries on pydantic schemas: their keys, the paths of these, and sections of one type."""
 
 from __future__ import annotations
 
 import typing
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
-
-from roll_core.spec.config import CustomEnvConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
 
 Schema = type[BaseModel]
+M = TypeVar("M", bound=BaseModel)
 
 
 def members(annotation: Any) -> Iterator[tuple[Schema, bool]]:
@@ -33,30 +32,19 @@ def members(annotation: Any) -> Iterator[tuple[Schema, bool]]:
             yield from members(argument)
 
 
-def roles(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, type[WorkerConfig], dict[Any, Any]]]:
-    """Every role in `data`: its path, its schema and its raw values."""
+def sections(schema: Schema, data: dict[Any, Any], base: type[M]) -> Iterator[tuple[KeyPath, type[M], dict[Any, Any]]]:
+    """Roles, environments and other mappings in `data` whose schema is of type `base`: path, schema and raw values."""
     for name, field in schema.model_fields.items():
         value = data.get(name)
         if not isinstance(value, dict):
             continue
         for member, is_mapping in members(field.annotation):
-            if not issubclass(member, WorkerConfig):
+            if not issubclass(member, base):
                 continue
             if not is_mapping:
                 yield (name,), member, value
             else:
-                for key, each in value.items():
-                    if isinstance(each, dict):
-                        yield (name, str(key)), member, each
-
-
-def environments(schema: Schema, data: dict[Any, Any]) -> Iterator[tuple[KeyPath, dict[Any, Any]]]:
-    """Every environment that `data` names: its path and its raw values."""
-    for name, field in schema.model_fields.items():
-        value = data.get(name)
-        found = [member for member, is_mapping in members(field.annotation) if is_mapping]
-        if isinstance(value, dict) and any(issubclass(member, CustomEnvConfig) for member in found):
-            yield from (((name, str(key)), each) for key, each in value.items() if isinstance(each, dict))
+                yield from (((name, str(key)), member, each) for key, each in value.items() if isinstance(each, dict))
 
 
 def schema_at(schema: Schema, path: KeyPath) -> Schema | None:

@@ -55,11 +55,8 @@ class StrategyCheck:
             return
         name = arguments["strategy_name"]
         generates = self.worker.kind == "generate"
-        provider: TrainProvider | InferProvider | None
-        if generates:
-            provider = self.parts.find(InferProvider, name, self.at_name, self.role)
-        else:
-            provider = self.parts.find(TrainProvider, name, self.at_name, self.role)
+        kind: type[TrainProvider | InferProvider] = InferProvider if generates else TrainProvider
+        provider = self.parts.find(kind, name, self.at_name, self.role)
         if provider is None:
             self._explain_other_kind(name)
             self._suppose_one_replica()

@@ -87,7 +87,7 @@ def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
         return f"here it is {found}"
     shown = []
     for leaf in _leaves(value, path) if isinstance(value, dict) else ():
-        ours = _ours(leaf, places) or _same(leaf, places)
+        ours = _ours(leaf, places) or (leaf[-1] if (leaf[-1],) in places else "")
         if ours:
             shown.append(f"{'.'.join(leaf[len(path) :])} is {ours}")
     more = ["…"] if len(shown) > MAX_SHOWN else []
@@ -122,11 +122,6 @@ def _place(target: str, path: KeyPath, places: Sequence[KeyPath]) -> str:
     if steps in fits:
         return dotted(steps)
     return dotted(best_place(fits, path[:-1])) if fits else ""
-
-
-def _same(path: KeyPath, places: Sequence[KeyPath]) -> str:
-    """The top-level key of the same name, if there is one."""
-    return path[-1] if (path[-1],) in places else ""
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:

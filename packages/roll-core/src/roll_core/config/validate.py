@@ -19,16 +19,16 @@ from pydantic import BaseModel, ValidationError
 
 from roll_core.config.executors import check_executor
 from roll_core.config.explain import Finding, code_of, show
-from roll_core.config.mistakes import take_out, validate_all
+from roll_core.config.mistakes import take_out, validate_all, value_at
 from roll_core.config.parts import Parts
 from roll_core.config.positions import COMMAND_LINE, KeyLocation
-from roll_core.config.schema import environments, members, paths, roles, schema_at
+from roll_core.config.schema import members, paths, schema_at, sections
 from roll_core.config.strategies import StrategyCheck
 from roll_core.config.unknown_keys import meant
 from roll_core.errors import ConfigError, ConfigProblem, closest
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import AdvantageOptions, Config, RewardConfig, RunConfig
+from roll_core.spec.config import AdvantageOptions, Config, CustomEnvConfig, RewardConfig, RunConfig, WorkerConfig
 from roll_core.spec.providers import (
     AdvantageProvider,
     AgentProvider,
@@ -83,14 +83,14 @@ def validate(
     _remove_blocks(parts, schema)
     name = data["pipeline"]
     data["pipeline"] = provider.name
-    raw_roles = list(roles(schema, data))
+    raw_roles = list(sections(schema, data, WorkerConfig))
     for path, worker, role in raw_roles:
         _check_environment(parts, path, role)
         if worker.kind == "reward":
             _check_reward(parts, schema.policy_role, path, role)
         else:
             StrategyCheck(parts, schema.policy_role, path, worker, role).run()
-    for path, environment in environments(schema, data):
+    for path, _, environment in sections(schema, data, CustomEnvConfig):
         _check_custom_environment(parts, path, environment)
     _check_named_parts(parts, schema)
     check_executor(parts, {path: role for path, _, role in raw_roles})
@@ -314,15 +314,10 @@ def _subject(found: Finding, data: Any) -> KeyPath:
     message names and the config contains."""
     for words in re.findall(r"[A-Za-z_][\w.]*", found.message) if found.kind == "value_error" else ():
         path = (*found.path, *words.rstrip(".").split("."))
-        value = data
-        for step in path:
-            value = value.get(step, _ABSENT) if isinstance(value, dict) else _ABSENT
-        if value is not _ABSENT:
+        parent = value_at(data, path[:-1])
+        if isinstance(parent, dict) and path[-1] in parent:
             return path
     return found.path
-
-
-_ABSENT = object()
 
 
 def _restore_name(config: M, key: str, name: str) -> M:

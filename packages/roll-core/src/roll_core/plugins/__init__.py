@@ -1,1 +1,1 @@
-"""The plugin host: discovery (`loader`), lookup by name (`registry`), import on use (`targets`), events (`events`)."""
+"""The plugin host: discovery (`loader`), lookup by name (`registry`), import on use (`targets`), events."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pluggy
 
 from roll_core.errors import PluginError, PluginLoadError, closest, one_line
-from roll_core.plugins.records import KINDS, check_record
+from roll_core.plugins.records import KINDS, check_record, show
 from roll_core.plugins.requirements import CORE
 from roll_core.spec import HOOK_API, hooks
 
@@ -263,7 +263,7 @@ def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:
         records: list[Any] = []
         for result in results:
             if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
-                raise _BrokenContractError(f"{kind.hook} returned {_describe(result)}, {expected}")
+                raise _BrokenContractError(f"{kind.hook} returned {show(result)}, {expected}")
             records += result
     except (KeyboardInterrupt, _BrokenContractError):
         raise
@@ -273,7 +273,7 @@ def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:
     for position, record in enumerate(records, 1):
         if type(record) is not kind.record:
             raise _BrokenContractError(
-                f"item {position} of {kind.hook} is {_describe(record)}, expected {kind.record.__name__}"
+                f"item {position} of {kind.hook} is {show(record)}, expected {kind.record.__name__}"
             )
         problem = check_record(record)
         if problem:
@@ -282,8 +282,3 @@ def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:
             raise _BrokenContractError(f"{kind.hook} offers {record.name!r} twice")
         names.add(record.name)
     return records
-
-
-def _describe(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

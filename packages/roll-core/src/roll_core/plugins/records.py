@@ -40,6 +40,8 @@ class Kind:
     record: type[Provider]
     noun: str
     """Name in messages: "no *infer strategy* is called 'x'"."""
+    contract: str = ""
+    """`"module:attribute"` of the class or protocol that the target implements; empty if there is none."""
 
     @property
     def key(self) -> str:
@@ -48,23 +50,33 @@ class Kind:
 
 
 KINDS = (
-    Kind("roll_platforms", PlatformProvider, "platform"),
-    Kind("roll_train_strategies", TrainProvider, "train strategy"),
-    Kind("roll_infer_strategies", InferProvider, "infer strategy"),
-    Kind("roll_pipelines", PipelineProvider, "pipeline"),
-    Kind("roll_rewards", RewardProvider, "reward"),
-    Kind("roll_environments", EnvironmentProvider, "environment"),
-    Kind("roll_agents", AgentProvider, "agent"),
-    Kind("roll_trackers", TrackerProvider, "tracker"),
-    Kind("roll_advantage_estimators", AdvantageProvider, "advantage estimator"),
-    Kind("roll_policy_losses", PolicyLossProvider, "policy loss"),
-    Kind("roll_weight_transports", WeightTransportProvider, "weight transport"),
-    Kind("roll_executors", ExecutorProvider, "executor"),
+    Kind("roll_platforms", PlatformProvider, "platform", "roll_core.spec.platform:Platform"),
+    Kind("roll_train_strategies", TrainProvider, "train strategy", "roll_core.spec.train:TrainStrategy"),
+    Kind("roll_infer_strategies", InferProvider, "infer strategy", "roll_core.spec.infer:InferStrategy"),
+    Kind("roll_pipelines", PipelineProvider, "pipeline", "roll_core.spec.pipeline:Pipeline"),
+    Kind("roll_rewards", RewardProvider, "reward", "roll_core.spec.rollout:RewardFunction"),
+    Kind("roll_environments", EnvironmentProvider, "environment", "roll_core.spec.environment:Environment"),
+    Kind("roll_agents", AgentProvider, "agent", "roll_core.spec.agent:Agent"),
+    Kind("roll_trackers", TrackerProvider, "tracker", "roll_core.spec.pipeline:Tracker"),
+    Kind(
+        "roll_advantage_estimators",
+        AdvantageProvider,
+        "advantage estimator",
+        "roll_core.spec.algorithms:AdvantageEstimator",
+    ),
+    Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "roll_core.spec.algorithms:PolicyLoss"),
+    Kind(
+        "roll_weight_transports",
+        WeightTransportProvider,
+        "weight transport",
+        "roll_core.spec.transport:WeightTransport",
+    ),
+    Kind("roll_executors", ExecutorProvider, "executor", "roll_core.runtime.cluster.executors.base:Executor"),
     Kind("roll_config_fragments", FragmentProvider, "config fragment"),
     Kind("roll_checks", CheckProvider, "check"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors"),
-    Kind("roll_importers", ImporterProvider, "importer"),
-    Kind("roll_commands", CommandProvider, "command"),
+    Kind("roll_importers", ImporterProvider, "importer", "roll_core.spec.importing:Importer"),
+    Kind("roll_commands", CommandProvider, "command", "roll_core.spec.providers:Command"),
 )
 
 _BY_RECORD = {kind.record: kind for kind in KINDS}
@@ -129,7 +141,7 @@ def _check_fields(record: Any, prefix: str = "") -> str:
         value = getattr(record, each.name)
         name = prefix + each.name
         if not _matches(value, hints[each.name]):
-            return f"{name} is {_show(value)}, expected {_spell(hints[each.name])}"
+            return f"{name} is {show(value)}, expected {_spell(hints[each.name])}"
         if is_dataclass(value):
             problem = _check_fields(value, f"{name}.")
             if problem:
@@ -166,6 +178,7 @@ def _spell(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """A wrong value and its type for messages, shortened."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -306,9 +306,9 @@ def _describe(plugin: Plugin) -> dict[str, Any]:
         "hook_api": plugin.hook_api,
         "hooks": list(plugin.hooks),
         "provides": {
-            kind.key: [record.name for record in plugin.providers if type(record) is kind.record]
+            kind.key: names
             for kind in KINDS
-            if any(type(record) is kind.record for record in plugin.providers)
+            if (names := [record.name for record in plugin.providers if type(record) is kind.record])
         },
         "import_s": round(plugin.import_s, 4),
         "error": str(plugin.error) if plugin.error is not None else None,

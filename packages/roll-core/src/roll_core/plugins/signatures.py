@@ -18,35 +18,19 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.spec import providers
+from roll_core.plugins.records import kind_of
 
 if TYPE_CHECKING:
     from roll_core.spec.providers import Provider
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-CONTRACTS: dict[type[Provider], str] = {
-    providers.PlatformProvider: "roll_core.spec.platform:Platform",
-    providers.TrainProvider: "roll_core.spec.train:TrainStrategy",
-    providers.InferProvider: "roll_core.spec.infer:InferStrategy",
-    providers.PipelineProvider: "roll_core.spec.pipeline:Pipeline",
-    providers.RewardProvider: "roll_core.spec.rollout:RewardFunction",
-    providers.EnvironmentProvider: "roll_core.spec.environment:Environment",
-    providers.AgentProvider: "roll_core.spec.agent:Agent",
-    providers.TrackerProvider: "roll_core.spec.pipeline:Tracker",
-    providers.WeightTransportProvider: "roll_core.spec.transport:WeightTransport",
-    providers.ExecutorProvider: "roll_core.runtime.cluster.executors.base:Executor",
-    providers.AdvantageProvider: "roll_core.spec.algorithms:AdvantageEstimator",
-    providers.PolicyLossProvider: "roll_core.spec.algorithms:PolicyLoss",
-    providers.ImporterProvider: "roll_core.spec.importing:Importer",
-    providers.CommandProvider: "roll_core.spec.providers:Command",
-}
 
 
 def signature_problem(record: Provider) -> str:
     """Why the target of a record cannot be called as its contract requires; empty if it can or is not checked."""
     if record.target.startswith("roll_core."):
         return ""
-    wanted = CONTRACTS.get(type(record), "")
+    wanted = kind_of(type(record)).contract
     return _problem(wanted, _source(wanted), record.target, _source(record.target))
 
 

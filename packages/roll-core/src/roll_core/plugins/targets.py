@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import PluginLoadError, one_line
-from roll_core.plugins.signatures import CONTRACTS
+from roll_core.plugins.records import kind_of
 from roll_core.spec.diagnostics import KnownError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def options_schema(record: Provider) -> type[Config]:
 
     from roll_core.spec.config import Config
 
-    contract = load_target(CONTRACTS[type(record)], owner="roll-core")
+    contract = load_target(kind_of(type(record)).contract, owner="roll-core")
     function, options = _user_code(record, contract)
     fields: dict[str, Any] = {}
     for name, each in options.items():
