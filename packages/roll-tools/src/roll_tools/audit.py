@@ -15,13 +15,13 @@ from pydantic import ValidationError
 
 from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
+from roll_core.config.overrides import parse_settings
 from roll_core.data.encode import Encoder, tokenizer_texts
 from roll_core.data.rows import ENDINGS, first_rows, has_response, messages_of, read_rows, tools_of
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
 from roll_core.spec.config import DataArguments, TokenizerConfig
-from roll_tools.commands import parse_settings
 from roll_tools.data_audit import (
     PIPELINES,
     AuditFinding,

@@ -104,34 +104,6 @@ def audit(words: Sequence[str], registry: Registry) -> int:
     )
 
 
-def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Values of `key=value` words by key, read as YAML: settings of a command that has no config. Raises
-    `ConfigError`."""
-    import yaml
-
-    from roll_core.config.overrides import first_line
-    from roll_core.config.positions import COMMAND_LINE
-    from roll_core.errors import ConfigError, ConfigProblem
-
-    found: dict[str, Any] = {}
-    problems: list[ConfigProblem] = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        message = hint = ""
-        if not key or not equals:
-            message, hint = "is not a setting", "a setting is written key=value"
-        else:
-            try:
-                found[key] = yaml.safe_load(value)
-            except yaml.YAMLError as error:
-                message = f"cannot be read: {first_line(error)}"
-        if message:
-            problems.append(ConfigProblem(COMMAND_LINE, word, message, hint, code="ROLL-C025"))
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
 def _place(text: str) -> Path | str:
     """A path, or the URL of a checkpoint store."""
     return text if "://" in text else Path(text)

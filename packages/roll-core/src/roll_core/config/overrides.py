@@ -156,6 +156,27 @@ def _delete(cfg: DictConfig, override: Override) -> None:
     del parent[last]
 
 
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Values of `key=value` words by key, read as YAML: settings of a command that has no config. Raises
+    `ConfigError`."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    problems: list[ConfigProblem] = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            problems.append(_problem(word, "is not a setting", "a setting is written key=value"))
+            continue
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            problems.append(_problem(word, f"cannot be read: {first_line(error)}"))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
 def first_line(error: BaseException) -> str:
     """First line of an error's message, which may be the name of its class."""
     if isinstance(error, RecursionError):
