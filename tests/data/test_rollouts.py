@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.rollouts import record_turn, rows, sample_of_rollout, sequences_of, tokens_of
+from roll_core.data.rollouts import rows, sample_of_rollout, sequences_of, tokens_of
 from roll_core.errors import DataError
-from roll_core.types import CompletionOutput, Reward, Rollout, TurnRecord
+from roll_core.types import Reward, Rollout, TurnRecord
 
 
 def turn(read: list[int], sampled: list[int], parent: int | None = None, *, masked: bool = False) -> TurnRecord:
@@ -89,33 +89,6 @@ def test_every_sampled_token_is_trained_once_on_its_own_prefix(tree: Rollout) ->
         assert row.logprobs[sampled] == pytest.approx(-row.tokens[sampled] / 100)
 
 
-def output(ids: list[int], *, experts: int | None = None) -> CompletionOutput:
-    return CompletionOutput(
-        token_ids=np.array(ids, dtype=np.int64),
-        logprobs=np.zeros(len(ids), dtype=np.float32),
-        versions=np.zeros(len(ids), dtype=np.int32),
-        finish_reason="stop",
-        routed_experts=None if experts is None else np.arange(experts, dtype=np.uint8).reshape(-1, 1, 1),
-    )
-
-
-def test_experts_of_a_row_are_those_of_the_turn_that_processed_each_token_first() -> None:
-    first = record_turn(output([7, 8], experts=3), np.array([1, 2]), Rollout(turns=()), None)  # 1 2 7 | 8
-    prompt = np.array([1, 2, 7, 8, 3])
-    second = record_turn(output([9, 9], experts=6), prompt, Rollout(turns=(first,)), 0)  # 8 3 9 | 9
-    (row,) = rows(Rollout(turns=(first, second)))
-    assert row.routed_experts is not None
-    assert row.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    short = record_turn(output([9, 9], experts=4), prompt, Rollout(turns=(first,)), 0)
-    third = record_turn(output([5], experts=8), np.array([*prompt, 9, 9]), Rollout(turns=(first, short)), 1)
-    (row,) = rows(Rollout(turns=(first, short, third)))
-    assert row.routed_experts is not None
-    assert row.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3]  # the engine had no experts of later tokens
-
-
-def test_a_prompt_that_does_not_continue_its_parent_is_an_error() -> None:
-    first = record_turn(output([7, 8]), np.array([1, 2]), Rollout(turns=()), None)
-    with pytest.raises(DataError):
-        record_turn(output([9]), np.array([1, 2, 7, 9, 3]), Rollout(turns=(first,)), 0)
+def test_a_parent_that_is_no_earlier_turn_is_an_error() -> None:
     with pytest.raises(DataError):
         rows(Rollout(turns=(turn([1], [2], 1), turn([1], [2], 0))))

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.data.rollouts import record_turn, sample_of_rollout
+from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import EnvironmentFailure, EnvironmentsFailedError
 from roll_core.spec.environment import Reply
 from roll_core.spec.rollout import RolloutProgram
 from roll_core.types import Group, Reward, Rollout
 from roll_pipeline_agentic.calls import digest_of, seed_of, state_of
 from roll_pipeline_agentic.masks import is_invalid, mask_of_messages, mask_rollout
+from roll_pipeline_agentic.recording import record_turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from roll_core.data.rollouts import record_turn
+from roll_core.data.rollouts import tokens_of
 from roll_core.errors import DataError
-from roll_core.types import Rollout
+from roll_core.types import Rollout, TurnRecord
 from roll_pipeline_agentic.calls import digest_of, state_of
 from roll_pipeline_agentic.tool_calls import SettledParts
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.environment import Message, State
     from roll_core.spec.rollout import RolloutContext
-    from roll_core.types import CompletionOutput, TokenIds, TurnRecord
+    from roll_core.types import CompletionOutput, TokenIds
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 
 
@@ -445,3 +445,31 @@ def _parsed(arguments: Any) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
+
+
+def record_turn(
+    output: CompletionOutput, prompt_ids: TokenIds, rollout: Rollout, parent: int | None, **fields: Any
+) -> TurnRecord:
+    """Record an output that was generated from `prompt_ids`, which begin with the sequence of `parent`.
+
+    `fields` are further fields of the record. By default, all sampled tokens are in the loss mask. Raises `DataError`
+    if the prompt does not begin with that sequence.
+    """
+    known = np.zeros(0, dtype=np.int64) if parent is None else tokens_of(rollout, parent)
+    num_known = len(known)
+    if len(prompt_ids) <= num_known - (parent is not None) or not np.array_equal(prompt_ids[:num_known], known):
+        raise DataError(
+            f"the prompt of a turn has {len(prompt_ids)} tokens, which do not continue the {num_known} tokens of turn"
+            f" {parent}: record it as a turn without a parent"
+        )
+    experts = output.routed_experts
+    return TurnRecord(
+        parent=parent,
+        context_ids=prompt_ids[num_known:],
+        sampled_ids=output.token_ids,
+        logprobs=output.logprobs,
+        versions=output.versions,
+        finish_reason=output.finish_reason,
+        routed_experts=None if experts is None else experts[max(num_known - 1, 0) :],
+        **{"loss_mask": np.ones(len(output.token_ids), dtype=np.bool_)} | fields,
+    )

@@ -15,22 +15,14 @@ import numpy as np
 
 from roll_core.data.pack import sequence_of
 from roll_core.errors import DataError
-from roll_core.types import Rollout, Sample, TrainSequence, TurnRecord
+from roll_core.types import Rollout, Sample, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from roll_core.types import (
-        Bools,
-        CompletionOutput,
-        FinishReason,
-        Floats,
-        Reward,
-        RoutedExperts,
-        TokenIds,
-    )
+    from roll_core.types import Bools, FinishReason, Floats, Reward, RoutedExperts, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,34 +43,6 @@ class RolloutRow:
     """`[L]`, index of the turn that read or sampled the token."""
     routed_experts: RoutedExperts | None
     """`[L - 1, M, K]` or fewer rows."""
-
-
-def record_turn(
-    output: CompletionOutput, prompt_ids: TokenIds, rollout: Rollout, parent: int | None, **fields: Any
-) -> TurnRecord:
-    """Record an output that was generated from `prompt_ids`, which begin with the sequence of `parent`.
-
-    `fields` are further fields of the record. By default, all sampled tokens are in the loss mask. Raises `DataError`
-    if the prompt does not begin with that sequence.
-    """
-    known = np.zeros(0, dtype=np.int64) if parent is None else tokens_of(rollout, parent)
-    num_known = len(known)
-    if len(prompt_ids) <= num_known - (parent is not None) or not np.array_equal(prompt_ids[:num_known], known):
-        raise DataError(
-            f"the prompt of a turn has {len(prompt_ids)} tokens, which do not continue the {num_known} tokens of turn"
-            f" {parent}: record it as a turn without a parent"
-        )
-    experts = output.routed_experts
-    return TurnRecord(
-        parent=parent,
-        context_ids=prompt_ids[num_known:],
-        sampled_ids=output.token_ids,
-        logprobs=output.logprobs,
-        versions=output.versions,
-        finish_reason=output.finish_reason,
-        routed_experts=None if experts is None else experts[max(num_known - 1, 0) :],
-        **{"loss_mask": np.ones(len(output.token_ids), dtype=np.bool_)} | fields,
-    )
 
 
 def path_to(rollout: Rollout, index: int) -> list[int]:

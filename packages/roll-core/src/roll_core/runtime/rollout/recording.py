@@ -16,7 +16,7 @@ import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from typing_extensions import override
@@ -87,19 +87,6 @@ class BatchFacts:
     """Groups that stay in the queue although the batch contains later prompts."""
     restarted: int = 0
     """Groups whose program was restarted in this resumed run, because its state could not be saved."""
-
-
-class BatchSource(Protocol):
-    """Generates batches, or reads recorded ones."""
-
-    async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """The batch to train on after `step` completed steps."""
-
-    def state(self) -> Mapping[str, Any]:
-        """See `Rollouts.state`."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `Rollouts.load_state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,23 +170,6 @@ class Recorder:
             os.replace(working, path)
         except OSError as error:
             raise RunDirectoryError(f"cannot record the rollouts in {path}: {error.strerror or error}") from error
-
-
-class RecordedSource:
-    """Records the batches of another source."""
-
-    def __init__(self, source: BatchSource, plan: RolloutPlan, recorder: Recorder, role: InferRole) -> None:
-        """Creates the folder. Raises `RunDirectoryError`."""
-        self._source, self._terms, self._recorder, self._role = source, BatchTerms.of(plan), recorder, role
-        self.state, self.load_state = source.state, source.load_state
-        recorder.begin()
-
-    async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
-        """Return the source's batch after its file is complete."""
-        groups, facts = await self._source.batch(step)
-        batch = RecordedBatch(groups=groups, facts=facts, weight_version=self._role.weight_version)
-        await asyncio.to_thread(self._recorder.write, step + 1, self._terms, batch)
-        return groups, facts
 
 
 class Recording:

@@ -5,6 +5,7 @@ The loop in `roll_core.runtime.run.loop` drives it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import statistics
@@ -22,7 +23,7 @@ from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, load_target, schema_of
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
-from roll_core.runtime.rollout.recording import RecordedSource, Replay, ReplayedRole, RewardStats
+from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Replay, ReplayedRole, RewardStats
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.config import Config, RewardConfig
 from roll_core.spec.environment import Environment
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.run_dir import RunDir
     from roll_core.runtime.records.run_files import ImagesFile, SamplesFile
     from roll_core.runtime.rollout.program import Scorer
-    from roll_core.runtime.rollout.recording import BatchFacts, BatchSource, Recorder
+    from roll_core.runtime.rollout.recording import BatchFacts, Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.run.weight_sync import WeightSyncController
@@ -228,8 +229,8 @@ class ActiveRun(Run):
             serve=engine.served,
         )
         self._schedulers.append(scheduler)
-        source = RecordedSource(scheduler, plan, self._recorder, engine) if plan.record else scheduler
-        return RunRollouts(self, role, plan, source)
+        recorder = self._recorder if plan.record else None
+        return RunRollouts(self, role, plan, scheduler, recorder)
 
     def check_batch(self, role: str, groups: Sequence[Group], stats: RewardStats, *, mixed: bool = False) -> None:
         """Trip the guards `token_round_trip` and `reward_failures` if a batch cannot be trained on.
@@ -378,16 +379,30 @@ class ActiveRun(Run):
 
 
 class RunRollouts(Rollouts):
-    """The batches of a `BatchSource`, with the checks and metrics of a run."""
+    """Batches that a scheduler produces or a replay reads, with the checks and metrics of a run."""
 
-    def __init__(self, run: ActiveRun, role: str, plan: RolloutPlan, source: BatchSource) -> None:
-        self._run, self._role, self._plan, self._source = run, role, plan, source
+    def __init__(
+        self,
+        run: ActiveRun,
+        role: str,
+        plan: RolloutPlan,
+        source: RolloutScheduler | Replay,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`recorder` writes the batches. Raises `RunDirectoryError` if it cannot."""
+        self._run, self._role, self._plan, self._source, self._recorder = run, role, plan, source, recorder
+        if recorder is not None:
+            recorder.begin()
 
     @override
     async def batch(self) -> list[Group]:
         run, plan = self._run, self._plan
         with run.stage("rollout"):
             groups, facts = await self._source.batch(run.step)
+            if self._recorder is not None:
+                version = run.infer_role(self._role).weight_version
+                batch = RecordedBatch(groups=groups, facts=facts, weight_version=version)
+                await asyncio.to_thread(self._recorder.write, run.step + 1, BatchTerms.of(plan), batch)
         run.check_batch(self._role, groups, facts.rewards, mixed=plan.ahead > 0)
         if plan.routed_experts:
             check_experts(groups, f"step {run.step + 1}: {self._role}")
