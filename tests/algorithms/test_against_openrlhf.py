@@ -17,7 +17,8 @@ import torch
 from ragged import Ragged, assert_same
 
 from roll_core.algorithms import advantages
-from roll_core.algorithms.correction import Band, importance_weights, inside
+from roll_core.algorithms.correction import importance_weights, inside
+from roll_core.algorithms.correction_options import CorrectionFilterConfig
 from roll_core.algorithms.kl import KLController, approx_kl
 from roll_core.algorithms.losses import CrossEntropy, KLTerm, Objective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser
@@ -109,7 +110,7 @@ def test_weights_of_tokens_are_openrlhfs(openrlhf, ragged, mode):
 
 def test_the_mask_of_sequences_is_openrlhfs(openrlhf, ragged):
     """It keeps sequences by the mean log-ratio, and weighs tokens by their own ratio; ours has one level for both."""
-    kept = inside(Band(level="geometric", ratio=(0.9, 1.1)), *inputs(ragged))
+    kept = inside(CorrectionFilterConfig(agg_type="geometric", ratio_low=0.9, ratio_high=1.1), *inputs(ragged))
     weights = kept * importance_weights(*inputs(ragged), level="token", upper_bound=1e9)
     weighted = replace(ragged, fields=ragged.fields | {"advantages": ragged.advantages * ragged.padded(weights)})
     given = {"is_correction_level": "seq", "is_correction_mode": "mask", "is_correction_threshold": [0.9, 1.1]}

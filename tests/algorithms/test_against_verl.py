@@ -16,7 +16,8 @@ from ragged import Ragged, assert_same
 
 from roll_core.algorithms import advantages
 from roll_core.algorithms.aggregate import Aggregation, aggregate
-from roll_core.algorithms.correction import Band, importance_weights, inside, normalise_weights
+from roll_core.algorithms.correction import importance_weights, inside, normalise_weights
+from roll_core.algorithms.correction_options import CorrectionFilterConfig
 from roll_core.algorithms.kl import KLController, approx_kl
 from roll_core.algorithms.losses import KLTerm, Objective, ValueObjective
 from roll_core.algorithms.normalise import whiten
@@ -446,17 +447,17 @@ def test_importance_weights_are_verls(verl, ragged, level, threshold, normalised
     ("option", "threshold", "band"),
     [
         # verl's k1 is the logarithm of engine / trainer, ours bounds trainer / engine: reciprocal bounds.
-        ("token_k1", "0.5_1.25", Band(level="token", ratio=(0.8, 2.0))),
-        ("seq_mean_k1", "0.8_1.25", Band(level="geometric", ratio=(0.8, 1.25))),
-        ("seq_sum_k1", "0.5_1.25", Band(level="sequence", ratio=(0.8, 2.0))),
-        ("token_k2", "0.1", Band(level="token", k2_max=0.1)),
-        ("seq_mean_k2", "0.1", Band(level="geometric", k2_max=0.1)),
-        ("seq_sum_k2", "0.4", Band(level="sequence", k2_max=0.4)),
-        ("seq_max_k2", "0.3", Band(level="max", k2_max=0.3)),
-        ("token_k3", "0.1", Band(level="token", k3_max=0.1)),
-        ("seq_mean_k3", "0.1", Band(level="geometric", k3_max=0.1)),
-        ("seq_sum_k3", "0.4", Band(level="sequence", k3_max=0.4)),
-        ("seq_max_k3", "0.3", Band(level="max", k3_max=0.3)),
+        ("token_k1", "0.5_1.25", CorrectionFilterConfig(agg_type="token", ratio_low=0.8, ratio_high=2.0)),
+        ("seq_mean_k1", "0.8_1.25", CorrectionFilterConfig(agg_type="geometric", ratio_low=0.8, ratio_high=1.25)),
+        ("seq_sum_k1", "0.5_1.25", CorrectionFilterConfig(agg_type="sequence", ratio_low=0.8, ratio_high=2.0)),
+        ("token_k2", "0.1", CorrectionFilterConfig(agg_type="token", ratio_enabled=False, k2_max=0.1)),
+        ("seq_mean_k2", "0.1", CorrectionFilterConfig(agg_type="geometric", ratio_enabled=False, k2_max=0.1)),
+        ("seq_sum_k2", "0.4", CorrectionFilterConfig(agg_type="sequence", ratio_enabled=False, k2_max=0.4)),
+        ("seq_max_k2", "0.3", CorrectionFilterConfig(agg_type="max", ratio_enabled=False, k2_max=0.3)),
+        ("token_k3", "0.1", CorrectionFilterConfig(agg_type="token", ratio_enabled=False, k3_max=0.1)),
+        ("seq_mean_k3", "0.1", CorrectionFilterConfig(agg_type="geometric", ratio_enabled=False, k3_max=0.1)),
+        ("seq_sum_k3", "0.4", CorrectionFilterConfig(agg_type="sequence", ratio_enabled=False, k3_max=0.4)),
+        ("seq_max_k3", "0.3", CorrectionFilterConfig(agg_type="max", ratio_enabled=False, k3_max=0.3)),
     ],
 )
 def test_rejection_is_verls(verl, option, threshold, band):

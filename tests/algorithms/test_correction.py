@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.algorithms.correction import Band, importance_weights, inside, normalise_weights, off_policy_mask
+from roll_core.algorithms.correction import importance_weights, inside, normalise_weights, off_policy_mask
+from roll_core.algorithms.correction_options import CorrectionFilterConfig
 
 # Two sequences: prompt, two turns with a tool's token between them; prompt, two tokens.
 MASK = torch.tensor([False, True, True, False, True, False, True, True])
@@ -58,13 +59,28 @@ def test_what_stands_off_the_mask_is_not_looked_at():
 def test_a_ratio_of_any_size_is_a_number():
     far = BEHAVIOUR + 500
     assert importance_weights(far, BEHAVIOUR, MASK, SEGMENTS, level="sequence", upper_bound=2.0)[MASK].eq(2).all()
-    assert inside(Band(level="sequence", ratio=(0.5, 2.0)), far, BEHAVIOUR, MASK, SEGMENTS).sum() == 0
+    assert (
+        inside(
+            CorrectionFilterConfig(agg_type="sequence", ratio_low=0.5, ratio_high=2.0), far, BEHAVIOUR, MASK, SEGMENTS
+        ).sum()
+        == 0
+    )
 
 
 def test_bands_keep_what_lies_within_bounds_included():
     def kept(level, ratio=None, difference=None):
-        band = Band(level=level, ratio=ratio, difference=difference)
-        return inside(band, OLD, BEHAVIOUR, MASK, SEGMENTS)[MASK].tolist()
+        low, high = ratio or (0.8, 1.2)
+        diff_low, diff_high = difference or (-0.2, 0.2)
+        config = CorrectionFilterConfig(
+            agg_type=level,
+            ratio_enabled=ratio is not None,
+            ratio_low=low,
+            ratio_high=high,
+            diff_enabled=difference is not None,
+            diff_low=diff_low,
+            diff_high=diff_high,
+        )
+        return inside(config, OLD, BEHAVIOUR, MASK, SEGMENTS)[MASK].tolist()
 
     assert kept("token", (0.8, 1.2)) == [True, False, False, False, True]
     assert kept("segment", (0.8, 1.3)) == [True, True, False, True, True]
@@ -80,7 +96,9 @@ def test_an_empty_mask_is_no_error():
     for level in ("token", "segment", "geometric", "sequence"):
         found = importance_weights(OLD, BEHAVIOUR, none, SEGMENTS, level=level, upper_bound=1.0)
         assert not normalise_weights(found, none, SEGMENTS, level).any()
-        assert not inside(Band(level=level, k2_max=1.0), OLD, BEHAVIOUR, none, SEGMENTS).any()
+        assert not inside(
+            CorrectionFilterConfig(agg_type=level, ratio_enabled=False, k2_max=1.0), OLD, BEHAVIOUR, none, SEGMENTS
+        ).any()
     assert not off_policy_mask(-torch.ones(8), OLD, BEHAVIOUR, none, SEGMENTS, 0.0).any()
 
 
@@ -140,10 +158,12 @@ def test_weights_that_are_all_zero_stay_zero():
 def test_bands_of_k2_and_k3_keep_up_to_their_maximum(level, k2, k3):
     for name, values in (("k2_max", k2), ("k3_max", k3)):
         for bound in sorted(set(values)):
-            band = Band(level=level, **{name: bound + 1e-4})
-            kept = inside(band, OLD, BEHAVIOUR, MASK, SEGMENTS)[MASK].tolist()
+            config = CorrectionFilterConfig(agg_type=level, ratio_enabled=False, **{name: bound + 1e-4})
+            kept = inside(config, OLD, BEHAVIOUR, MASK, SEGMENTS)[MASK].tolist()
             assert kept == [value <= bound + 1e-4 for value in values]
-        assert not inside(Band(level=level, **{name: 1e-4}), OLD, BEHAVIOUR, MASK, SEGMENTS).any()
+        assert not inside(
+            CorrectionFilterConfig(agg_type=level, ratio_enabled=False, **{name: 1e-4}), OLD, BEHAVIOUR, MASK, SEGMENTS
+        ).any()
 
 
 def test_the_off_policy_mask_takes_negative_advantages_of_distant_sequences():
@@ -211,7 +231,9 @@ def test_bands_and_masks_agree_with_loops_over_tokens(sequences, level):
         return abs(value - bound) > 1e-4
 
     for name, f in (("k2_max", lambda x: x * x / 2), ("k3_max", lambda x: math.expm1(x) - x)):
-        found = inside(Band(level=level, **{name: 0.5}), d, zeros, mask, segments)[mask].tolist()
+        found = inside(
+            CorrectionFilterConfig(agg_type=level, ratio_enabled=False, **{name: 0.5}), d, zeros, mask, segments
+        )[mask].tolist()
         measured = [over(span, f) for span in spans for _ in span]
         assert [kept for kept, value in zip(found, measured, strict=True) if clear(value, 0.5)] == [
             value <= 0.5 for value in measured if clear(value, 0.5)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll_core.algorithms.correction_options import ImportanceWeightConfig
 from roll_core.cli.main import main
 from roll_core.config import load
-from roll_core.pipelines.config import ImportanceWeightConfig
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.importing import IMPORT_STATUSES
 from roll_core.spec.providers import InferProvider, TrainProvider

@@ -25,7 +25,7 @@ from roll_pipeline_distill.vocabulary import Vocabulary, difference, stored_voca
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from roll_core.pipelines.config import TrainInferCorrectionConfig
+    from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
     from roll_core.spec.config import DataArguments
     from roll_core.spec.providers import Provider
 

@@ -16,7 +16,7 @@ Two kinds of correction:
 
 * Weights multiply advantages. Every policy loss is linear in the advantage's size, and KL and entropy terms are
   unaffected. A weight of 0 leaves the loss's denominator as it is.
-* Filters (`Band`) remove tokens from the loss mask: from KL and entropy terms too, and from the denominator. This is
+* Filters remove tokens from the loss mask: from KL and entropy terms too, and from the denominator. This is
   rejection sampling.
 
 As in arXiv:2505.24298 §5.2, weights are decoupled from PPO's ratio: the clip uses the old policy, and the weight
@@ -27,40 +27,21 @@ T flat tokens, N masked tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from roll_core.algorithms._segments import dense, sums_by
+from roll_core.algorithms.correction_options import Level
 from roll_core.algorithms.kl import LOG_RATIO_CLAMP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Level = Literal["token", "segment", "geometric", "sequence"]
-BandLevel = Literal["token", "segment", "geometric", "sequence", "max"]
+    from roll_core.algorithms.correction_options import CorrectionFilterConfig
+
+FilterLevel = Level | Literal["max"]
 Outside = Literal["truncate", "mask"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Range filter: tokens outside of it do not contribute to the loss."""
-
-    level: BandLevel
-    """`max` is the largest value in the rollout; only for `k2_max` and `k3_max`."""
-    ratio: tuple[float, float] | None = None
-    """Smallest and largest ratio that is kept, inclusive."""
-    difference: tuple[float, float] | None = None
-    """Inclusive bounds on the difference of probabilities, old minus behaviour.
-
-    The difference is averaged over the token, run or rollout of the level; `sequence` averages like `geometric`.
-    """
-    k2_max: float | None = None
-    """Largest `d² / 2` that is kept: of the token, or its mean, sum or maximum over the span of the level."""
-    k3_max: float | None = None
-    """Largest `exp(d) - 1 - d` that is kept, like `k2_max`. Estimates KL(behaviour || old)."""
-    log_ratio_clamp: float = LOG_RATIO_CLAMP
 
 
 def importance_weights(
@@ -102,22 +83,33 @@ def normalise_weights(weights_T: Tensor, mask_T: Tensor, segments_T: Tensor, lev
     return (weights_T / mean).to(weights_T.dtype)
 
 
-def inside(band: Band, old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor) -> Tensor:
-    """Masked tokens that `band` keeps, `[T]` bool."""
+def inside(
+    given: CorrectionFilterConfig,
+    old_T: Tensor,
+    behaviour_T: Tensor,
+    mask_T: Tensor,
+    segments_T: Tensor,
+    *,
+    log_ratio_clamp: float = LOG_RATIO_CLAMP,
+) -> Tensor:
+    """Masked tokens that a filter keeps, `[T]` bool: values on a bound are kept.
+
+    At the level `sequence`, the difference of probabilities is averaged, as at `geometric`.
+    """
     kept_T = mask_T.clone()
-    if band.ratio is not None:
-        ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, band.level, band.log_ratio_clamp).exp()
-        kept_T &= (ratio_T >= band.ratio[0]) & (ratio_T <= band.ratio[1])
-    if band.difference is not None:
-        level: BandLevel = "geometric" if band.level == "sequence" else band.level
+    if given.ratio_enabled:
+        ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, given.agg_type, log_ratio_clamp).exp()
+        kept_T &= (ratio_T >= given.ratio_low) & (ratio_T <= given.ratio_high)
+    if given.diff_enabled:
+        level: FilterLevel = "geometric" if given.agg_type == "sequence" else given.agg_type
         difference_T = torch.where(mask_T, old_T.exp() - behaviour_T.exp(), 0.0)
         spanned_T = _at_level(difference_T, mask_T, segments_T, level)
-        kept_T &= (spanned_T >= band.difference[0]) & (spanned_T <= band.difference[1])
-    if band.k2_max is not None or band.k3_max is not None:
-        d_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, "token", band.log_ratio_clamp)
-        for bound, divergence_T in ((band.k2_max, d_T.square() / 2), (band.k3_max, torch.expm1(d_T) - d_T)):
+        kept_T &= (spanned_T >= given.diff_low) & (spanned_T <= given.diff_high)
+    if given.k2_max is not None or given.k3_max is not None:
+        d_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, "token", log_ratio_clamp)
+        for bound, divergence_T in ((given.k2_max, d_T.square() / 2), (given.k3_max, torch.expm1(d_T) - d_T)):
             if bound is not None:
-                kept_T &= _at_level(divergence_T, mask_T, segments_T, band.level) <= bound
+                kept_T &= _at_level(divergence_T, mask_T, segments_T, given.agg_type) <= bound
     return kept_T
 
 
@@ -135,13 +127,13 @@ def off_policy_mask(
 
 
 def _log_ratio(
-    old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: BandLevel, clamp: float
+    old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: FilterLevel, clamp: float
 ) -> Tensor:
     difference_T = torch.where(mask_T, old_T - behaviour_T, 0.0)
     return _at_level(difference_T, mask_T, segments_T, level).clamp(-clamp, clamp)
 
 
-def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: BandLevel) -> Tensor:
+def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: FilterLevel) -> Tensor:
     """Each masked token's own value, or the mean, sum or maximum over its level's span, accumulated in float64."""
     if level == "token" or not mask_T.any():
         return values_T
@@ -157,7 +149,7 @@ def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: BandL
     return spread_T
 
 
-def _spans(mask_T: Tensor, segments_T: Tensor, level: BandLevel) -> tuple[Tensor, int]:
+def _spans(mask_T: Tensor, segments_T: Tensor, level: FilterLevel) -> tuple[Tensor, int]:
     """Index of each masked token's span: itself, its run or its rollout, `[N]`; and the number of spans."""
     if level == "token":
         num_tokens = int(mask_T.sum())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from roll_core.algorithms.correction import Band, importance_weights, inside, normalise_weights, off_policy_mask
+from roll_core.algorithms.correction import importance_weights, inside, normalise_weights, off_policy_mask
 from roll_core.data.rollouts import rows, sequences_of
 from roll_core.spec.algorithms import RolloutTurns
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.pipelines.config import TrainInferCorrectionConfig
+    from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
     from roll_core.types import Floats, Group, Sample, TrainSequence
 
 
@@ -238,15 +238,9 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     kept_T = mask_T
     for each in config.filters:
         if each.enabled:
-            band = Band(
-                level=each.agg_type,
-                ratio=(each.ratio_low, each.ratio_high) if each.ratio_enabled else None,
-                difference=(each.diff_low, each.diff_high) if each.diff_enabled else None,
-                k2_max=each.k2_max,
-                k3_max=each.k3_max,
-                log_ratio_clamp=config.is_log_ratio_clamp,
+            kept_T = kept_T & inside(
+                each, old_T, behaviour_T, mask_T, segments_T, log_ratio_clamp=config.is_log_ratio_clamp
             )
-            kept_T = kept_T & inside(band, old_T, behaviour_T, mask_T, segments_T)
     corrected = experience.with_flat(advantages=advantages_T)
     if any(each.enabled for each in config.filters):
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
