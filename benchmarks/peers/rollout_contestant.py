@@ -79,7 +79,7 @@ class Roll:
 
             return timed
 
-        parts = [(core.runner, "prefill", "prompts"), (core._batch, "draw", "draws")]
+        parts = [(core.runner, "prefill", "prompts"), (core._batch, "sample", "sampling")]
         parts += [(Projection, "__call__", "products")]
         if kernels := getattr(core.runner, "_kernels", None):
             parts += [(kernels, "attend", "attention"), (kernels, "add_norm", "norms"), (kernels, "gate", "gates")]

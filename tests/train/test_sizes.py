@@ -120,8 +120,10 @@ def test_a_given_chunk_also_limits_what_is_kept():
 def test_few_numbers_of_rows_occur_and_hardly_more_are_computed():
     padded = [memory.padded_rows(rows) for rows in range(1, 8193)]
     assert all(rows <= each for rows, each in enumerate(padded, 1))
+    assert all(each <= rows * 9 / 8 for rows, each in enumerate(padded, 1))
     assert all(each <= rows * 17 / 16 for rows, each in enumerate(padded, 1) if rows >= 128)
-    assert len(set(padded)) <= 16 + 16 * 6 + 1
+    assert len(set(padded[:128])) == 40
+    assert len(set(padded)) <= 40 + 16 * 6
     assert all(memory.padded_rows(each) == each for each in padded)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -22,9 +23,9 @@ from roll_core.errors import ExtensionError, UnsupportedError
 from roll_infer_hf.decoder import Decoder
 from roll_infer_hf.kernels.decode import DecodeKernels, cuda_library, library
 from roll_modeling.elementwise import DTYPES
+from roll_modeling.memory import padded_rows
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -90,6 +91,7 @@ class CompiledDecoder(Decoder):
         super().refresh()
         norms = [layer.qk_norm_HD for layer in self._layers]
         self._qk_norms = [None if each is None else each.float() for each in norms]
+        self._pads_rows = any(layer.gate_up.pads_rows for layer in self._layers)
 
     def _need_positions(self, num: int) -> None:
         super()._need_positions(num)
@@ -102,10 +104,16 @@ class CompiledDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """Append a token to every row and run one decoding step over all rows."""
+        """Append a token to every row and run one decoding step over all rows.
+
+        If projections pad their rows, the batch is padded instead, once, with token 0.
+        """
         kernels, epsilon, lengths_N = self._kernels, self._rms_epsilon, self._lengths_N
-        self._rows.expose(len(lengths_N), int(lengths_N.max()) + 1)
+        num = len(lengths_N)
+        self._rows.expose(num, int(lengths_N.max()) + 1)
         kernels.begin(self._rows.keys[0], lengths_N)
+        if self._pads_rows:
+            tokens_N = np.append(tokens_N, np.zeros(padded_rows(num) - num, dtype=np.int64))
         hidden = F.embedding(torch.from_numpy(tokens_N).to(self.device), self._embedding)
         added: Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -115,4 +123,4 @@ class CompiledDecoder(Decoder):
             normed = kernels.add_norm(hidden, layer.out(attended), layer.mlp_norm, epsilon)
             added = layer.down(kernels.gate(layer.gate_up(normed)))
         self._lengths_N = lengths_N + 1
-        return self._head(kernels.add_norm(hidden, added, self._final_norm, epsilon)).float()
+        return self._head(kernels.add_norm(hidden, added, self._final_norm, epsilon))[:num].float()

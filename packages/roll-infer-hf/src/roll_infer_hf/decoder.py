@@ -73,19 +73,20 @@ class Projection:
     A packed weight is a copy: create a new `Projection` after the weight has changed.
     """
 
-    __slots__ = ("_bias", "_onednn", "_weight", "weight")
+    __slots__ = ("_bias", "_weight", "pads_rows", "weight")
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, pack: bool, num_rows: int = 64) -> None:
         self.weight = weight_OI
         self._bias = bias_O
         large = weight_OI.device.type == "cpu" and weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
         packed = _PACKS and pack and large and weight_OI.dtype in _PACKED_DTYPES
-        self._onednn = packed or prefers_onednn(weight_OI)
+        self.pads_rows = packed or prefers_onednn(weight_OI)
+        """True if oneDNN computes the products; their rows are padded to `padded_rows`."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows) if packed else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Apply the layer: `[T, I]` to `[T, O]`."""
-        if self._onednn:
+        if self.pads_rows:
             num_rows = len(x_TI)
             if more := padded_rows(num_rows) - num_rows:
                 x_TI = F.pad(x_TI, (0, 0, 0, more))

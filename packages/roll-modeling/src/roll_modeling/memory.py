@@ -66,12 +66,14 @@ def kept_tokens(vocab_size: int, chunk_tokens: int | None) -> int:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Padded number of rows of a product on the host: at most a sixteenth, or 7 rows, more than `num_rows`.
+    """Padded number of rows of a product on the host: less than an eighth more than `num_rows`, and at most 7 rows or a
+    sixteenth.
 
-    Padding limits the number of distinct row counts. For each pair of a row count and a weight shape, oneDNN keeps
-    about 0.6 MB and takes milliseconds.
+    Padding limits the number of distinct row counts, to 40 up to 128 rows. For each pair of a row count and a weight
+    shape, oneDNN keeps about 0.6 MB and takes milliseconds.
     """
-    step = max(8, 1 << max(0, num_rows.bit_length() - 5))
+    bits = num_rows.bit_length()
+    step = 1 << max(0, min(3, bits - 4), bits - 5)
     return -(-num_rows // step) * step
 
 

@@ -170,8 +170,11 @@ class DecodeKernels:
 
         Norms and rotates (RoPE) queries and keys. Writes keys and values into the cache at the positions `lengths_N` of
         `begin`, and attends to all positions up to and including these. Rotary tables and `qk_norm_HD` are float32.
+        Rows after the last length are padding: their results are 0.
         """
+        num = len(self._lengths_N)
         out = qkv_NX.new_empty(len(qkv_NX), self._width)
+        out[num:].zero_()
         failed = self._attend(
             self._low,
             self._address,
@@ -183,7 +186,7 @@ class DecodeKernels:
             values_NKWD.data_ptr(),
             self._lengths_N.data_ptr(),
             out.data_ptr(),
-            len(qkv_NX),
+            num,
             *self._attend_queue,
         )
         if failed:
