@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from roll_modeling.engine_files import EngineFiles
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Executor of one slot on a CPU: the model runs in the process of vLLM's engine core.
+
+vLLM's name for it is `uni`. On a CPU vLLM replaces that name by `mp`, because it sets the number of threads in the
+environment of a worker process. `engine_environment` sets it for the core's process, so no second process is needed.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,7 @@ def _arguments(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     who = f"{mesh.role} rank {mesh.rank}"
+    executor = "mp" if slots > 1 else CPU_EXECUTOR if mesh.device.partition(":")[0] == "cpu" else "uni"
     own: dict[str, Any] = {
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
@@ -120,7 +127,7 @@ def _arguments(
         "seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
-        "distributed_executor_backend": "mp" if slots > 1 else "uni",
+        "distributed_executor_backend": executor,
         "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
