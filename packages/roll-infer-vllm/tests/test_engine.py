@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 
 import pytest
 from vllm_live import CACHE, CACHE_BYTES, start
@@ -76,15 +77,19 @@ def test_vllm_still_counts_in_metrics_that_it_has_handed_out(live):
 
     from roll_infer_vllm.sampling import PROGRESS_TOKENS, sampling_params
 
-    num = PROGRESS_TOKENS + 9
+    num = 3 * PROGRESS_TOKENS + 9
     params = sampling_params(request("counted", [4, 5, 6], max_new_tokens=num), 0, ())
 
     async def outputs():
         return [each async for each in live.strategy._engine.generate(tokens_input([4, 5, 6]), params, "counted")]
 
     found = live.run(outputs())
-    assert [len(each.outputs[0].token_ids) for each in found] == [1, PROGRESS_TOKENS, 8]
-    assert [each.metrics.num_generation_tokens for each in found] == [num] * 3
+    ends = list(accumulate(len(each.outputs[0].token_ids) for each in found))
+    assert len(ends) > 1
+    # vLLM joins outputs that nobody has taken yet, as on a busy host.
+    assert {*ends} <= {*range(1, num, PROGRESS_TOKENS), num}
+    assert ends[-1] == num
+    assert [each.metrics.num_generation_tokens for each in found] == [num] * len(found)
 
 
 def test_vllm_still_has_no_logprobs_at_the_temperature():
