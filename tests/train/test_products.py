@@ -112,7 +112,7 @@ def test_an_engine_computes_with_few_numbers_of_rows(monkeypatch):
     for rows in range(1, 200):
         x = torch.randn(rows, LARGE[1])
         torch.testing.assert_close(project(x), x @ weight.T, rtol=1e-4, atol=1e-4)
-    assert len(seen) <= 25
+    assert len(seen) <= 49
 
 
 @pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
