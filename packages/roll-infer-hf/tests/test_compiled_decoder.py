@@ -1,6 +1,7 @@
 """The kernels of a decoding step: against torch's operators, and where they cannot be had."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from roll_core.errors import ExtensionError, UnsupportedError
 from roll_infer_hf.compiled_decoder import CompiledDecoder, decoder_class
-from roll_infer_hf.decoder import Decoder
+from roll_infer_hf.decoder import Decoder, Projection
 from roll_infer_hf.kernels import decode
 from roll_infer_hf.kernels.decode import DecodeKernels
 from roll_infer_hf.runner import CachedPrompt, PromptChunk
 from roll_modeling.model import load_model
+from roll_modeling.products import HAS_ONEDNN
 from roll_testing.errors import raises_error
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -160,3 +162,32 @@ def test_rows_that_come_and_go_decode_as_with_torch(tiny_spec):
         return torch.cat(found)
 
     assert torch.allclose(logits(CompiledDecoder), logits(Decoder), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
+def test_a_step_pads_its_rows_once_and_decodes_as_with_torch(tiny_spec, monkeypatch):
+    wide = tiny_spec.random_init | {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.02}
+    model = load_model(replace(tiny_spec, random_init=wide))
+    rng = np.random.default_rng(0)
+    begun = [rng.integers(0, 97, size) for size in rng.integers(1, 12, 19)]
+    tokens = rng.integers(0, 97, (6, 19))
+    rows_seen = []
+    project = Projection.__call__
+    monkeypatch.setattr(Projection, "__call__", lambda self, x: rows_seen.append(len(x)) or project(self, x))
+
+    def logits(chosen):
+        prompts = [CachedPrompt(tokens=each) for each in begun]
+        made = chosen(model, cache_bytes=1 << 24, max_rows=32)
+        made.reserve(19, 40)
+        made.prefill([PromptChunk(each, 0, len(each)) for each in prompts])
+        made.join(prompts)
+        rows_seen.clear()
+        found = [made.decode(row) for row in tokens[:3]]
+        made.drop(np.arange(19) != 4)
+        made.drop(np.arange(18) != 0)
+        return torch.cat([*found, *(made.decode(row[:17]) for row in tokens[3:])])
+
+    found = logits(CompiledDecoder)
+    assert len(found) == 3 * 19 + 3 * 17
+    assert {*rows_seen} == {20, 18}
+    assert torch.allclose(found, logits(Decoder), rtol=1e-4, atol=1e-5)

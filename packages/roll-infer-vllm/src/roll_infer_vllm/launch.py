@@ -119,7 +119,7 @@ def _arguments(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     who = f"{mesh.role} rank {mesh.rank}"
-    executor = "mp" if slots > 1 else CPU_EXECUTOR if mesh.device.partition(":")[0] == "cpu" else "uni"
+    single = CPU_EXECUTOR if mesh.device.partition(":")[0] == "cpu" else "uni"
     own: dict[str, Any] = {
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
@@ -127,7 +127,7 @@ def _arguments(
         "seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
-        "distributed_executor_backend": executor,
+        "distributed_executor_backend": "mp" if slots > 1 else single,
         "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger

@@ -84,7 +84,7 @@ def normalise_weights(weights_T: Tensor, mask_T: Tensor, segments_T: Tensor, lev
 
 
 def inside(
-    given: CorrectionFilterConfig,
+    config: CorrectionFilterConfig,
     old_T: Tensor,
     behaviour_T: Tensor,
     mask_T: Tensor,
@@ -92,24 +92,24 @@ def inside(
     *,
     log_ratio_clamp: float = LOG_RATIO_CLAMP,
 ) -> Tensor:
-    """Masked tokens that a filter keeps, `[T]` bool: values on a bound are kept.
+    """Masked tokens that the filter `config` keeps, `[T]` bool: values on a bound are kept.
 
     At the level `sequence`, the difference of probabilities is averaged, as at `geometric`.
     """
     kept_T = mask_T.clone()
-    if given.ratio_enabled:
-        ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, given.agg_type, log_ratio_clamp).exp()
-        kept_T &= (ratio_T >= given.ratio_low) & (ratio_T <= given.ratio_high)
-    if given.diff_enabled:
-        level: FilterLevel = "geometric" if given.agg_type == "sequence" else given.agg_type
+    if config.ratio_enabled:
+        ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, config.agg_type, log_ratio_clamp).exp()
+        kept_T &= (ratio_T >= config.ratio_low) & (ratio_T <= config.ratio_high)
+    if config.diff_enabled:
+        level: FilterLevel = "geometric" if config.agg_type == "sequence" else config.agg_type
         difference_T = torch.where(mask_T, old_T.exp() - behaviour_T.exp(), 0.0)
         spanned_T = _at_level(difference_T, mask_T, segments_T, level)
-        kept_T &= (spanned_T >= given.diff_low) & (spanned_T <= given.diff_high)
-    if given.k2_max is not None or given.k3_max is not None:
+        kept_T &= (spanned_T >= config.diff_low) & (spanned_T <= config.diff_high)
+    if config.k2_max is not None or config.k3_max is not None:
         d_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, "token", log_ratio_clamp)
-        for bound, divergence_T in ((given.k2_max, d_T.square() / 2), (given.k3_max, torch.expm1(d_T) - d_T)):
+        for bound, divergence_T in ((config.k2_max, d_T.square() / 2), (config.k3_max, torch.expm1(d_T) - d_T)):
             if bound is not None:
-                kept_T &= _at_level(divergence_T, mask_T, segments_T, given.agg_type) <= bound
+                kept_T &= _at_level(divergence_T, mask_T, segments_T, config.agg_type) <= bound
     return kept_T
 
 
