@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import accumulate
 
+import psutil
 import pytest
 from vllm_live import CACHE, CACHE_BYTES, start
 
@@ -69,6 +70,12 @@ def test_levels_are_those_of_the_steps(live):
     found = live.strategy.metrics()
     assert 0.5 < found["running/mean"] <= found["running/max"] == 1  # of the last step vLLM says that nothing runs
     assert 0 < found["kv_cache_usage/mean"] <= found["kv_cache_usage/max"] < 1
+
+
+def test_an_engine_of_one_slot_is_one_process(live):
+    """vLLM itself would start another one for its worker on a CPU."""
+    titles = [" ".join(each.cmdline()).strip() for each in psutil.Process().children(recursive=True)]
+    assert [title for title in titles if title.startswith("VLLM::")] == ["VLLM::EngineCore"]
 
 
 def test_vllm_still_counts_in_metrics_that_it_has_handed_out(live):
