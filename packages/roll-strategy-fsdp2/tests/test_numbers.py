@@ -149,6 +149,11 @@ def way_off(found, expected, start):
     return missed / went
 
 
+def typical(found, expected):
+    """Root of the mean square of what they differ by."""
+    return math.sqrt(np.concatenate([np.square(found[name] - each).ravel() for name, each in expected.items()]).mean())
+
+
 def furthest(found, expected):
     assert found.keys() == expected.keys()
     return max(float(np.abs(found[name] - expected[name]).max()) for name in expected)
@@ -167,19 +172,21 @@ def test_training_equals_hf_train(ranks, name):
     job = JOBS[name]
     answers = ranks(train, job)
     expected = alone(job)
-    bound = {"weights": 1e-4, "outputs": 1e-5, "norm": 1e-5}
-    if job.model.get("dtype") == "bf16":
-        # The same sums in another order: Adam's first steps turn an ulp of a small gradient into a whole step.
-        bound = {"weights": 0.1, "outputs": 0.1, "norm": 1e-2}
+    exact = "dtype" not in job.model
+    # In bf16 the same sums in another order: Adam's first steps turn an ulp of a small gradient into a whole step.
+    bound = {"weights": 1e-4, "norm": 1e-5} if exact else {"weights": 0.1, "norm": 1e-2}
     assert furthest(answers[0]["before"], expected["before"]) == 0
     for each in answers:
         assert furthest(each["weights"], answers[0]["weights"]) == 0
         assert [stats for _, stats in each["steps"]] == [stats for _, stats in answers[0]["steps"]]
     assert way_off(answers[0]["weights"], expected["weights"], expected["before"]) < bound["weights"]
+    precise = expected if exact else alone(job.with_(model=job.model | {"dtype": "fp32"}))
     for what in ("scored_before", "scored"):
-        assert furthest(numbers(together(answers, what)), numbers(expected[what])) < bound["outputs"]
-        if "dtype" not in job.model:
-            assert furthest(together(answers, what), expected[what]) < bound["outputs"]
+        if exact:
+            assert furthest(together(answers, what), expected[what]) < 1e-5
+        else:
+            found, theirs, true = map(numbers, (together(answers, what), expected[what], precise[what]))
+            assert typical(found, true) < 2 * typical(theirs, true)
     for at, (loss, stats) in enumerate(expected["steps"]):
         found = answers[0]["steps"][at][1]
         assert sum(each["steps"][at][0] for each in answers if each["leads"]) == pytest.approx(loss, rel=bound["norm"])
