@@ -47,6 +47,26 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+BRIEF = {
+    "test_logprobs_equal_the_reference",
+    "test_the_gradient_equals_the_reference",
+    "test_the_gradient_does_not_depend_on_ranks",
+    "test_gradients_are_clipped_to_their_global_norm",
+    "test_steps_of_adamw_equal_the_reference",
+    "test_a_resumed_run_equals_an_uninterrupted_one",
+    "test_a_run_resumes_from_the_references_state",
+    "test_exported_weights_are_those_that_compute",
+    "test_declared_parallelism_is_tested",
+}
+"""Tests that `-m "not slow"` runs of a kit's class with mark `brief`: outputs, a step, a checkpoint, an export."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the other tests of such a class as slow."""
+    if item.get_closest_marker("brief") and getattr(item, "originalname", "") not in BRIEF:
+        item.add_marker(pytest.mark.slow)
+
+
 UNIT = 100
 """Tests that one worker of xdist takes at once, at most."""
 

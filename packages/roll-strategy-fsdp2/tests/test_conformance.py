@@ -1,6 +1,6 @@
 """The conformance kit of `roll_testing`: on two ranks here, and for every arrangement of ranks with
-`./run test-engines fsdp2`, which takes minutes. That each of them computes what `hf_train` computes is in
-`test_numbers`, and that it continues in `test_state`."""
+`./run test-engines fsdp2`; with `-m "not slow"` a few tests for each of these. That each of them computes what
+`hf_train` computes is in `test_numbers`, and that it continues in `test_state`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class TestInfer(TrainStrategyConformance):
 
 
 @with_every_arrangement
+@pytest.mark.brief
 class TestArrangements(TrainStrategyConformance):
     """Ranks that compute every sequence together, copies of the model, and checkpoints that are written meanwhile."""
 
@@ -55,6 +56,7 @@ class TestArrangements(TrainStrategyConformance):
 
 
 @with_every_arrangement
+@pytest.mark.brief
 class TestExperts(TrainStrategyConformance):
     """Two ranks with half of the experts each, and two such pairs."""
 
