@@ -26,19 +26,9 @@ def provider():
     return found
 
 
-QUICK = {
-    "test_gradients_are_clipped_to_their_global_norm",
-    "test_steps_of_adamw_equal_the_reference",
-    "test_a_resumed_run_equals_an_uninterrupted_one",
-}
-"""Tests of ZeRO's stage 1 that `-m "not slow"` runs: a step of cut moments, and their checkpoint."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     for item in items:
-        if getattr(item.cls, "__name__", "") == "TestStageOne" and item.originalname not in QUICK:
-            item.add_marker(pytest.mark.slow)
         if "provider" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine("deepspeed"))
 

@@ -20,19 +20,22 @@ HOST = {"device": "cpu", "pin_memory": False}
 
 
 class TestZero(TrainStrategyConformance):
-    """What is spread over the ranks, and when ranks need each other, is different at each stage."""
+    """What is spread over two ranks, and when they need each other, is different at each stage."""
 
     name = "deepspeed_train"
-    variants = {f"zero{number}": stage(number) for number in (0, 2, 3)}  # noqa: RUF012
+    variants = {f"zero{number}": stage(number) for number in (2, 3)}  # noqa: RUF012
+    world_sizes = (2,)
     environment = ENVIRONMENT
     preload = PRELOAD
 
 
-class TestStageOne(TrainStrategyConformance):
-    """Stage 2 cuts what stage 1 cuts, and the gradients: all tests but those of `QUICK` in conftest.py are slow."""
+@pytest.mark.brief
+class TestStages(TrainStrategyConformance):
+    """One rank; and the stages that cut nothing, or less than stage 2."""
 
     name = "deepspeed_train"
-    variants = {"zero1": stage(1)}  # noqa: RUF012
+    variants = {f"zero{number}": stage(number) for number in (0, 1, 2, 3)}  # noqa: RUF012
+    ranks_of = {"zero2": (1,), "zero3": (1,)}  # noqa: RUF012
     environment = TestZero.environment
     preload = TestZero.preload
 
