@@ -19,9 +19,19 @@ if TYPE_CHECKING:
 
 
 class TestDataParallel(TrainStrategyConformance):
-    """One rank, and two that share the batch and the optimizer's state."""
+    """Two ranks that share the batch and the optimizer's state."""
 
     name = "megatron_train"
+    world_sizes = (2,)
+    preload = PRELOAD
+
+
+@pytest.mark.brief
+class TestOneRank(TrainStrategyConformance):
+    """A rank that shares nothing."""
+
+    name = "megatron_train"
+    world_sizes = (1,)
     preload = PRELOAD
 
 
