@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import RunConfig
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # the C dumper if available
     """Quotes text that our loader would not read back as text, for example 1e-6."""
 
     def ignore_aliases(self, data: Any) -> bool:
