@@ -140,7 +140,8 @@ def _discover(path: list[str] | None) -> Iterator[Plugin]:
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     """Name and version; if METADATA is missing or damaged, they come from the folder's name."""
     try:
-        name, version = distribution.metadata["Name"], distribution.version
+        metadata = distribution.metadata  # parsed by each access
+        name, version = metadata["Name"], metadata["Version"]
     except Exception:  # a broken distribution must not hide the others
         name, version = None, ""
     if not name:
