@@ -95,9 +95,15 @@ class Site:
         )
 
 
+@pytest.fixture(scope="session")
+def new_site():
+    """Makes a site in a folder that does not exist yet."""
+    return Site
+
+
 @pytest.fixture
-def site(tmp_path):
-    return Site(tmp_path / "site")
+def site(tmp_path, new_site):
+    return new_site(tmp_path / "site")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ and who asks for it learns why it is not there."""
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,18 +122,43 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("source", "facts"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(site, source, facts):
-    site.install("acme", "1.2", source=source)
-    listed = site.listing()["acme"]
-    assert listed["state"] == "failed"
-    assert mentions(listed["error"], "acme 1.2", *facts)
-    done = site.check("hf_infer", "acme")
-    assert mentions(done.stdout, "run0.yaml: ok:", "rlvr"), "a config that does not use it is not hurt"
+@pytest.fixture(scope="module")
+def all_broken(tmp_path_factory, new_site):
+    """The listing, and the check of a good config and of one for each broken plugin, with all of them installed."""
+    site = new_site(tmp_path_factory.mktemp("broken") / "site")
+    for number, (source, _) in enumerate(BROKEN.values()):
+        site.install(f"acme-{number}", f"1.{number}", source=source)
+    return site.listing(), site.check("hf_infer", *(f"acme-{number}" for number in range(len(BROKEN))))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(all_broken, name):
+    listing, done = all_broken
+    number, (_, facts) = list(BROKEN).index(name), BROKEN[name]
+    package, whole = f"acme-{number}", f"acme-{number} 1.{number}"
+    facts = [fact.replace("acme.plugin", f"acme_{number}.plugin") if isinstance(fact, str) else fact for fact in facts]
+    assert listing[package]["state"] == "failed"
+    assert mentions(listing[package]["error"], whole, *facts)
+    place = f"run{number + 1}.yaml:6:34: ROLL-P004 actor_infer.strategy_args.strategy_name"
+    (mistake,) = [each for each in re.split(r"^(?=run\d+\.yaml:)", done.stderr, flags=re.MULTILINE) if place in each]
+    assert mentions(mistake, f"'{package}'", whole)
+
+
+def test_broken_plugins_do_not_hurt_a_config_that_uses_none_of_them(all_broken):
+    listing, done = all_broken
+    assert listing["roll-core"]["state"] == "loaded"
+    assert mentions(done.stdout, "run0.yaml: ok:", "rlvr")
     assert done.returncode == 2
-    assert mentions(done.stderr, "run1.yaml:6:34: ROLL-P004 actor_infer.strategy_args.strategy_name", "'acme'")
-    assert mentions(done.stderr, "acme 1.2")
-    assert done.stderr.endswith("1 mistake\n"), "one message, no traceback"
+    assert done.stderr.endswith(f"{len(BROKEN)} mistakes\n"), "one message each, no traceback"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_single_broken_plugin_is_one_mistake(site):
+    site.install("acme", "1.2", source="import a_module_that_is_nowhere")
+    done = site.check("hf_infer", "acme")
+    assert done.returncode == 2
+    assert mentions(done.stderr, "run1.yaml:6:34: ROLL-P004 actor_infer.strategy_args.strategy_name", "acme 1.2")
+    assert done.stderr.endswith("1 mistake\n")
 
 
 def test_the_listing_for_people_names_the_cause_too(site):
@@ -238,6 +264,11 @@ def test_damaged_distributions_do_not_hide_the_others(site):
     assert listed["garbage"]["state"] == "failed"
 
 
+def needing(needs):
+    """Source of a plugin whose engine needs these packages."""
+    return site_source("{name}", "{module}").replace('summary="', f'needs=({needs}), summary="')
+
+
 @pytest.mark.parametrize(
     ("needs", "code", "listed"),
     [
@@ -250,11 +281,7 @@ def test_damaged_distributions_do_not_hide_the_others(site):
 )
 def test_a_plugin_without_its_engine_says_what_is_missing(site, needs, code, listed):
     """A package of another version is a defect of the installation; a package that is not installed is a choice."""
-    site.install(
-        "acme",
-        source=site_source().replace('summary="', f'needs=({needs}), summary="'),
-        files={"strategy.py": "import no_such_engine\n"},
-    )
+    site.install("acme", source=needing(needs), files={"strategy.py": "import no_such_engine\n"})
     arguments = ("--check", "--disable-plugin", "roll-core")
     done = site.roll_core("plugins", *arguments, ROLL_PLUGINS="acme")
     assert done.returncode == code
@@ -263,7 +290,12 @@ def test_a_plugin_without_its_engine_says_what_is_missing(site, needs, code, lis
     assert {key: len(found[key]) for key in ("broken", "not_installed")} == {
         key: int(key == listed) for key in ("broken", "not_installed")
     }
-    assert site.check("acme").returncode == 0, "the machine that checks need not have the engine"
+
+
+def test_a_machine_that_checks_need_not_have_the_engine(site):
+    for name, needs in {"absent": '"no-such-engine>=2",', "older": '"no-such-engine>=2", "packaging<2"'}.items():
+        site.install(name, source=needing(needs), files={"strategy.py": "import no_such_engine\n"})
+    assert site.check("absent", "older").returncode == 0
 
 
 BACKEND = """\
