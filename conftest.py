@@ -124,7 +124,7 @@ def _of_record(item: pytest.Item) -> tuple[object, ...] | None:
 
 def _not_here(item: pytest.Item, everything: bool) -> bool:
     mark, function = item.get_closest_marker("engine"), getattr(item, "function", None)
-    if mark is not None and not everything and not (mark.args and find_spec(mark.args[0])):
+    if mark is not None and not everything and not (mark.args and _is_importable(mark.args[0])):
         return True
     runs_on = getattr(item, "callspec", None)
     if runs_on is not None and runs_on.params.get("runs") == "ray" and not os.environ.get("ROLL_EVERY_EXECUTOR"):
@@ -136,6 +136,11 @@ def _not_here(item: pytest.Item, everything: bool) -> bool:
         return True
     computes = {"case", "setup"} & set(item.fixturenames) or "_engine_or_skip" in function.__code__.co_names
     return bool(computes) and not everything and not _engine_is_here(part)
+
+
+@cache
+def _is_importable(module: str) -> bool:
+    return find_spec(module) is not None
 
 
 @cache

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from roll_core.config import load
 from roll_core.config.schema import members
+from roll_core.config.source import Loader
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Config, RunConfig, WorkerConfig
@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def read_yaml(text):
     """Values as the config loader reads them: `1e-6` is a number. Interpolations stay text."""
-    return OmegaConf.to_container(OmegaConf.create(text))
+    return yaml.load(text, Loader)
 
 
 MORE = read_yaml((Path(__file__).parent / "key_examples.yaml").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from roll_core.runtime.records.run_dir import RunDir
 from roll_testing.runs import Runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = {"first_run": "sft_steps, grpo_steps = 3, 2", "own_reward": "steps = 2"}
+SHORT = {"first_run": "sft_steps, grpo_steps = 2, 1", "own_reward": "steps = 1"}
 """Parameters of a short run, by notebook."""
 
 pytestmark = [

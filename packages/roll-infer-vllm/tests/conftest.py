@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE))  # for `vllm_live`
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if HERE in item.path.parents:
+        if str(item.path).startswith(f"{HERE}/"):
             item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore:[Uu]nclosed context:ResourceWarning"))

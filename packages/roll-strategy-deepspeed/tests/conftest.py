@@ -18,6 +18,8 @@ sys.path.append(str(Path(__file__).parent))  # ranks import modules of this fold
 
 from deepspeed_ranks import ENVIRONMENT, PRELOAD
 
+HERE = Path(__file__).parent
+
 
 @pytest.fixture(scope="session")
 def provider():
@@ -29,7 +31,7 @@ def provider():
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "provider" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
+        if "provider" in getattr(item, "fixturenames", ()) and str(item.path).startswith(f"{HERE}/"):
             item.add_marker(pytest.mark.engine("deepspeed"))
 
 
