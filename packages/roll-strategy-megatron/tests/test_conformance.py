@@ -31,8 +31,9 @@ class TestOneRank(TrainStrategyConformance):
     """A rank that shares nothing."""
 
     name = "megatron_train"
-    world_sizes = (1,)
     preload = PRELOAD
+    variants = {"one": {}}  # noqa: RUF012
+    ranks_of = {"one": (1,)}  # noqa: RUF012
 
 
 @pytest.mark.slow
