@@ -14,7 +14,8 @@ import threading
 import time
 from typing import Any
 
-from roll_infer_sglang.hooks import BEFORE_REQUEST, guard_routes, reject_foreign_code
+from roll_infer_sglang.hooks import AFTER_SETTINGS, BEFORE_REQUEST, fork_processes, guard_routes, reject_foreign_code
+from roll_infer_sglang.registration import HOST_CACHE
 
 POLL_S = 0.05
 """Seconds between two checks whether the server accepts connections."""
@@ -28,6 +29,8 @@ def main() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(BEFORE_REQUEST, reject_foreign_code, HookType.BEFORE)
+    if os.environ.get(HOST_CACHE):
+        HookRegistry.register(AFTER_SETTINGS, fork_processes, HookType.AFTER)
     load_plugins()
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
@@ -37,9 +40,14 @@ def main() -> None:
     guard_routes(app)
 
     def reply(**values: Any) -> None:
-        with os.fdopen(message["ready"], "w", encoding="utf-8") as pipe:
+        with os.fdopen(message.pop("ready"), "w", encoding="utf-8") as pipe:
             json.dump(values, pipe)
 
+    def close_copy() -> None:
+        if "ready" in message:  # the worker reads until no process can write any more
+            os.close(message["ready"])
+
+    os.register_at_fork(after_in_child=close_copy)
     known = set(ServerArgs.__struct_fields__)
     arguments: dict[str, Any] = message["arguments"]
     if not arguments.keys() <= known:
