@@ -22,8 +22,9 @@ from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeight
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
 from roll_testing.errors import raises_error
-from roll_testing.infer.adapters import RANK, merged, random_adapter
+from roll_testing.infer.adapters import merged, random_adapter
 from roll_testing.infer.interrupting import until_interrupted, was_whole
+from roll_testing.infer.kit import RANK
 from roll_testing.infer.live import Live, biased, request
 
 if TYPE_CHECKING:

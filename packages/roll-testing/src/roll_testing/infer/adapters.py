@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
-from roll_core.spec.model import LoraSpec
-from roll_testing.infer.kit import InferKit
+from roll_testing.infer.kit import RANK, InferKit
 from roll_testing.infer.weights import has_digests
 from roll_testing.programs import expect, raised
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     EngineOf = Callable[[Setup], Engine]
 
-RANK = 3
-"""Not a power of two, and smaller than the rank that engines make room for."""
 SIZE = 0.6
 """Size of an adapter's change relative to the weight."""
 
@@ -41,8 +38,7 @@ class AdapterTests(InferKit):
         of A and B, and of nothing else.
         """
         self.need(self.can.lora, "lora")
-        self._stop_shared()
-        engine = engine_of(self._with_adapters(setup))
+        engine = self._unpublished(engine_of, self._with_adapters(setup))
         self.check_outputs(engine, setup, oracle)
         stored = self.stored(setup)
         layers = _layers(stored)
@@ -90,14 +86,6 @@ class AdapterTests(InferKit):
         adapter = self.published(random_adapter(stored, _layers(stored), 6), setup.model)
         engine.publish(adapter)
         self.check_outputs(engine, setup, oracle, merged(stored, adapter))
-
-    def _with_adapters(self, setup: Setup) -> Setup:
-        """Return the setup of an engine that can load adapters."""
-        lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=float(RANK))
-        return setup.with_(
-            model=replace(setup.model, lora=lora),
-            strategy_config={**setup.strategy_config, **self.adapter_config},
-        )
 
 
 def _layers(weights: Mapping[str, Tensor]) -> list[str]:

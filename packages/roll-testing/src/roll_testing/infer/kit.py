@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import PluginError, UnsupportedError
+from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider
 from roll_testing.bounds import BOUNDS, check_rows
 from roll_testing.infer.engine import Engine, Setup, ask
@@ -39,6 +40,8 @@ SEEN = 2
 """A change of weights is visible if it moves a logprob by at least this many times the bound."""
 TIGHT = 1024
 """Tokens that fit into the KV cache with `tight_config`."""
+RANK = 3
+"""Rank of adapters: not a power of two, and smaller than the rank that engines make room for."""
 FIRST_ORDINARY = 2
 """Smaller ids are padding and end."""
 
@@ -157,16 +160,16 @@ class InferKit(Kit):
 
     @pytest.fixture
     def doomed(self) -> Iterator[Callable[[Setup], Engine]]:
-        """`doomed(setup)` returns a started engine that the test may stop or kill: the shared one, for the last time.
+        """`doomed(setup)` returns a started engine that the test may stop or kill.
 
-        Called again, it starts another.
+        It is the shared engine, for the last time, even if that has another setup. Otherwise another is started.
         """
         taken: list[Engine] = []
 
         def take(setup: Setup) -> Engine:
-            taken.append(self._running(setup))
-            self._once("engine").clear()
-            self._restore(taken[-1], setup)
+            live = self._once("engine")
+            taken.append(live["engine"] if "key" in live else self._running(setup))
+            live.clear()
             return taken[-1]
 
         yield take
@@ -217,6 +220,25 @@ class InferKit(Kit):
             engine.close()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _unpublished(self, engine_of: Callable[[Setup], Engine], setup: Setup) -> Engine:
+        """Return the shared engine before its first publish; start another one if it has received any."""
+        engine = engine_of(setup)
+        if engine.pristine and not engine.version:
+            return engine
+        self._stop_shared()
+        return engine_of(setup)
+
+    def _with_adapters(self, setup: Setup) -> Setup:
+        """Return the setup of an engine that can load adapters, with `tight_config` if there is one.
+
+        Tests of adapters and of a small KV cache then share an engine.
+        """
+        lora = LoraSpec(targets=("all-linear",), rank=RANK, alpha=float(RANK))
+        return setup.with_(
+            model=replace(setup.model, lora=lora),
+            strategy_config={**setup.strategy_config, **self.tight_config, **self.adapter_config},
+        )
 
     def oracle_of(self, model: ModelSpec) -> Oracle:
         """Return the reference for a model, loaded once."""

@@ -14,11 +14,12 @@ from roll_testing.infer.models import log_softmax
 from roll_testing.infer.trainer import check_against_trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from roll_testing.infer.engine import Engine, Setup
     from roll_testing.infer.models import Oracle
 
+    EngineOf = Callable[[Setup], Engine]
 
 LENGTHS = (1, 3, 17, 40, 7)
 """Lengths of prompts."""
@@ -27,6 +28,10 @@ CUTS: Mapping[str, Any] = {"top_k": 3, "top_p": 0.5, "min_p": 0.4, "repetition_p
 
 class InferNumberTests(InferKit):
     """Compares with the model's logits as transformers computes them, one whole sequence at a time."""
+
+    def test_a_started_engine_has_the_models_weights(self, engine_of: EngineOf, setup: Setup, oracle: Oracle) -> None:
+        """A started engine must have the model's weights, as version 0, without an update."""
+        self.check_outputs(self._unpublished(engine_of, setup), setup, oracle)
 
     def test_greedy_tokens_are_the_most_likely(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """At `temperature == 0`, each token must be the most likely one after the tokens before it."""

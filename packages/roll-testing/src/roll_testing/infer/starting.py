@@ -49,46 +49,9 @@ meanwhile."""
 
 
 class StartingTests(RefusalTests, InferKit):
-    """The first test kills the engine that the tests before shared, and those in lower precision share another."""
+    """The first test stops the shared engine. The tests in lower precision share another, which a test then kills."""
 
     _run = CONFIG
-
-    def test_requests_of_a_killed_engine_raise(self, doomed: EngineOf, setup: Setup) -> None:
-        """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
-
-        `stop` must then work. Only for engines whose author names their `processes`.
-        """
-        completions: list[Completion] = []
-
-        def attempt() -> tuple[Engine, Raised | None]:
-            engine = doomed(setup)
-            processes = self.processes(engine.strategy)
-            if not processes:
-                pytest.skip(f"{self.name} has no processes() to kill")
-
-            async def act() -> None:
-                running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
-                await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
-                with stopped(processes):
-                    if await is_open(running, ARRIVED_S):
-                        for each in processes:
-                            os.kill(each, signal.SIGKILL)
-                completions.append(await running)
-
-            return engine, raised(lambda: engine.run(act, PROMPT_S))
-
-        def missed(found: tuple[Engine, Raised | None]) -> bool:
-            """True if the engine had sent all 400 tokens before it was killed."""
-            return found[1] is None and all(len(each.token_ids) == 400 for each in completions[-1].outputs)
-
-        engine, error = until_interrupted(attempt, missed)
-        expect(error, Exception, "a request of an engine that was killed")
-        engine.run(engine.strategy.stop)
-
-    def test_a_started_engine_has_the_models_weights(self, engine_of: EngineOf, setup: Setup, oracle: Oracle) -> None:
-        """A started engine must have the model's weights, as version 0, without an update."""
-        self._stop_shared()
-        self.check_outputs(engine_of(setup), setup, oracle)
 
     def test_requests_after_stop_raise(self, doomed: EngineOf, setup: Setup) -> None:
         """After `stop`, requests must raise, and `stop` may be called again.
@@ -139,6 +102,38 @@ class StartingTests(RefusalTests, InferKit):
         ]
         check_against_trainer(self.train_strategy, setup, requests, engine.generate(*requests))
 
+    def test_requests_of_a_killed_engine_raise(self, doomed: EngineOf, setup: Setup) -> None:
+        """If the engine's processes are killed, `generate` must raise within a minute, with a reason.
+
+        `stop` must then work. Only for engines whose author names their `processes`.
+        """
+        completions: list[Completion] = []
+
+        def attempt() -> tuple[Engine, Raised | None]:
+            engine = doomed(setup)
+            processes = self.processes(engine.strategy)
+            if not processes:
+                pytest.skip(f"{self.name} has no processes() to kill")
+
+            async def act() -> None:
+                running = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=400)))
+                await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
+                with stopped(processes):
+                    if await is_open(running, ARRIVED_S):
+                        for each in processes:
+                            os.kill(each, signal.SIGKILL)
+                completions.append(await running)
+
+            return engine, raised(lambda: engine.run(act, PROMPT_S))
+
+        def missed(found: tuple[Engine, Raised | None]) -> bool:
+            """True if the engine had sent all 400 tokens before it was killed."""
+            return found[1] is None and all(len(each.token_ids) == 400 for each in completions[-1].outputs)
+
+        engine, error = until_interrupted(attempt, missed)
+        expect(error, Exception, "a request of an engine that was killed")
+        engine.run(engine.strategy.stop)
+
     def test_a_missing_model_is_named(self, fresh: Fresh, setup: Setup, tmp_path: Path) -> None:
         """`start` must raise a `RollError` that contains the missing model path. `stop` must not raise afterwards."""
         self.need(bool(setup.model.path), "a model that is loaded from a path")
@@ -147,15 +142,16 @@ class StartingTests(RefusalTests, InferKit):
         expect(raised(engine.start), RollError, "starting with a model path that does not exist", nowhere)
         engine.run(engine.strategy.stop)
 
-    def test_requests_beyond_the_cache_complete(self, fresh: Fresh, setup: Setup, oracle: Oracle) -> None:
+    def test_requests_beyond_the_cache_complete(self, engine_of: EngineOf, setup: Setup, oracle: Oracle) -> None:
         """Requests that exceed the KV cache must be queued or restarted, and each must get its full response.
 
-        The test runs 20 sequences of 260 to 300 tokens, of which three fit. Only for engines with a `tight_config`.
+        The test runs 20 sequences of 260 to 300 tokens, of which three fit. Only for engines with a `tight_config`. An
+        engine that declares `lora` can load adapters meanwhile, but has none.
         """
         if not self.tight_config:
             pytest.skip(f"{self.name} has no tight_config")
-        engine = fresh(setup.with_(strategy_config={**setup.strategy_config, **self.tight_config}))
-        engine.start()
+        tight = setup.with_(strategy_config={**setup.strategy_config, **self.tight_config})
+        engine = self._unpublished(engine_of, self._with_adapters(setup) if self.can.lora else tight)
         requests = [ask(self.prompt(4 + i), n=2, max_new_tokens=260 + 4 * i) for i in range(10)]
         assert sum(2 * each.params.max_new_tokens for each in requests) > 5 * TIGHT
         found = engine.generate(*requests)
