@@ -22,7 +22,7 @@ class TestQuickStart(QuickStartTests):
     fp8 = ("+actor_infer.strategy_args.strategy_config.quantization=fp8",)
 
     @pytest.mark.ray
-    @pytest.mark.parametrize("where", ["one process", "apart and asynchronous"])
+    @pytest.mark.parametrize("where", ["one process", pytest.param("apart and asynchronous", marks=pytest.mark.slow)])
     def test_it_runs_in_fp8(self, pretrained, tmp_path, where):
         """Within the bounds of the guards, which would end it, and with importance weights that nobody asked for."""
         left = self.grpo(pretrained, tmp_path, *PLACES[where], *self.fp8, *STRICT)
