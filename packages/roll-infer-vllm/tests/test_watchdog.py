@@ -65,6 +65,21 @@ def test_a_process_whose_parent_has_exited_does_not_start():
     assert (done.returncode, done.stdout) == (-9, "")
 
 
+def test_an_orderly_exit_scans_nothing():
+    """Handlers run in the opposite order: the number is read after all objects were frozen."""
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); "
+    for parent, frozen in ((os.getpid(), "True"), (0, "False")):
+        done = subprocess.run(
+            [sys.executable, "-c", program + ENGINE.format(rest="")],
+            env={**os.environ, PARENT: str(parent)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert done.stdout.split() == ["ready", frozen]
+
+
 def test_the_parent_and_processes_without_one_are_not_watched(monkeypatch):
     monkeypatch.delenv(PARENT, raising=False)
     exit_with_parent()
