@@ -78,13 +78,28 @@ def begin(spec=None, **config):
 
 
 @pytest.fixture(scope="module")
-def live():
+def started():
+    """The engine after its first publish; whether an earlier request to its endpoint waited, and the response to it."""
     engine = begin()
-    with raises_error(RuntimeError, "weights"):
-        engine.generate("early", PROMPT)
-    engine.publish()
-    yield engine
-    engine.close()
+
+    async def publish_meanwhile():
+        body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True}
+        asking = asyncio.create_task(asyncio.to_thread(engine.ask, "completions", {**body, "ignore_eos": True}))
+        done, _ = await asyncio.wait([asking], timeout=0.5)
+        await engine.update()
+        return not done, await asking
+
+    try:
+        with raises_error(RuntimeError, "weights"):
+            engine.generate("early", PROMPT)
+        yield engine, engine.run(publish_meanwhile())
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def live(started):
+    return started[0]
 
 
 def test_receipts_are_of_the_fp8_weights_and_their_scales(live):
@@ -181,21 +196,10 @@ def test_a_cast_on_the_way_fails_the_receipt(live):
     assert held["model.embed_tokens.weight"] == sent["model.embed_tokens.weight"]
 
 
-def test_requests_to_the_endpoint_wait_for_the_first_weights():
-    engine = begin()
-    try:
-
-        async def publish_meanwhile():
-            body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True}
-            asking = asyncio.create_task(asyncio.to_thread(engine.ask, "completions", {**body, "ignore_eos": True}))
-            done, _ = await asyncio.wait([asking], timeout=0.5)
-            assert not done
-            await engine.update()
-            return await asking
-
-        assert len(engine.run(publish_meanwhile())["choices"][0]["token_ids"]) == 4
-    finally:
-        engine.close()
+def test_requests_to_the_endpoint_wait_for_the_first_weights(started):
+    _, (waited, response) = started
+    assert waited
+    assert len(response["choices"][0]["token_ids"]) == 4
 
 
 @pytest.mark.slow
