@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +32,29 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
 
     Distributions that are not installed are omitted.
     """
-    found = {"python": platform.python_version()}
-    for name in dict.fromkeys((*DISTRIBUTIONS, *also)):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    names = dict.fromkeys((*DISTRIBUTIONS, *also))
+    found = {name: version for name in names if (version := _version_and_requirements(name, tuple(sys.path))[0])}
+    return {"python": platform.python_version(), **found}
 
 
 def requirements(package: str) -> tuple[str, ...]:
     """Names of the distributions that an installed distribution requires; none if it is not installed."""
+    return _version_and_requirements(package, tuple(sys.path))[1]
+
+
+@cache
+def _version_and_requirements(name: str, path: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Version of a distribution, and names of those it requires; empty if it is not installed.
+
+    Read once per process and `sys.path`: parsing the metadata of 60 distributions takes 0.1 s.
+    """
     from packaging.requirements import Requirement
 
     try:
-        return tuple(Requirement(each).name for each in importlib.metadata.requires(package) or ())
+        found = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
-        return ()
+        return "", ()
+    return found["Version"], tuple(Requirement(each).name for each in found.get_all("Requires-Dist") or ())
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -68,38 +68,42 @@ class RunRecord:
         """Collect versions, git state and host facts, and write the record with outcome `running`."""
         self._path = path
         self._redactor = redactor or Redactor.of(os.environ)
-        self._data: dict[str, Any] = {
-            "format": FORMAT,
-            **asdict(facts),
-            "outcome": "running",
-            "error": None,
-            "started": round(facts.started, 3),
-            "ended": None,
-            "steps_done": facts.resumed_step,
-            "weight_transports": {},
-            "guards": {"counts": {}, "events": []},
-            "time": None,
-            "memory": None,
-            "best_checkpoint": None,
-            "checkpoint_store": "",
-            "versions": versions(name for each in facts.plugins for name in requirements(each["package"])),
-            "environments": {},
-            "git": git_state(Path.cwd()),
-            "host": host_facts(),
-            "process": {"pid": os.getpid(), "created": psutil.Process().create_time()},
-            "cwd": str(Path.cwd()),
-        }
+        self._data: dict[str, Any] = {}
+        known = asdict(facts) | {"started": round(facts.started, 3)}
+        self._set(
+            format=FORMAT,
+            **known,
+            outcome="running",
+            error=None,
+            ended=None,
+            steps_done=facts.resumed_step,
+            weight_transports={},
+            guards={"counts": {}, "events": []},
+            time=None,
+            memory=None,
+            best_checkpoint=None,
+            checkpoint_store="",
+            versions=versions(name for each in facts.plugins for name in requirements(each["package"])),
+            environments={},
+            git=git_state(Path.cwd()),
+            host=host_facts(),
+            process={"pid": os.getpid(), "created": psutil.Process().create_time()},
+            cwd=str(Path.cwd()),
+        )
         self._write()
+
+    def _set(self, **changes: Any) -> None:
+        """Set fields, without secrets and as plain values: redacting them in each write would take 5 ms."""
+        self._data |= safe(self._redactor.value(changes))
 
     def update(self, **changes: Any) -> None:
         """Set fields (`steps_asked`, `executor`, `platform`, …) and write the record."""
-        self._data.update(changes)
+        self._set(**changes)
         self._write()
 
     def weight_transport(self, source: str, target: str, transport: str) -> None:
         """Record the transport that carries weights from `source` to `target`."""
-        self._data["weight_transports"][f"{source} -> {target}"] = transport
-        self._write()
+        self.update(weight_transports={**self._data["weight_transports"], f"{source} -> {target}": transport})
 
     def guard_event(self, event: GuardEvent) -> None:
         """Record that a guard tripped. Events of consecutive steps replace each other; all are counted."""
@@ -111,7 +115,7 @@ class RunRecord:
             events[same[0]] = asdict(event)
         elif sum(each["guard"] == event.guard for each in events) < _EVENTS_PER_GUARD:
             events.append(asdict(event))
-        self._write()
+        self.update(guards=guards)
 
     def step(self, steps_done: int) -> None:
         """Set the number of completed steps. Writes at most once a second: short steps must not block on the disk."""
@@ -135,8 +139,8 @@ class RunRecord:
             outcome = _outcome_of(error)
             found = {"type": type(error).__name__, "message": str(error)}
             found |= {"code": error.code} if isinstance(error, RollError) else {}
-            self._data["error"] = found | ({"advice": advice} if advice else {})
-        self._data.update(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
+            self._set(error=found | ({"advice": advice} if advice else {}))
+        self._set(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
         try:
             self._write()
         except RunFileError as lost:
@@ -152,9 +156,7 @@ class RunRecord:
         try:
             space = self._path.stat().st_size
             for left_out in ((), ("time",), ("time", "guards"), ("time", "guards", "plugins", "argv")):
-                text = json.dumps(
-                    safe(self._redactor.value({k: v for k, v in self._data.items() if k not in left_out})), default=str
-                ).encode()
+                text = json.dumps({k: v for k, v in self._data.items() if k not in left_out}, default=str).encode()
                 if len(text) <= space:
                     with self._path.open("r+b", buffering=0) as stream:
                         stream.write(text.ljust(space))
@@ -164,7 +166,7 @@ class RunRecord:
         return False
 
     def _write(self) -> None:
-        text = json.dumps(safe(self._redactor.value(self._data)), ensure_ascii=False, indent=1, default=str)
+        text = json.dumps(self._data, ensure_ascii=False, indent=1, default=str)
         write_atomically(self._path, text)
         self._written = time.monotonic()
 
