@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import re
 from collections import Counter
 from functools import cache
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from roll_core import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from types import FunctionType
 
     from roll_testing.kit import Kit
@@ -73,7 +75,10 @@ UNIT = 100
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    """Split what `--dist loadscope` gives to one worker: a kit's class can have more tests than all others together."""
+    """Split what `--dist loadscope` gives to one worker: a kit's class can have more tests than all others together.
+
+    Modules that fork processes from a server (`shared_tests.forked`) run in one worker: starting it takes 10 CPU s.
+    """
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -86,12 +91,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
         def _split_scope(self, nodeid: str) -> str:
             if nodeid not in self._scopes:
-                scope = super()._split_scope(nodeid)
+                path = nodeid.partition("::")[0]
+                scope = "forked" if _forks(config.rootpath / path) else super()._split_scope(nodeid)
                 self._scopes[nodeid] = f"{scope}#{self._sizes[scope] // UNIT}"
                 self._sizes[scope] += 1
             return self._scopes[nodeid]
 
     return UnitScheduling()
+
+
+@cache
+def _forks(module: Path) -> bool:
+    return re.search(r"^from shared_tests(\.| import )forked\b", module.read_text(encoding="utf-8"), re.M) is not None
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.spec.config import RewardConfig
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.pipeline import Tracker
 from roll_core.spec.providers import (
@@ -22,12 +18,9 @@ from roll_core.spec.providers import (
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
-    RewardProvider,
     TrackerProvider,
     TrainProvider,
 )
-from roll_core.spec.rollout import RewardFunction
-from roll_core.types import Reward
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
 from roll_strategy_hf.train import HFTrainStrategy
@@ -137,37 +130,6 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
 @hookimpl
 def roll_policy_losses() -> Iterator[PolicyLossProvider]:
     yield PolicyLossProvider(name="faulty_loss", target="roll_faulty:faulty_loss", summary="Raises")
-
-
-class FaultyRewardConfig(RewardConfig):
-    """`reward: faulty_reward`."""
-
-    reward: Literal["faulty_reward"]
-    fault: Literal["hang", "start"]
-    mark: str
-    """A file that exists once it has hung."""
-
-
-class FaultyReward(RewardFunction):
-    def start(self):
-        if self.config.fault == "start":
-            raise KeyError("boom")
-
-    def score(self, request):
-        with contextlib.suppress(FileExistsError):
-            Path(self.config.mark).touch(exist_ok=False)
-            time.sleep(600)
-        return Reward(value=len(request.response) % 3)
-
-
-@hookimpl
-def roll_rewards() -> Iterator[RewardProvider]:
-    yield RewardProvider(
-        name="faulty_reward",
-        target="roll_faulty:FaultyReward",
-        config="roll_faulty:FaultyRewardConfig",
-        summary="Hangs once",
-    )
 
 
 @hookimpl

@@ -8,8 +8,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +37,7 @@ def start(runs, config) -> Forked:
     return Forked(["roll_core", "run", str(path)], output=output, cwd=runs.folder, env=env, start_new_session=True)
 
 
-def wait_for_step(runs, process: Forked | subprocess.Popen, step: int, timeout_s: float = 200) -> Path:
+def wait_for_step(runs, process: Forked, step: int, timeout_s: float = 200) -> Path:
     """The run's directory, once so many steps are recorded."""
     run = runs.folder / "output" / "rlvr" / "latest"
     deadline = time.monotonic() + timeout_s
@@ -302,14 +300,13 @@ def test_a_run_whose_terminal_closes_saves_its_step_unless_it_ignores_sighup(loc
     steps = 12 if ignored else 10_000
     path.write_text(yaml.safe_dump(local_runs.rlvr(max_steps=steps, save_steps=0)), encoding="utf-8")
     ours, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", AS_A_SHELL, str(int(ignored)), sys.executable, "-m", "roll_core", "run", str(path)],
+    process = Forked(
+        ["roll_core", "run", str(path)],
+        output=local_runs.folder / "output.txt",
         cwd=local_runs.folder,
         env=os.environ | {"TERM": "xterm"},
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
+        terminal=terminal,
+        ignored=[signal.SIGHUP] if ignored else [],
     )
     os.close(terminal)
     reader = threading.Thread(target=_read_until, args=(ours, local_runs.folder / "closing"))
@@ -324,14 +321,6 @@ def test_a_run_whose_terminal_closes_saves_its_step_unless_it_ignores_sighup(loc
         assert "SIGHUP" in record["error"]["message"]
         assert steps_of(run / "checkpoints", "step-*") == [record["steps_done"]]
     assert (run / "report.html").is_file()
-
-
-AS_A_SHELL = """
-import fcntl, os, signal, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "1" else signal.SIG_DFL)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def _read_until(terminal: int, file: Path) -> None:

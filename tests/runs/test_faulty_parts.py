@@ -12,18 +12,26 @@ from roll_core.plugins.registry import load_registry
 from roll_testing.errors import mentions
 
 PLUGIN = Path(__file__).parent / "faulty.py"
+REWARD = Path(__file__).parent / "faulty_reward.py"
 
 
 @pytest.fixture
 def faulty(install):
     """Makes configs of runs that know the plugin."""
     install(PLUGIN)
+    return with_plugins
 
-    def config(runs, **given):
-        runs.registry = load_registry()
-        return runs.rlvr(**given)
 
-    return config
+@pytest.fixture
+def faulty_reward(install):
+    """Makes configs of runs that know the plugin of a reward."""
+    install(REWARD)
+    return with_plugins
+
+
+def with_plugins(runs, **given):
+    runs.registry = load_registry()
+    return runs.rlvr(**given)
 
 
 def with_engine(config, fault):
@@ -51,8 +59,8 @@ def with_reward(config, fault, folder, **given):
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_plugins_reward_that_hangs_costs_one_sample_at_most_and_the_run_goes_on(faulty, local_runs, retries):
-    config = with_reward(faulty(local_runs), "hang", local_runs.folder, timeout_s=4.0, max_retries=retries)
+def test_a_plugins_reward_that_hangs_costs_one_sample_at_most_and_the_run_goes_on(faulty_reward, local_runs, retries):
+    config = with_reward(faulty_reward(local_runs), "hang", local_runs.folder, timeout_s=4.0, max_retries=retries)
     result = local_runs.ok(config)
     assert (local_runs.folder / "hung").exists()
     lines = local_runs.metrics(result)
@@ -146,10 +154,10 @@ def test_an_exception_of_a_plugins_code_names_part_and_package_and_its_traceback
     assert 'raise KeyError("boom")' in log
 
 
-def test_a_reward_that_cannot_start_names_itself_and_its_package(faulty, local_runs):
-    result = local_runs.run(with_reward(faulty(local_runs), "start", local_runs.folder))
+def test_a_reward_that_cannot_start_names_itself_and_its_package(faulty_reward, local_runs):
+    result = local_runs.run(with_reward(faulty_reward(local_runs), "start", local_runs.folder))
     assert isinstance(result.error, PluginLoadError)
-    assert "reward 'faulty_reward' of roll-faulty 1: " in str(result.error)
+    assert "reward 'faulty_reward' of roll-faulty_reward 1: " in str(result.error)
     assert 'raise KeyError("boom")' in result.run_dir.log.read_text(encoding="utf-8")
 
 

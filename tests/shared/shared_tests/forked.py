@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -62,19 +63,28 @@ class Forked:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
         pass_fds: Sequence[int] = (),
+        terminal: int | None = None,
+        ignored: Sequence[int] = (),
     ) -> None:
+        """`terminal`: file descriptor of the terminal of a new session, instead of both outputs in a file.
+
+        `ignored`: numbers of signals that the process ignores from its start, as under `nohup`.
+        """
         self.output = output
         self.returncode: int | None = None
         asked = {
             "words": list(words),
             "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
-            "session": start_new_session,
+            "session": start_new_session or terminal is not None,
             "fds": list(pass_fds),
+            "terminal": terminal is not None,
+            "ignored": list(ignored),
         }
         self._state, theirs = os.pipe()
         with output.open("wb") as file, open(os.devnull, "rb") as nothing:
-            fds = [theirs, nothing.fileno(), file.fileno(), *pass_fds]
+            streams = [nothing.fileno(), file.fileno()] if terminal is None else [terminal, terminal]
+            fds = [theirs, *streams, *pass_fds]
             _server().ask(asked, fds)
         os.close(theirs)
         self.pid = int(self._read(60))
@@ -199,6 +209,10 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     for fd, number in zip(spare, asked["fds"], strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    if asked["terminal"]:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number in asked["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
