@@ -60,10 +60,10 @@ def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_onc
 
 def test_a_run_whose_only_engine_hangs_ends_and_says_who_how_long_and_by_which_key(hanging, local_runs):
     others = set(threading.enumerate())
-    result = local_runs.run(hanging(local_runs, "engine", 0, replica_timeout=8.0))
+    result = local_runs.run(hanging(local_runs, "engine", 0, replica_timeout=4.0))
     assert isinstance(result.error, WorkerHungError)
     assert "actor_infer rank 0 on" in str(result.error)
-    assert "s for a token, replica_timeout allows 8 s" in str(result.error)
+    assert "s for a token, replica_timeout allows 4 s" in str(result.error)
     assert "in _work" in result.error.trace  # where the thread of the engine is
     (hung,) = [each for each in threading.enumerate() if each.name == "roll-engine" and each not in others]
     assert hung.daemon  # the process can end without it

@@ -99,10 +99,9 @@ def test_votes_are_repeatable_and_a_resumed_run_has_the_same(local_runs):
     runs = local_runs
     rewards = {"digits": judged_by(make_judge(runs.folder / "judge"), num_votes=3, temperature=1.0)}
     recipe = {"rewards": rewards, "max_steps": 4, "guards": {"reward_failures": "off"}}
-    whole = runs.ok(runs.rlvr(exp_name="whole", **recipe))
-    first = runs.ok(runs.rlvr(exp_name="halves", save_steps=2, **recipe))
-    checkpoint = first.run_dir.checkpoints / "step-2"
-    second = runs.ok(runs.rlvr(exp_name="halves", resume_from_checkpoint=str(checkpoint), **recipe))
+    whole = runs.ok(runs.rlvr(exp_name="whole", save_steps=2, **recipe))
+    checkpoint = whole.run_dir.checkpoints / "step-2"
+    second = runs.ok(runs.rlvr(exp_name="resumed", resume_from_checkpoint=str(checkpoint), **recipe))
     assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
     assert {row["detail"]["votes"] for row in samples(whole) if row["reward"] is not None} <= {2.0, 3.0}
     # Samples with the same prompt and response are judged with different seeds.

@@ -88,10 +88,9 @@ def test_a_resumed_run_of_adapters_equals_the_uninterrupted_one_bit_for_bit(runs
     def config(**more):
         return with_lora(runs.rlvr(max_steps=4, **KL, **more), additional_target="lm_head")
 
-    whole = runs.ok(config(exp_name="whole"))
-    first = runs.ok(config(exp_name="halves", save_steps=2))
-    checkpoint = first.run_dir.checkpoints / "step-2"
-    second = runs.ok(config(exp_name="halves", resume_from_checkpoint=str(checkpoint)))
+    whole = runs.ok(config(exp_name="whole", save_steps=2))
+    checkpoint = whole.run_dir.checkpoints / "step-2"
+    second = runs.ok(config(exp_name="resumed", resume_from_checkpoint=str(checkpoint)))
     assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
     one, other = (load_file(each.run_dir.export / "model.safetensors") for each in (whole, second))
     assert one.keys() == other.keys()

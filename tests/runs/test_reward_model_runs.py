@@ -102,10 +102,9 @@ def test_ppo_with_a_reward_model_a_critic_and_a_reference_trains(runs):
 def test_a_resumed_run_with_a_reward_model_equals_the_uninterrupted_one_bit_for_bit(runs):
     path = make_reward_model(runs.folder / "rm")
     recipe = {"rewards": {"digits": rewarded_by(path)}, "max_steps": 4, **PPO}
-    whole = runs.ok(runs.rlvr(exp_name="whole", **recipe))
-    first = runs.ok(runs.rlvr(exp_name="halves", save_steps=2, **recipe))
-    checkpoint = first.run_dir.checkpoints / "step-2"
-    second = runs.ok(runs.rlvr(exp_name="halves", resume_from_checkpoint=str(checkpoint), **recipe))
+    whole = runs.ok(runs.rlvr(exp_name="whole", save_steps=2, **recipe))
+    checkpoint = whole.run_dir.checkpoints / "step-2"
+    second = runs.ok(runs.rlvr(exp_name="resumed", resume_from_checkpoint=str(checkpoint), **recipe))
     assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
     one = load_file(whole.run_dir.export / "model.safetensors")
     other = load_file(second.run_dir.export / "model.safetensors")

@@ -63,15 +63,14 @@ def same_model(one, other):
 
 def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_goes_on_bit_for_bit(runs):
     recipe = {"rewards": judges(query_filter_config=STD_FILTER), "max_steps": 4}
-    whole = runs.ok(runs.rlvr(exp_name="whole", **recipe))
+    whole = runs.ok(runs.rlvr(exp_name="whole", save_steps=2, **recipe))
     lines = runs.metrics(whole)
     assert sum(line["rollout/left_out_groups"] for line in lines) > 0
     assert all(line["groups/mixed_share"] == 1 for line in lines)
-    first = runs.ok(runs.rlvr(exp_name="halves", save_steps=2, **recipe))
-    checkpoint = first.run_dir.checkpoints / "step-2"
-    assert saved(first, 2)[""]["kept"] == []
-    assert saved(first, 2)[""]["next"] > 8  # 2 × 4 prompts, and those that were left out
-    second = runs.ok(runs.rlvr(exp_name="halves", resume_from_checkpoint=str(checkpoint), **recipe))
+    checkpoint = whole.run_dir.checkpoints / "step-2"
+    assert saved(whole, 2)[""]["kept"] == []
+    assert saved(whole, 2)[""]["next"] > 8  # 2 × 4 prompts, and those that were left out
+    second = runs.ok(runs.rlvr(exp_name="resumed", resume_from_checkpoint=str(checkpoint), **recipe))
     assert runs.timeless(second)[2:] == runs.timeless(whole)[2:]
     assert same_model(whole, second)
 

@@ -63,10 +63,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs, objective)
     from safetensors.torch import load_file
 
     validation = {"eval_steps": 2, "validation": validated(runs)} if objective != "diffusion_dpo" else {}
-    whole = runs.ok(flow_config(runs, objective, exp_name="whole", max_steps=4, save_steps=4, **validation))
-    first = runs.ok(flow_config(runs, objective, exp_name="halves", max_steps=4, save_steps=2, **validation))
-    checkpoint = first.run_dir.checkpoints / "step-2"
-    again = flow_config(runs, objective, exp_name="halves", max_steps=4, save_steps=4, **validation)
+    whole = runs.ok(flow_config(runs, objective, exp_name="whole", max_steps=4, save_steps=2, **validation))
+    checkpoint = whole.run_dir.checkpoints / "step-2"
+    again = flow_config(runs, objective, exp_name="resumed", max_steps=4, save_steps=4, **validation)
     second = runs.ok(again | {"resume_from_checkpoint": str(checkpoint)})
     assert runs.timeless(second) == runs.timeless(whole)
     if validation:

@@ -185,10 +185,9 @@ MOVING_AVERAGE = {"self_teacher": "ema", "ema_decay": 0.5, "nll_coef": 0.1, "kd_
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(local_runs, recipe):
     recipe = recipe | {"logits_topk": 4, "max_steps": 4}
-    whole = local_runs.ok(local_runs.distill(exp_name="whole", **recipe))
-    first = local_runs.ok(local_runs.distill(exp_name="halves", save_steps=2, **recipe))
-    checkpoint = str(first.run_dir.checkpoints / "step-2")
-    second = local_runs.ok(local_runs.distill(exp_name="halves", resume_from_checkpoint=checkpoint, **recipe))
+    whole = local_runs.ok(local_runs.distill(exp_name="whole", save_steps=2, **recipe))
+    checkpoint = str(whole.run_dir.checkpoints / "step-2")
+    second = local_runs.ok(local_runs.distill(exp_name="resumed", resume_from_checkpoint=checkpoint, **recipe))
     assert local_runs.timeless(second)[2:] == local_runs.timeless(whole)[2:]
     one, other = (load_file(each.run_dir.export / "model.safetensors") for each in (whole, second))
     assert all(torch.equal(one[name], other[name]) for name in one)
