@@ -66,7 +66,8 @@ class Forked:
         terminal: int | None = None,
         ignored: Sequence[int] = (),
     ) -> None:
-        """`terminal`: file descriptor of the terminal of a new session, instead of both outputs in a file.
+        """`terminal`: file descriptor of the terminal of a new session, instead of both outputs in a file. The process
+        then heeds SIGHUP, even if this one ignores it.
 
         `ignored`: numbers of signals that the process ignores from its start, as under `nohup`.
         """
@@ -211,6 +212,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
         os.close(fd)
     if asked["terminal"]:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number in asked["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     os.chdir(asked["cwd"])
