@@ -140,12 +140,15 @@ def test_with_a_bucket_divergences_bound_the_whole_vocabulary_from_below(seed, k
     generator = torch.Generator().manual_seed(seed)
     teacher, student = (torch.randn(2, 3, 12, generator=generator, dtype=torch.float64) * scale).log_softmax(-1)
     some = divergence(with_tail(teacher[:, :k], "bucket", 1e-12), with_tail(student[:, :k], "bucket", 1e-12), kind)
-    assert (some > -1e-9).all()
+    # The bucket's probability is 1 - Σ p: rounding changes its logarithm by 1e-15 of 1 / probability.
+    least = torch.stack([teacher, student])[..., k:].exp().sum(-1).amin(0)
+    rounding = 1e-9 + (1e-15 / least.clamp(min=1e-12) if k < 12 else 0)
+    assert (some > -rounding).all()
     same = divergence(with_tail(teacher[:, :k], "bucket"), with_tail(teacher[:, :k], "bucket"), kind)
     torch.testing.assert_close(same, torch.zeros(3, dtype=torch.float64))
     if kind != "adaptive_kl":  # its weights depend on the support
         whole = divergence(teacher, student, kind)
-        assert (some <= whole + 1e-9).all()
+        assert (some <= whole + rounding).all()
     if k == 12 and kind != "adaptive_kl":
         torch.testing.assert_close(some, whole)
 
