@@ -160,11 +160,36 @@ def furthest(found, expected):
 
 
 ALWAYS = {"2", "2 x 2", "adapters", "tensor 2", "ulysses 2", "ring 2", "experts 2"}
+OFTEN = {
+    "4, of which one has less to do",
+    "reduced each time",
+    "on the host",
+    "adapters, 2 x 2, and whole modules",
+    "reward",
+    "bf16",
+    "tensor 2, 2 x 2, tied, checkpointed",
+    "tensor 2, two copies, bf16",
+    "tensor 2, experts",
+    "tensor 2, adapters",
+    "ulysses 4, key heads repeated, checkpointed",
+    "ulysses 2, tensor 2",
+    "ring 3, checkpointed",
+    "ring 2, tensor 2",
+    "ring 2, two copies, adapters",
+    "experts 2, each half shared by two, checkpointed",
+    "experts 4, ring 2",
+    "experts 2, adapters",
+}
+"""Every kind of parallelism with each other, with adapters, bf16, checkpointing."""
 
 
 def jobs(names):
-    """Parameters; those that are not in `ALWAYS` wait for `./run test-engines`."""
-    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.engine) for name in names]
+    """Parameters; those that are not in `ALWAYS` wait for `./run test-engines`, and are slow if not in `OFTEN`."""
+    engine, slow = pytest.mark.engine, pytest.mark.slow
+    return [
+        pytest.param(name, marks=() if name in ALWAYS else engine if name in OFTEN else (engine, slow))
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", jobs(JOBS))
