@@ -81,8 +81,8 @@ def release_cache(result: Any, manager: Any, request: Any) -> None:
 def fork_processes(result: Any, arguments: Any) -> None:
     """Start SGLang's other processes by fork instead of spawn, so that they need not import SGLang again.
 
-    That halves the CPU time of a start. It is safe only on a CPU: a forked process cannot use CUDA. The server process
-    has computed nothing yet, so OpenMP has no threads that would be missing in the new processes.
+    It is safe only on a CPU: a forked process cannot use CUDA. The server process has computed nothing yet, so OpenMP
+    has no threads that would be missing in the new processes.
     """
     multiprocessing.set_start_method("fork", force=True)
 

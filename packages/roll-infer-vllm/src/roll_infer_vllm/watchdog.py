@@ -38,8 +38,8 @@ POLL_S = 1.0
 def exit_with_parent() -> None:
     """Start a thread that kills this process when the worker exits; does nothing outside of engine processes.
 
-    The process also skips the last garbage collections of an orderly exit. They would scan all that vLLM imported, for
-    seconds, and the kernel frees the memory anyway. vLLM itself skips them on ROCm.
+    The process also skips the last garbage collections of an orderly exit. They would scan all that vLLM imported, and
+    the kernel frees the memory anyway.
 
     Called in each engine process before it loads anything. Repeated calls are harmless.
     """
