@@ -228,10 +228,12 @@ def main() -> None:
     import runpy
 
     from roll_core import openmp
+    from roll_testing.rank_host import fill_caches
 
     os.environ.update(openmp.environment(os.environ))
     for module in IMPORTED:
         importlib.import_module(module)
+    fill_caches()
     gc.freeze()
     control = socket.socket(fileno=int(sys.argv[1]))
     asked = None

@@ -42,12 +42,21 @@ def main() -> None:
     except Exception as error:  # any error of a preloaded module is reported to the client
         client.send(f"importing {module} failed: {type(error).__name__}: {error}")
         return
+    fill_caches()
     gc.collect()
     gc.freeze()  # ranks would copy the pages that their collections visit
     client.send("")
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             client.send(serve(client.recv(), client))
+
+
+def fill_caches() -> None:
+    """Compile the patterns of transformers' checkpoint conversions, hundreds, which each forked process would do."""
+    if "transformers.conversion_mapping" in sys.modules:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
 
 
 def serve(call: RankCall, client: Connection) -> RankResults:
