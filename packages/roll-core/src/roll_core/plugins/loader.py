@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
@@ -192,7 +193,7 @@ def _load(plugin: Plugin) -> Plugin:
         with contextlib.redirect_stdout(sys.stderr):
             _check_api(module)
             manager = _register(module, plugin.entry_point)
-            names = tuple(sorted(name for name in HOOK_NAMES if getattr(manager.hook, name).get_hookimpls()))
+            names = tuple(sorted(manager.implemented))
             providers = tuple(record for kind in KINDS if kind.hook in names for record in _call(manager, kind))
     except _BrokenContractError as error:
         problem = _failure(plugin.package, plugin.version, str(error), error.__cause__)
@@ -223,10 +224,30 @@ def _check_api(module: Any) -> None:
         raise _BrokenContractError(f"{message}: install a newer {newer}")
 
 
-def _register(module: Any, name: str) -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(hooks.PROJECT)
+class _Manager(pluggy.PluginManager):
+    """Leaves out what pluggy would examine in vain, which is most of its time: hooks that the plugin does not implement
+    and a module's attributes that are no functions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(hooks.PROJECT)
+        self.implemented: set[str] = set()
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> Any:
+        return super().parse_hookspec_opts(module_or_class, name) if name in self.implemented else None
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        if isinstance(plugin, ModuleType):
+            found = vars(plugin).get(name)
+            if not callable(found) or isinstance(found, type):
+                return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
+def _register(module: Any, name: str) -> _Manager:
+    manager = _Manager()
+    manager.implemented |= _hook_names(manager, module)
     manager.add_hookspecs(hooks)
-    _check_hook_names(manager, module)
     try:
         manager.register(module, name)
     except pluggy.PluginValidationError as error:
@@ -236,8 +257,12 @@ def _register(module: Any, name: str) -> pluggy.PluginManager:
     return manager
 
 
-def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
-    """Reject misspelt hooks, and hook functions without `@hookimpl`: pluggy would call neither."""
+def _hook_names(manager: pluggy.PluginManager, module: Any) -> set[str]:
+    """Names of the implemented hooks.
+
+    Rejects misspelt hooks, and hook functions without `@hookimpl`: pluggy would call neither.
+    """
+    found = set()
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is not None:
@@ -246,12 +271,14 @@ def _check_hook_names(manager: pluggy.PluginManager, module: Any) -> None:
                 close = closest(hook, HOOK_NAMES, 0.5)
                 hint = f"did you mean {close}?" if close else f"hooks are {', '.join(sorted(HOOK_NAMES))}"
                 raise _BrokenContractError(f"{hook} is not a hook; {hint}")
+            found.add(hook)
         elif name.startswith("roll_") and callable(getattr(module, name, None)):
             close = closest(name, HOOK_NAMES, 0.85)
             if close:
                 raise _BrokenContractError(
                     f"{name} is not marked with @hookimpl, so it is never called; mark it, as {close}"
                 )
+    return found
 
 
 def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:

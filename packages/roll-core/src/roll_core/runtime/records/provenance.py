@@ -7,9 +7,9 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,25 +33,31 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
     Distributions that are not installed are omitted.
     """
     names = dict.fromkeys((*DISTRIBUTIONS, *also))
-    found = {name: version for name in names if (version := _metadata(name, tuple(sys.path))[0])}
+    found = {name: version for name in names if (version := _metadata(name)[0])}
     return {"python": platform.python_version(), **found}
 
 
 def requirements(package: str) -> tuple[str, ...]:
     """Names of the distributions that an installed distribution requires; none if it is not installed."""
-    from packaging.requirements import Requirement
-
-    return tuple(Requirement(each).name for each in _metadata(package, tuple(sys.path))[1])
+    return _metadata(package)[1]
 
 
-@cache
-def _metadata(name: str, path: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Version and requirements of a distribution, read once per process and `sys.path`; empty if not installed."""
+_read: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
+"""What `_metadata` has read, by name and folder of the distribution."""
+
+
+def _metadata(name: str) -> tuple[str, tuple[str, ...]]:
+    """Version of a distribution and the names that it requires; empty if it is not installed."""
     try:
-        found = importlib.metadata.metadata(name)
+        distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return "", ()
-    return found["Version"], tuple(found.get_all("Requires-Dist") or ())
+    key = name, str(distribution.locate_file(""))
+    if key not in _read:
+        metadata = distribution.metadata
+        names = (re.match(r"[\w.-]*", each) for each in metadata.get_all("Requires-Dist") or ())
+        _read[key] = metadata["Version"], tuple(found[0] for found in names if found and found[0])
+    return _read[key]
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
