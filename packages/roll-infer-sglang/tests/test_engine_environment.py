@@ -13,7 +13,7 @@ from roll_infer_sglang.engine_environment import (
     num_numa_nodes,
     usable_cores,
 )
-from roll_infer_sglang.registration import FORCED_BACKEND, HOST_CACHE
+from roll_infer_sglang.registration import FORCED_BACKEND, ON_CPU
 
 MANY = 1000
 """More slots than any host has NUMA nodes."""
@@ -26,8 +26,8 @@ def variables(device, present=None, *, num_threads=4, num_slots=1):
 def test_the_cpus_engine_is_only_asked_for_on_a_cpu():
     assert variables("cpu")["SGLANG_USE_CPU_ENGINE"] == "1"
     assert variables("cpu")[FORCED_BACKEND] == "pytorch"
-    assert variables("cpu")[HOST_CACHE]
-    assert not {"SGLANG_USE_CPU_ENGINE", FORCED_BACKEND, HOST_CACHE, "OMP_NUM_THREADS"} & variables("cuda").keys()
+    assert variables("cpu")[ON_CPU]
+    assert not {"SGLANG_USE_CPU_ENGINE", FORCED_BACKEND, ON_CPU, "OMP_NUM_THREADS"} & variables("cuda").keys()
 
 
 def test_threads_are_shared_by_the_slots():

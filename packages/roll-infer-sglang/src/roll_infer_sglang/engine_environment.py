@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_infer_sglang.registration import FORCED_BACKEND, HOST_CACHE
+from roll_infer_sglang.registration import FORCED_BACKEND, ON_CPU
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def engine_environment(
     if device == "cpu":
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise SGLang looks for an accelerator
         wanted[FORCED_BACKEND] = "pytorch"  # SGLang 0.5.20 ignores `sampling_backend` on a CPU
-        wanted[HOST_CACHE] = "1"
+        wanted[ON_CPU] = "1"
         if num_slots > num_numa_nodes():
             # SGLang assigns a NUMA node to each process, and does not start if there are too few.
             wanted[CORES] = cores_of_slots(usable_cores(), num_slots, num_threads, rank)

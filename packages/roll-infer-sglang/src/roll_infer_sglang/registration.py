@@ -14,8 +14,8 @@ SAMPLING_BACKEND = "roll"
 FORCED_BACKEND = "ROLL_SGLANG_SAMPLING_BACKEND"
 """Environment variable of our server processes: a second name under which our sampler is registered. Needed for devices
 on which SGLang ignores `sampling_backend` and uses a fixed one. Other SGLang servers are not affected."""
-HOST_CACHE = "ROLL_SGLANG_HOST_CACHE"
-"""Environment variable of our server processes: set if the KV cache is in host memory."""
+ON_CPU = "ROLL_SGLANG_ON_CPU"
+"""Environment variable of our server processes: set if they run on a CPU."""
 
 
 def register() -> None:
@@ -25,7 +25,7 @@ def register() -> None:
 
     for name in filter(None, (SAMPLING_BACKEND, os.environ.get(FORCED_BACKEND))):
         register_sampler_backend(name, _sampler)
-    if os.environ.get(HOST_CACHE):
+    if os.environ.get(ON_CPU):
         HookRegistry.register(hooks.AFTER_RELEASE, hooks.release_cache, HookType.AFTER)
     if os.environ.get(hooks.ADAPTER):
         HookRegistry.register(hooks.AFTER_LOADING, hooks.load_into_buffers, HookType.AFTER)

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from roll_infer_sglang.hooks import AFTER_SETTINGS, BEFORE_REQUEST, fork_processes, guard_routes, reject_foreign_code
-from roll_infer_sglang.registration import HOST_CACHE
+from roll_infer_sglang.registration import ON_CPU
 
 POLL_S = 0.05
 """Seconds between two checks whether the server accepts connections."""
@@ -29,7 +29,7 @@ def main() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(BEFORE_REQUEST, reject_foreign_code, HookType.BEFORE)
-    if os.environ.get(HOST_CACHE):
+    if os.environ.get(ON_CPU):
         HookRegistry.register(AFTER_SETTINGS, fork_processes, HookType.AFTER)
     load_plugins()
     from sglang.srt.entrypoints.http_server import app, launch_server
