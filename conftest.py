@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from roll_core import openmp
+from roll_core.host import free_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,11 +63,21 @@ BRIEF = {
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the other tests of such a class as slow."""
-    if item.get_closest_marker("brief") and getattr(item, "originalname", "") not in BRIEF:
-        item.add_marker(pytest.mark.slow)
+    """Mark the other tests of such a class as slow, and those of a state that was saved before the first step."""
+    if item.get_closest_marker("brief"):
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if getattr(item, "originalname", "") not in BRIEF or parameters.get("done") == 0:
+            item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Workers for `-n auto`: one more than cores, since many tests wait for their processes, if memory is enough."""
+    return max(1, min(usable_cores() + 1, free_memory_bytes() // WORKER_BYTES, 8))
+
+
+WORKER_BYTES = 3 << 30
+"""Memory that a worker and the processes of its tests may take."""
 UNIT = 100
 """Tests that one worker of xdist takes at once, at most."""
 

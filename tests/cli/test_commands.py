@@ -247,6 +247,7 @@ cli.command_line()
 """
 
 
+@pytest.mark.slow(ci=True)
 def test_a_worker_thread_inside_an_operation_of_torch_does_not_abort_the_process():
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True)
     assert done.stdout.split() == ["130", "130", "0", "1"], done.stderr

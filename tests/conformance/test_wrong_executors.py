@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow(ci=True)
+
 ORDERED, ARGUMENTS = "test_results_are_ordered_by_rank", "test_workers_get_their_arguments"
 CAUSE, CLOSING = "test_the_cause_is_raised_before_its_consequences", "test_closing_closes_every_worker_once"
 START, EXIT = "test_a_failed_start_leaves_no_worker", "test_an_exit_ends_the_run"

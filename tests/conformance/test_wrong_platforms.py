@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow(ci=True)
+
 WRONG = {
     "other_name": {"test_the_class_has_the_name_of_the_record"},
     "fickle": {"test_probing_twice_returns_the_same"},

@@ -425,6 +425,7 @@ def test_a_fragment_is_a_block_under_its_own_name(site, tmp_path, monkeypatch):
     assert config.actor_train.model_args.model_config_kwargs == {"heads": 4}
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -770,6 +771,7 @@ class MyEndpoint:
 """
 
 
+@pytest.mark.slow(ci=True)
 def test_the_pages_suite_passes_for_an_endpoint_that_is_right(tmp_path):
     suite = example("docs/conformance.md", "RecordingConformance") + "\ndel RecordingConformance\n"
     assert len(set(kit(tmp_path, "test_page", ENDPOINT + suite))) == 19
@@ -852,6 +854,7 @@ def test_the_flow_of_a_package_trains_resumes_and_is_exported_without_a_tokenize
     assert resumed[-1]["train/loss"] == metrics[-1]["train/loss"]
 
 
+@pytest.mark.slow(ci=True)
 def test_the_python_api_runs_checks_interrupts_resumes_and_plans(tmp_path, monkeypatch):
     page = "docs/python-api.md"
     monkeypatch.chdir(tmp_path)

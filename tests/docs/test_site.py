@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 LOADED = re.compile(r"<(?:script|img|iframe)[^>]* src=[\"']?https?:|<link[^>]* href=[\"']?https?:|@import")
 
 
+@pytest.mark.slow(ci=True)
 def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(

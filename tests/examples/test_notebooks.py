@@ -104,6 +104,7 @@ def kernel(running, tmp_path):
     return running
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_notebook_runs_from_its_first_to_its_last_cell(name, tmp_path, kernel):
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("data", "__pycache__"))

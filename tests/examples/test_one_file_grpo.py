@@ -4,9 +4,12 @@ import asyncio
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "one_file_grpo.py"
 
 
+@pytest.mark.slow(ci=True)
 def test_rewards_rise():
     spec = importlib.util.spec_from_file_location("one_file_grpo", EXAMPLE)
     module = importlib.util.module_from_spec(spec)

@@ -36,6 +36,7 @@ from roll_testing.errors import mentions, raises_error
 
 HERE = str(Path(__file__).parent)
 RANKS = 2
+ON_RAY = (pytest.mark.ray, pytest.mark.slow(ci=True))
 EXECUTORS: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -57,7 +58,7 @@ async def ended(executor: Executor) -> bool:
     return bool(done)
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=ON_RAY)])
 def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run, WorkerGroup]]:
     """The executor's name, a way to run coroutines on its event loop, and a group of two workers."""
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
@@ -272,7 +273,7 @@ def test_local_executor_refuses_two_workers_that_train() -> None:
 # -- Ray only: processes of their own
 
 
-only_ray = pytest.mark.parametrize("started", [pytest.param("ray", marks=pytest.mark.ray)], indirect=True)
+only_ray = pytest.mark.parametrize("started", [pytest.param("ray", marks=ON_RAY)], indirect=True)
 
 
 @only_ray

@@ -45,6 +45,7 @@ def test_check_passes_without_the_hardware(
     assert "actor_train fsdp2_train × 8, actor_infer hf_infer × 8" in capsys.readouterr().out
 
 
+@pytest.mark.slow(ci=True)
 def test_run_says_in_one_sentence_why_it_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text(GRPO.format(platform="cuda"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')

@@ -212,6 +212,7 @@ def test_the_column_of_the_truth_and_the_need_of_a_box_can_be_configured(asking)
         reward.close()
 
 
+@pytest.mark.slow(ci=True)
 def test_answers_that_never_end_cost_their_deadline_and_are_failures(asking):
     reward = MathRuleReward(MathRuleConfig(reward="math_rule", timeout_s=8, processes=1))
     reward.start()

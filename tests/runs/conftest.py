@@ -15,10 +15,9 @@ from roll_testing.runs import REWARDS, Runs
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow what `on_ray(slow=True)` runs on Ray."""
-    mark = item.get_closest_marker("on_ray")
-    if mark is not None and mark.kwargs.get("slow") and item.get_closest_marker("ray"):
-        item.add_marker(pytest.mark.slow)
+    """Mark as slow what `on_ray` runs on Ray."""
+    if item.get_closest_marker("on_ray") and item.get_closest_marker("ray"):
+        item.add_marker(pytest.mark.slow(ci=True))
 
 
 @pytest.fixture
@@ -58,8 +57,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """Every test that uses it runs on both executors: pipelines cannot tell them apart.
 
     Starting workers takes Ray longer than the run itself. Without `ROLL_EVERY_EXECUTOR=1`, which `.ci/run full` sets,
-    only the tests marked `on_ray` run there, with `slow=True` in CI's part for Ray; the repository's conftest.py leaves
-    the others out.
+    only the tests marked `on_ray` run there, as slow tests of CI; the repository's conftest.py leaves the others out.
     """
     if request.param == "ray":
         request.getfixturevalue("connected_ray")

@@ -94,8 +94,15 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause_s", [0.0, 0.3])
-@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    ("executor", "pause_s"),
+    [
+        ("local", 0.0),
+        ("local", 0.3),
+        pytest.param("ray", 0.0, marks=pytest.mark.ray),
+        pytest.param("ray", 0.3, marks=[pytest.mark.ray, pytest.mark.slow(ci=True)]),
+    ],
+)
 def test_a_second_ctrl_c_while_a_run_ends_changes_nothing(local_runs, executor, pause_s):
     process = start(local_runs, local_runs.rlvr(executor=executor, max_steps=10_000))
     run = wait_for_step(local_runs, process, 2)
@@ -253,7 +260,7 @@ def test_a_step_that_does_not_end_does_not_keep_sigterm_waiting(local_runs, sett
     assert not (run / "checkpoints").exists()
 
 
-@pytest.mark.on_ray(slow=True)
+@pytest.mark.on_ray
 def test_a_killed_driver_leaves_no_process_behind(runs):
     process = start(runs, runs.rlvr(max_steps=10_000))
     wait_for_step(runs, process, 2)
@@ -263,6 +270,7 @@ def test_a_killed_driver_leaves_no_process_behind(runs):
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
+@pytest.mark.slow(ci=True)
 def test_a_killed_worker_ends_the_run_with_its_name(ray_runs, monkeypatch):
     step = RLVRPipeline.step
 

@@ -67,7 +67,6 @@ def greedy_reply(model, tokenizer, text):
     return tokenizer.decode(reply, skip_special_tokens=True)
 
 
-@pytest.mark.on_ray(slow=True)
 def test_rewards_are_the_scores_in_the_replies_that_transformers_generates(runs):
     path = make_judge(runs.folder / "judge")
     held_out = {"data_args": {"file_name": str(runs.folder / "val.jsonl"), "max_samples": 4}}

@@ -125,7 +125,6 @@ def test_engines_say_in_each_step_what_they_did(runs, monkeypatch):
         assert engine["decode_seconds"] > 0
 
 
-@pytest.mark.on_ray(slow=True)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
     """With rows of two tags, whose groups the optimizer steps shuffle."""
     rows = [json.loads(line) for line in (runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -188,6 +187,7 @@ def test_a_broken_judge_is_found_out_where_filters_leave_out_every_group(local_r
     assert mentions(str(result.error), "32")
 
 
+@pytest.mark.slow(ci=True)
 def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_runs):
     """Its function ends the worker itself, once. The other worker scores no more until the replacement has loaded."""
     killer = (
@@ -266,6 +266,7 @@ def test_disaggregated_roles_on_several_workers(ray_runs):
     assert lines[0]["actor/grad_norm"] == pytest.approx(alone[0]["actor/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow(ci=True)
 def test_both_executors_give_the_same_numbers(ray_runs):
     ray = ray_runs.ok(ray_runs.rlvr())
     record = json.loads(ray.run_dir.record.read_text(encoding="utf-8"))

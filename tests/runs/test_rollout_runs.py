@@ -83,7 +83,7 @@ def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_r
     assert result.steps_done == 2
 
 
-@pytest.mark.parametrize("ratio", [0.5, pytest.param(1.0, marks=pytest.mark.on_ray(slow=True)), 2.0])
+@pytest.mark.parametrize("ratio", [0.5, pytest.param(1.0, marks=pytest.mark.on_ray), 2.0])
 def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowed(runs, ratio):
     result = runs.ok(
         asynchronous(
@@ -337,6 +337,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given
         local_runs.run(local_runs.rlvr(**given))
 
 
+@pytest.mark.slow(ci=True)
 def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray_runs, monkeypatch):
     """Its answers are drawn to their end by the other one, and from the next weights on there are two again."""
     runs, step = ray_runs, RLVRPipeline.step
@@ -360,7 +361,7 @@ def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray
     assert re.search(r"actor_infer rank 1: .*\(pid \d+\)", log)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow(ci=True))])
 def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_runs, monkeypatch, replicas):
     """They are killed while they draw, and brought back with the weights that they had."""
     runs, step = ray_runs, RLVRPipeline.step
@@ -394,6 +395,7 @@ def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_
     assert json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]["counts"] == {}
 
 
+@pytest.mark.slow(ci=True)
 def test_an_engine_that_dies_between_two_batches_is_there_for_the_next(ray_runs, monkeypatch):
     """Ahead of training its requests wait for the next publish; an evaluation finds it whole."""
     runs, step = ray_runs, RLVRPipeline.step

@@ -215,7 +215,7 @@ def cabled(clean_ray: None) -> Iterator[CabledHosts]:
         shutil.rmtree(scratch)
 
 
-@pytest.fixture(params=["cable pulled", "node killed"])
+@pytest.fixture(params=["cable pulled", pytest.param("node killed", marks=pytest.mark.slow(ci=True))])
 def hosts(request: pytest.FixtureRequest, clean_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     if request.param == "cable pulled":
         yield request.getfixturevalue("cabled")

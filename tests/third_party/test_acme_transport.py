@@ -31,6 +31,7 @@ MANIFEST = make_manifest(1, TENSORS.items())
 BYTES = sum(tensor.nbytes for tensor in TENSORS.values())
 
 
+@pytest.mark.slow(ci=True)
 def test_the_kit_passes_in_an_environment_with_the_plugin(installed, tmp_path):
     (tmp_path / "test_tcp.py").write_text(KIT, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]

@@ -59,6 +59,7 @@ def extension(source, answer=42):
     return Extension(name="answer", sources=(source,), cflags=(f"-DANSWER={answer}",))
 
 
+@pytest.mark.slow(ci=True)
 def test_a_library_is_compiled_once_for_each_content_and_flag(source, monkeypatch):
     first, other = extension(source).library(), extension(source, 7).library()
     assert ctypes.CDLL(str(first)).answer() == 42
@@ -70,6 +71,7 @@ def test_a_library_is_compiled_once_for_each_content_and_flag(source, monkeypatc
         extension(source).library()
 
 
+@pytest.mark.slow(ci=True)
 def test_what_the_compiler_says_is_told(source):
     source.write_text('extern "C" int answer() { return no_such_thing; }\n')
     with raises_error(ExtensionError, "no_such_thing"):
@@ -78,6 +80,7 @@ def test_what_the_compiler_says_is_told(source):
     assert extension(source).library().is_file()
 
 
+@pytest.mark.slow(ci=True)
 def test_without_a_compiler_it_says_so(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with raises_error(ExtensionError, "no-such-compiler"):
@@ -111,6 +114,7 @@ def test_one_that_waits_too_long_for_another_says_so(source, monkeypatch):
         made.library()
 
 
+@pytest.mark.slow(ci=True)
 def test_two_at_once_compile_once(source):
     both = [subprocess.Popen([sys.executable, "-c", BUILDER, str(source)], stdout=subprocess.PIPE) for _ in range(2)]
     first, second = (each.communicate()[0] for each in both)

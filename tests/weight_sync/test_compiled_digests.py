@@ -69,6 +69,7 @@ def test_digests_are_the_same_with_and_without_it(compiled, num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow(ci=True)
 def test_without_a_compiler_digests_take_a_pass_of_their_own(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     digests.library.cache_clear()

@@ -15,6 +15,7 @@ from roll_testing.errors import raises_error
 
 
 @pytest.mark.ray
+@pytest.mark.slow(ci=True)
 def test_publishes_between_ray_workers():
     async def scenario():
         specs = [

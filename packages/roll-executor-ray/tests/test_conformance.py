@@ -8,5 +8,6 @@ from roll_testing import ExecutorConformance
 
 
 @pytest.mark.ray
+@pytest.mark.slow(ci=True)
 class TestRay(ExecutorConformance):
     name = "ray"

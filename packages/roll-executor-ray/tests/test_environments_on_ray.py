@@ -21,7 +21,7 @@ from roll_core.spec.diagnostics import RoleEnvironment
 from roll_executor_ray.executor import RayExecutor
 from roll_testing.errors import raises_error
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.slow(ci=True)]
 HERE = str(Path(__file__).parents[3] / "tests" / "executors")
 Run = Callable[[Awaitable[Any]], Any]
 

@@ -124,6 +124,7 @@ def no_compiler(monkeypatch, tmp_path):
     decode.library.cache_clear()
 
 
+@pytest.mark.slow(ci=True)
 def test_without_a_compiler_torch_computes_unless_kernels_were_asked_for(no_compiler, tiny_spec, caplog):
     model = load_model(tiny_spec)
     with caplog.at_level(logging.INFO):

@@ -43,6 +43,7 @@ def test_what_is_smaller_than_a_page_stays(size):
     assert tensor.tolist() == [3] * size
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "8"}])
 def test_freed_memory_is_reused_without_page_faults_unless_the_environment_configures_malloc(environment):
     program = """

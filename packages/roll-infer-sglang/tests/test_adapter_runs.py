@@ -9,6 +9,7 @@ from shared_tests.engine_runs import AdapterRunTests
 
 
 @pytest.mark.engine("sglang")
+@pytest.mark.slow  # CI has that of vLLM
 @pytest.mark.timeout(900)
 class TestAdapterRun(AdapterRunTests):
     engine = "sglang"

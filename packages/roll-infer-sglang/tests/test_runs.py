@@ -11,6 +11,7 @@ from shared_tests.quickstart import QuickStartTests
 
 
 @pytest.mark.engine("sglang")
+@pytest.mark.slow  # CI has the whole run of test_agent_runs.py
 @pytest.mark.timeout(900)  # a server takes 30 s of CPU time to start
 class TestQuickStart(QuickStartTests):
     engine = "sglang"

@@ -8,6 +8,7 @@ from shared_tests.engine_runs import RecordedAgentRunTests
 
 
 @pytest.mark.engine("vllm")
+@pytest.mark.slow  # CI has that of SGLang
 @pytest.mark.timeout(900)
 class TestRecordedAgentRun(RecordedAgentRunTests):
     engine = "vllm"

@@ -304,6 +304,7 @@ def check_processes(ledger: Ledger, folder: Path, num_groups: int) -> Counter[st
     return injected
 
 
+@pytest.mark.slow(ci=True)
 def test_processes_that_exit_hang_or_are_killed_lose_no_episode(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +364,7 @@ def run_agents(
     return ledger, counts, memory
 
 
+@pytest.mark.slow(ci=True)
 def test_agents_that_fail_lose_no_rollout(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     ledger, _, _ = run_agents(tokenizer, tmp_path, 10, groups=10, share=0.3)

@@ -68,6 +68,7 @@ def test_a_function_that_cannot_be_imported_is_a_mistake_of_the_config_and_not_o
     assert "advice" not in json.loads(result.run_dir.record.read_text(encoding="utf-8"))["error"]
 
 
+@pytest.mark.slow(ci=True)
 @NEEDS_ISOLATION
 def test_programs_score_the_episodes_of_an_agentic_run(runs):
     reward = {"reward": "composite", "components": {"code": CODE, "repeated": REPEATED}}

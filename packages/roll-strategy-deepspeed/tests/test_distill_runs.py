@@ -8,7 +8,7 @@ import pytest
 
 from roll_testing.runs import Runs
 
-pytestmark = [pytest.mark.engine("deepspeed"), pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine("deepspeed"), pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DATASET = {"distill_data": "dataset", "max_steps": 2}
 WHOLE = {"kd_support": "full", "kd_temperature": 2.0, "kd_objective": "js_divergence"}
@@ -27,10 +27,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     ("given", "lora", "stage"),
     [
         pytest.param(DATASET | WHOLE, {}, 3, id="the whole vocabulary"),
-        pytest.param(DATASET | WHOLE, {}, 2, id="whole parameters", marks=pytest.mark.slow),
-        pytest.param(DATASET | WHOLE, LORA, 3, id="adapters", marks=pytest.mark.slow),
-        pytest.param(DATASET | EMA, {}, 3, id="moving average", marks=pytest.mark.slow),
-        pytest.param({"max_steps": 2} | TOPK, {}, 2, id="rollouts, K tokens", marks=pytest.mark.slow),
+        pytest.param(DATASET | WHOLE, {}, 2, id="whole parameters"),
+        pytest.param(DATASET | WHOLE, LORA, 3, id="adapters"),
+        pytest.param(DATASET | EMA, {}, 3, id="moving average"),
+        pytest.param({"max_steps": 2} | TOPK, {}, 2, id="rollouts, K tokens"),
     ],
 )
 def test_two_ranks_equal_one_of_hf_train(runs, given, lora, stage):

@@ -72,7 +72,9 @@ def config(folder, number: int, ranks: int, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), pytest.param(2, 3, marks=pytest.mark.slow), (1, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3), (1, 1)))]
+)
 def test_fsdp2_then_deepspeed_then_hf_and_back_is_one_run(tmp_path, ranks, stage):
     digits = [f"{number * 37 % 1000:03d}" for number in range(80)]
     rows = [{"prompt": f"{each}>", "response": "".join(sorted(each))} for each in digits]

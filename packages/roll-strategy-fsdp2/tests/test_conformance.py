@@ -1,5 +1,5 @@
-"""The conformance kit of `roll_testing`: on two ranks here, and for every arrangement of ranks with
-`./run test-engines fsdp2`; with `-m "not slow"` a few tests for each of these. That each of them computes what
+"""The conformance kit of `roll_testing`: a few tests on two ranks here, all with `./run test-engines fsdp2`, which also
+has every arrangement of ranks; with `-m "not slow"` a few tests for each of these. That each of them computes what
 `hf_train` computes is in `test_numbers`, and that it continues in `test_state`."""
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
 
-with_every_arrangement = pytest.mark.engine
+beside_the_engine = pytest.mark.engine
 
 
-class TestFSDP2(TrainStrategyConformance):
-    """Two ranks that share a model, and one where a test takes no more."""
+@pytest.mark.brief
+class TestBriefly(TrainStrategyConformance):
+    """Two ranks that share a model."""
 
     name = "fsdp2_train"
     world_sizes = (2,)
     preload = PRELOAD
 
 
-@with_every_arrangement
+@beside_the_engine
+class TestFSDP2(TrainStrategyConformance):
+    """The same, whole; one rank where a test takes no more."""
+
+    name = "fsdp2_train"
+    world_sizes = (2,)
+    preload = PRELOAD
+
+
+@beside_the_engine
 class TestInfer(TrainStrategyConformance):
     """The twin that only scores."""
 
@@ -37,7 +47,7 @@ class TestInfer(TrainStrategyConformance):
     preload = PRELOAD
 
 
-@with_every_arrangement
+@beside_the_engine
 @pytest.mark.brief
 class TestArrangements(TrainStrategyConformance):
     """Ranks that compute every sequence together, copies of the model, and checkpoints that are written meanwhile."""
@@ -55,7 +65,7 @@ class TestArrangements(TrainStrategyConformance):
     preload = PRELOAD
 
 
-@with_every_arrangement
+@beside_the_engine
 @pytest.mark.brief
 class TestExperts(TrainStrategyConformance):
     """Two ranks with half of the experts each, and two such pairs."""

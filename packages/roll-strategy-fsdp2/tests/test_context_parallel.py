@@ -12,6 +12,8 @@ from roll_strategy_fsdp2.sharding import make_meshes
 from roll_testing.errors import raises_error
 from roll_testing.ranks import RanksFailedError
 
+pytestmark = pytest.mark.engine
+
 ULYSSES = {"ulysses_size": 2}
 RING = {"ring_size": 2}
 

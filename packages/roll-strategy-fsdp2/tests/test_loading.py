@@ -14,6 +14,8 @@ from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
 from roll_testing.ranks import RanksFailedError
 
+pytestmark = pytest.mark.engine
+
 ROPE = TINY | {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}
 
 

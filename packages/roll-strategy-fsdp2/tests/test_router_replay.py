@@ -16,6 +16,8 @@ from roll_testing.models import write_checkpoint
 from roll_testing.replaying import check_replay
 from roll_testing.train_kit import registry
 
+pytestmark = pytest.mark.engine
+
 MIXTURE = {key: value for key, value in MOE.items() if key != "vocab_size"}
 SPREAD = {
     "2, checkpointed": (2, {}, {"gradient_checkpointing": True}),
@@ -27,9 +29,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["2, checkpointed", *(pytest.param(name, marks=pytest.mark.engine) for name in list(SPREAD)[1:])]
-)
+@pytest.mark.parametrize("name", SPREAD)
 def test_experts_are_replayed_as_in_one_process(ranks, tmp_path, name):
     num_ranks, config, model = SPREAD[name]
     written = write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61)

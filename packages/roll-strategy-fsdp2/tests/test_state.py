@@ -65,7 +65,7 @@ def saved(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "meanwhile"])
 @pytest.mark.parametrize("model", [{}, BF16, {"lora": LORA}], ids=["fp32", "bf16", "adapters"])
-@pytest.mark.parametrize("done", [0, 2])
+@pytest.mark.parametrize("done", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done, later):
     job = Job(world_size=2, model=model, config={"async_save_ckpt": True} if later else {})
     folder, straight = saved(job, done)

@@ -16,6 +16,8 @@ from roll_strategy_fsdp2.tensor_parallel import parallelize
 from roll_testing.errors import raises_error
 from roll_testing.ranks import RanksFailedError
 
+pytestmark = pytest.mark.engine
+
 TENSOR = {"tensor_model_parallel_size": 2}
 ATTENTION = "layers.*.self_attn."
 

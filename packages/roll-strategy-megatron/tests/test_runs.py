@@ -167,6 +167,7 @@ def test_grpo_on_tensor_by_pipeline_ranks_begins_as_on_one_rank_with_hf_train_an
     assert all(each["weight_sync/logprob_probe"] < 1e-4 for each in steps)
 
 
+@pytest.mark.slow
 def test_stale_rollouts_give_the_numbers_of_one_rank_of_hf_train(run):
     """Generation runs one step ahead of training; the recorded rollouts are trained on again."""
 
@@ -184,6 +185,7 @@ def test_stale_rollouts_give_the_numbers_of_one_rank_of_hf_train(run):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_grpo_with_the_engines_experts_begins_on_expert_parallel_ranks_as_with_hf_train(run):
     """The engine rounds to bf16, so that its routers choose otherwise now and then."""
     config = {"router_replay": {"mode": "R3"}, "guards": {"logprob_probe": "off", "logprob_gap": "off"}}
