@@ -106,7 +106,7 @@ def flash_attention():
 def no_partner():
     from datetime import timedelta
 
-    torch.distributed.TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=timedelta(milliseconds=50))
+    torch.distributed.TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=timedelta(seconds=1))
 
 
 def wrong_build(tmp_path):
