@@ -12,7 +12,7 @@ import pytest
 from roll_core.config.secrets import REDACTED, Redactor
 from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, WorkerDiedError
 from roll_core.runtime.records.guards import GuardEvent
-from roll_core.runtime.records.provenance import git_state
+from roll_core.runtime.records.provenance import git_state, requirements, versions
 from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
 from roll_tools.saved_record import is_abandoned
 
@@ -153,3 +153,18 @@ def test_git_state_says_commit_branch_and_whether_there_are_changes(tmp_path: Pa
     state = git_state(tmp_path)
     assert state is not None
     assert state["dirty"] is True
+
+
+def test_versions_follow_the_path_and_requirements_that_cannot_be_parsed_have_names(tmp_path, monkeypatch):
+    for version in ("1.0", "2.0"):
+        info = tmp_path / version / f"acme_parts-{version}.dist-info"
+        info.mkdir(parents=True)
+        required = "Requires-Dist: acme.core[fast] >=1\nRequires-Dist: other (not a version\nRequires-Dist: @\n"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-parts\nVersion: {version}\n{required}")
+    for version in ("1.0", "2.0", "1.0"):
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / version)
+            assert versions(["acme-parts"])["acme-parts"] == version
+            assert requirements("acme-parts") == ("acme.core", "other")
+    assert "acme-parts" not in versions(["acme-parts"])
+    assert requirements("acme-parts") == ()

@@ -52,8 +52,13 @@ def main() -> None:
 
 
 def fill_caches() -> None:
-    """Compile the patterns of transformers' checkpoint conversions, hundreds, which each forked process would do."""
-    if "transformers.conversion_mapping" in sys.modules:
+    """Compile the hundreds of patterns of transformers' checkpoint conversions before processes are forked.
+
+    Each process that loads a model needs them. A version of transformers that keeps them elsewhere is only slower.
+    """
+    if "transformers.conversion_mapping" not in sys.modules:
+        return
+    with contextlib.suppress(ImportError):
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("")

@@ -225,8 +225,8 @@ def _check_api(module: Any) -> None:
 
 
 class _Manager(pluggy.PluginManager):
-    """Leaves out what pluggy would examine in vain, which is most of its time: hooks that the plugin does not implement
-    and a module's attributes that are no functions.
+    """Leaves out what pluggy would examine in vain, most of its time: hooks that the plugin does not implement, and a
+    module's classes and values.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,22 +43,24 @@ def requirements(package: str) -> tuple[str, ...]:
     return _metadata(package)[1]
 
 
-_read: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
-"""What `_metadata` has read, by name and folder of the distribution."""
-
-
 def _metadata(name: str) -> tuple[str, tuple[str, ...]]:
     """Version of a distribution and the names that it requires; empty if it is not installed."""
     try:
-        distribution = importlib.metadata.distribution(name)
+        folder = importlib.metadata.distribution(name).locate_file("")
     except importlib.metadata.PackageNotFoundError:
         return "", ()
-    key = name, str(distribution.locate_file(""))
-    if key not in _read:
-        metadata = distribution.metadata
-        names = (re.match(r"[\w.-]*", each) for each in metadata.get_all("Requires-Dist") or ())
-        _read[key] = metadata["Version"], tuple(found[0] for found in names if found and found[0])
-    return _read[key]
+    return _read(name, str(folder))
+
+
+@cache
+def _read(name: str, folder: str) -> tuple[str, tuple[str, ...]]:
+    """Read them, once per process for each `folder` with this distribution: parsing takes longer than finding it.
+
+    Of requirements that cannot be parsed the name counts, too.
+    """
+    metadata = importlib.metadata.metadata(name)
+    required = metadata.get_all("Requires-Dist") or ()
+    return metadata["Version"], tuple(found[0] for each in required if (found := re.match(r"[\w.-]+", each)))
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
