@@ -64,10 +64,10 @@ BRIEF = {
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the other tests of such a class as slow, and those of a state that was saved before the first step."""
-    if item.get_closest_marker("brief"):
+    if mark := item.get_closest_marker("brief"):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if getattr(item, "originalname", "") not in BRIEF or parameters.get("done") == 0:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.slow(**mark.kwargs))
 
 
 @pytest.hookimpl(optionalhook=True)

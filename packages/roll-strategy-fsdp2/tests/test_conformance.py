@@ -1,5 +1,5 @@
-"""The conformance kit of `roll_testing`: a few tests on two ranks here, all with `./run test-engines fsdp2`, which also
-has every arrangement of ranks; with `-m "not slow"` a few tests for each of these. That each of them computes what
+"""The conformance kit of `roll_testing`: a few tests on two ranks here, all in CI; with `./run test-engines fsdp2` on
+every arrangement of ranks, and with `-m "not slow"` a few tests for each of these. That each of them computes what
 `hf_train` computes is in `test_numbers`, and that it continues in `test_state`."""
 
 from __future__ import annotations
@@ -21,18 +21,9 @@ if TYPE_CHECKING:
 beside_the_engine = pytest.mark.engine
 
 
-@pytest.mark.brief
-class TestBriefly(TrainStrategyConformance):
-    """Two ranks that share a model."""
-
-    name = "fsdp2_train"
-    world_sizes = (2,)
-    preload = PRELOAD
-
-
-@beside_the_engine
+@pytest.mark.brief(ci=True)
 class TestFSDP2(TrainStrategyConformance):
-    """The same, whole; one rank where a test takes no more."""
+    """Two ranks that share a model, and one where a test takes no more."""
 
     name = "fsdp2_train"
     world_sizes = (2,)
