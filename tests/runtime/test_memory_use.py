@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from roll_core.runtime.cluster.memory_use import MemoryWatch, forget_peak
 
 ASK = """
 import json, mmap, sys, tempfile
@@ -53,3 +56,33 @@ def test_shared_memory_counts_and_pages_of_files_do_not():
     assert 64 <= grown(between="held = mmap.mmap(-1, 64 * MIB); [held.write(b'x' * MIB) for _ in range(64)]") < 80
     # What is read from the file in between is a copy of 16 KiB, and the 64 MiB that are written to it are freed.
     assert grown(before=FILE.replace("sum(mapped[::4096])", "forget_peak()"), between="sum(mapped[::4096])") < 16
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_peak_of_before_on_a_device_is_forgotten_if_a_device_was_used(monkeypatch, used):
+    peaks = [5, 7]
+
+    class Devices:
+        """Stands in for `torch.accelerator` and for torch's module of the devices' type."""
+
+        def current_accelerator(self):
+            return "acc"
+
+        def is_initialized(self):
+            return used
+
+        def device_count(self):
+            assert used, "torch would keep to the devices that are visible now"
+            return len(peaks)
+
+        def reset_peak_memory_stats(self, index):
+            peaks[index] = 0
+
+        def max_memory_allocated(self, device):
+            return peaks[int(device.partition(":")[2])]
+
+    monkeypatch.setattr(torch, "accelerator", Devices())
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: torch.accelerator)
+    forget_peak()
+    measured = [MemoryWatch(f"acc:{index}").use().device_bytes for index in range(2)]
+    assert measured == ([0, 0] if used else [5, 7])

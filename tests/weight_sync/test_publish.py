@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sync_workers import same_values
+from sync_workers import record_of, same_values
 
+from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
     CorruptTensorError,
     MissingTensorError,
@@ -260,6 +261,26 @@ def test_a_mistake_of_the_engine_s_is_reported_as_such(with_duo, transport):
             await duo.publisher.publish(0)
 
     with_duo(transport, scenario)
+
+
+def test_a_transport_that_cannot_cancel_does_not_hide_the_cause(with_duo, monkeypatch, caplog):
+    addresses = []
+
+    def broken(address, options):
+        addresses.append(address)
+        raise LookupError(4711)
+
+    async def scenario(duo):
+        monkeypatch.setattr(load_transport(record_of("shm")), "cancel_transfer", broken)
+        await duo.fault("refuse:left", 1)
+        with raises_error(MissingTensorError, "actor_infer rank 1", "left"):
+            await duo.publisher.publish(0)
+
+    with_duo("shm", scenario)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == len(addresses) > 0
+    assert all("shm" in message and "4711" in message for message in warned)
+    assert not any(address in message for address, message in zip(addresses, warned, strict=True))  # it has a secret
 
 
 @BETWEEN_PROCESSES

@@ -2,17 +2,19 @@
 
 import asyncio
 import re
+from dataclasses import replace
 
 import pytest
-from sync_workers import ProcessGroup, Trainer, record_of, same_values
+from sync_workers import Engine, ProcessGroup, Trainer, record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
-from roll_core.runtime.weights.plan import SyncPlan, role_facts
-from roll_core.runtime.weights.transfer import WeightSender
+from roll_core.runtime.weights.plan import SendHandle, SyncPlan, role_facts
+from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
+from roll_core.spec.weights import make_manifest
 from roll_core.types import DataRank
 from roll_testing.errors import raises_error
 from roll_weight_transports.cuda_ipc import CudaIpcTransport, sources_of
@@ -192,3 +194,69 @@ def test_after_a_failed_send_every_rank_takes_part_in_the_same_exports(monkeypat
         outcome, nothing = [sender.send(plan) for sender in senders]
         assert (outcome.disconnected, nothing) == ((0,), None)
         assert exports == {0: attempt + 2, 1: attempt + 2}
+
+
+def test_each_publish_is_described_by_its_own_export(monkeypatch):
+    """One trainer, and engines that take other tensors of it: an adapter, or fp8 from other ranks."""
+
+    class Exporting(Trainer):
+        def export_adapters(self):
+            yield "lora_A", self.tensors["left"]
+
+    class End:
+        address = "nowhere"
+
+    monkeypatch.setattr(load_transport(record_of("shm")), "sender", lambda setup: End())
+    strategy = Exporting()
+    strategy.fault = "in_layers"
+    sender = WeightSender(strategy, role="actor_train", rank=0)
+    whole = SyncPlan(transport=record_of("shm"))
+
+    def names(plan):
+        return [entry.name for entry in sender.prepare(plan).manifest.tensors]
+
+    assert len(names(whole)) == 9
+    assert names(replace(whole, adapters=True)) == ["lora_A"]
+    fp8 = replace(whole, weight_format="fp8")
+    assert sender.prepare(replace(fp8, route=Route(sources=(1,)))) is None
+    assert len(names(fp8)) == 9 + 6  # a matrix has its scales beside it
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_an_error_of_several_arguments_keeps_them_and_its_notes(monkeypatch, side):
+    class BrokenError(WeightSyncError):
+        """As a plugin may define it."""
+
+        def __init__(self, message, link):
+            super().__init__(message, link)
+            self.link = link
+
+        def __str__(self):
+            return str(self.args[0])
+
+    class End:
+        address = "nowhere"
+
+        def fail(self, *args):
+            error = BrokenError("down", 7)
+            error.add_note("note")
+            raise error
+
+        send = receive = fail
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(load_transport(record_of("shm")), side, lambda setup: End())
+    plan = SyncPlan(transport=record_of("shm"))
+    if side == "sender":
+        sender = WeightSender(Trainer(), role="actor_train", rank=0)
+        sender.prepare(plan)
+        outcome = sender.send(plan)
+    else:
+        receiver = WeightReceiver(Engine(), role="actor_train", rank=0)
+        handle = SendHandle(manifest=make_manifest(0, []), address="nowhere")
+        outcome = asyncio.run(receiver.receive(plan, handle))
+    assert type(outcome.failure) is BrokenError
+    assert (str(outcome.failure), outcome.failure.link) == ("actor_train rank 0: down", 7)
+    assert outcome.failure.__notes__ == ["note"]

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from roll_core import rendezvous
 from roll_core.rendezvous import HostedStore, RemoteStore
 from roll_core.spec.transport import SenderSetup
 from roll_weight_transports.collective import LOOPBACK, CollectiveSender, connect
@@ -57,6 +58,27 @@ def test_a_host_that_closes_is_an_error_of_the_network(hosted, remote):
     hosted.close()
     with pytest.raises(dist.DistNetworkError):
         remote.check(["a"])
+
+
+def test_a_late_reply_is_not_taken_for_that_of_the_next_request(monkeypatch):
+    replying = threading.Event()
+
+    class Busy(HostedStore):
+        def check(self, keys):
+            replying.wait(20)
+            return super().check(keys)
+
+    monkeypatch.setattr(rendezvous, "SLACK_S", 0.1)
+    hosted = Busy(LOOPBACK, "secret")
+    remote = RemoteStore(LOOPBACK, hosted.port, "secret", SOON)
+    hosted.set("key", "value")
+    with pytest.raises(dist.DistNetworkError):
+        remote.check(["key"])
+    replying.set()
+    with pytest.raises(dist.DistNetworkError):
+        remote.get("key")
+    remote.close()
+    hosted.close()
 
 
 def test_a_client_without_the_secret_learns_and_sets_nothing(hosted, remote):

@@ -176,13 +176,14 @@ class RemoteStore(Store):
         return bool(int(self._request(b"delete_key", key)))
 
     def _request(self, what: bytes, *given: str | bytes, within_s: float = 0.0) -> bytes:
-        try:
-            with self._lock:
+        with self._lock:
+            try:
                 self._connection.settimeout(within_s + SLACK_S)
                 _send(self._connection, [what, *map(_bytes, given)])
                 status, reply = _receive(self._connection)
-        except OSError as error:
-            raise DistNetworkError(f"lost the connection to the store: {error}") from error
+            except OSError as error:
+                self.close()  # the next request would read a late reply as its own
+                raise DistNetworkError(f"lost the connection to the store: {error}") from error
         if status != b"ok":
             raise DistStoreError(reply.decode())
         return reply

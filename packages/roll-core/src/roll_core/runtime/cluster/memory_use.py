@@ -6,8 +6,10 @@ them, and their number does not depend on the model.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +59,22 @@ class MemoryWatch:
 
 
 def forget_peak() -> None:
-    """Reset the kernel's peak counter of this process, so that an earlier run in it does not count."""
-    try:
+    """Reset the peaks of this process on the host and on its devices, so that an earlier run in it does not count.
+
+    A counter that cannot be reset keeps the peak of all runs of this process.
+    """
+    with contextlib.suppress(OSError):  # not Linux, or no permission
         CLEAR.write_text(RESET_PEAK)
-    except OSError:
-        return  # not Linux, or no permission: the peak is then that of all runs of this process
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    with contextlib.suppress(AttributeError, RuntimeError):  # a torch without these counters
+        kind = torch.accelerator.current_accelerator()
+        # torch counts devices once, and this run may make others visible: none are counted before the first use.
+        if kind is not None and torch.get_device_module(kind).is_initialized():
+            for index in range(torch.accelerator.device_count()):
+                torch.accelerator.reset_peak_memory_stats(index)
 
 
 def _now() -> tuple[int, int]:

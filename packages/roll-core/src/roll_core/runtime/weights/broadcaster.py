@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from roll_core.errors import (
     WeightSyncError,
     WorkerDiedError,
     WorkerTimeoutError,
+    one_line,
 )
 from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle
     from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """Seconds to wait for one side after the other failed, and beyond the deadline that workers check themselves. The exit
@@ -178,7 +182,11 @@ class WeightBroadcaster:
     async def _call_off(self, handle: SendHandle) -> None:
         transport, options = load_transport(self.plan.transport), self.plan.route.options
         for address in dict.fromkeys(handle.addresses or (handle.address,)):
-            await asyncio.to_thread(transport.cancel_transfer, address, options)
+            try:
+                await asyncio.to_thread(transport.cancel_transfer, address, options)
+            except Exception as error:  # plugin code, which must not hide the failure that led here
+                name = self.plan.transport.name
+                log.warning("weight transport %s cannot cancel a transfer: %s", name, one_line(error))
 
     async def _receive(self, plan: SyncPlan, handle: SendHandle, within_s: float) -> list[ReceiveOutcome]:
         """Call all receivers, including lost ranks, so that the send fails instead of blocking on them."""

@@ -89,7 +89,8 @@ class WeightSender:
             manifest, begun = WeightManifest(version=plan.version, tensors=entries), time.perf_counter()
             sample = sample_fingerprint(tensors)
             return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
-        what = (plan.dtype, plan.weight_format, plan.self_test)
+        # What determines the export of every rank, and is equal on all of them: a description is collective, too.
+        what = (plan.dtype, plan.weight_format, plan.adapters, plan.self_test, plan.route.sources)
         if self._described is None or self._described[0] != what:
             self._described = what, tuple(self._describe(plan))
         if not self.sends(plan):
@@ -115,7 +116,7 @@ class WeightSender:
         except WeightSyncError as error:
             self.close()
             _exhaust(exported)
-            return SendOutcome(failure=type(error)(f"{self._role} rank {self._rank}: {error}"))
+            return SendOutcome(failure=error.located(f"{self._role} rank {self._rank}"))
         except BaseException:
             self.close()
             raise
@@ -235,7 +236,7 @@ class WeightReceiver:
             return ReceiveOutcome(failure=WeightSyncError(f"{who}: {lost}"), cut_off=True)
         except WeightSyncError as error:
             self.close()
-            return ReceiveOutcome(failure=type(error)(f"{who}: {error}"))
+            return ReceiveOutcome(failure=error.located(who))
         except BaseException:
             self.close()
             raise
