@@ -20,6 +20,7 @@ from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.runtime.run.stopping import StopSignals
 from roll_core.types import Group
+from roll_modeling import rendezvous
 
 RUNTIME = Path(roll_core.runtime.__file__).parent
 TOOLS = Path(roll_tools.__file__).parent
@@ -52,8 +53,8 @@ THREADS = {
     ("cluster/executors/host.py", "__init__"): "exceptions are answers: see below",
     ("run/stopping.py", "_run_on_a_thread"): "raised in the calling thread",
     ("records/manifest.py", "_in_parallel"): "map raises in the caller",
-    ("../rendezvous.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
-    ("../rendezvous.py", "_accept"): "its client loses its connection",
+    ("rendezvous.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
+    ("rendezvous.py", "_accept"): "its client loses its connection",
     ("workers/reward_process.py", "main"): "in a child process, whose parent keeps the deadline",
     ("workers/reward_pool.py", "_take"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
@@ -65,7 +66,7 @@ def calls(*names):
     """(file, function) of every call of these names in the runtime, the store of its workers, and roll-tools."""
     found = Counter()
     files = {file: file.relative_to(RUNTIME).as_posix() for file in RUNTIME.rglob("*.py")}
-    files |= {RUNTIME / "../rendezvous.py": "../rendezvous.py"}
+    files |= {Path(rendezvous.__file__): "rendezvous.py"}
     files |= {file: file.relative_to(TOOLS).as_posix() for file in TOOLS.rglob("*.py")}
     for file, path in files.items():
         for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

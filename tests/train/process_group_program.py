@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from roll_core.rendezvous import RemoteStore
 from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.strategy import mesh_info
 from roll_modeling.process_group import ProcessGroup
+from roll_modeling.rendezvous import RemoteStore
 
 LOOPBACK = "127.0.0.1"
 SIZE = 2
@@ -23,7 +22,7 @@ def meet(rank, port, secret, stranger):
     place = Place(rank=rank, world_size=SIZE, node=0, slots=(rank,), local_indices=(rank,), device="cpu", num_threads=1)
     peers = Peers(master_addr=LOOPBACK, master_port=port, secret=secret)
     mesh = mesh_info("student", place, peers, backend="gloo", timeout_s=60)
-    group = ProcessGroup(mesh if secret else dataclasses.replace(mesh, open_store=None))
+    group = ProcessGroup(mesh)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     half = dist.new_group([0])

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from roll_core import rendezvous
-from roll_core.rendezvous import HostedStore, RemoteStore
 from roll_core.spec.transport import SenderSetup
+from roll_modeling import rendezvous
+from roll_modeling.rendezvous import HostedStore, RemoteStore
 from roll_weight_transports.collective import LOOPBACK, CollectiveSender, connect
 
 SOON = timedelta(seconds=20)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from roll_core.errors import NonFiniteError, WorkerError
+from roll_modeling.rendezvous import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,14 +108,14 @@ class ProcessGroup:
 
 
 def _open_store(mesh: MeshInfo) -> Store:
-    """Open the run's authenticated store for CPU ranks that have one; otherwise torch's own on `master_addr`.
+    """Open the authenticated store for CPU ranks that share a secret; otherwise torch's own on `master_addr`.
 
     Threads of nccl and hccl read the store at any time. A store written in Python would need the GIL for that. The
     thread that destroys the group may hold the GIL while it waits for them.
     """
     timeout = timedelta(seconds=mesh.timeout_s)
-    if mesh.open_store is not None and torch.device(mesh.device).type == "cpu":
-        return mesh.open_store()
+    if mesh.secret and torch.device(mesh.device).type == "cpu":
+        return open_store(mesh.rank, mesh.master_addr, mesh.master_port, mesh.secret, mesh.timeout_s)
     if mesh.rank:
         return TCPStore(mesh.master_addr, mesh.master_port, mesh.world_size, timeout=timeout)
     family = socket.AF_INET6 if ":" in mesh.master_addr else socket.AF_INET

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
-    from roll_core.rendezvous import HostedStore, RemoteStore
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
     from roll_modeling.bucket_plan import Bucket
+    from roll_modeling.rendezvous import HostedStore, RemoteStore
 
 BUCKET_BYTES = 32 << 20
 """Upper bound of a bucket, unless a tensor is larger: enough to saturate a network."""
@@ -152,7 +152,7 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
     """Sending endpoint; first rank of the process group and host of its store."""
 
     def __init__(self, setup: SenderSetup) -> None:
-        from roll_core.rendezvous import HostedStore
+        from roll_modeling.rendezvous import HostedStore
 
         super().__init__(setup)
         use_compiled_digests()
@@ -366,7 +366,7 @@ def _gloo_group(store: Store, rank: int, size: int, host: str, deadline: Deadlin
 
 def connect(address: str, within: timedelta) -> RemoteStore:
     """The store of the sender at `address`. Raises `DistError`."""
-    from roll_core.rendezvous import RemoteStore
+    from roll_modeling.rendezvous import RemoteStore
 
     secret, _, where = address.partition("@")
     host, _, port = where.rpartition(":")

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from collections.abc import Mapping
 
     from roll_core.spec.providers import Task
 
@@ -91,10 +89,9 @@ class MeshInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Free port on rank 0's host, the same for all ranks; 0 if `world_size` is 1."""
-    open_store: Callable[[], Store] | None = field(default=None, compare=False, repr=False)
-    """Opens the store that `init_process_group` needs. The store listens on `master_addr:master_port` and authenticates
-    its clients. Rank 0 hosts it; the other ranks block until it is up. Call this at most once, keep the store as long
-    as the process group, then `close` it. None if no run started the ranks, as in tests."""
+    secret: str = field(default="", compare=False, repr=False)
+    """Secret that only the ranks of the role know; empty if no run started them, as in tests. With it,
+    `roll_modeling.rendezvous.open_store` opens the store that `init_process_group` needs."""
     num_slots: int = 1
     """Slots of this worker (`num_gpus_per_worker`)."""
     num_threads: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ from roll_core.spec.model import MeshInfo, model_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.spec.model import ModelSpec
@@ -38,7 +35,6 @@ def make_strategy(
 
 def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s: float) -> MeshInfo:
     """`MeshInfo` from the executor's place and peers. `timeout_s` is the timeout of collectives."""
-    where = (place.rank, peers.master_addr, peers.master_port, peers.secret, timeout_s)
     return MeshInfo(
         role=role,
         rank=place.rank,
@@ -48,18 +44,11 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
         backend=backend,
         master_addr=peers.master_addr,
         master_port=peers.master_port,
-        open_store=partial(_open_store, *where) if place.world_size > 1 else None,
+        secret=peers.secret,
         num_slots=max(1, len(place.slots)),
         num_threads=place.num_threads,
         timeout_s=timeout_s,
     )
-
-
-def _open_store(*where: Any) -> Store:
-    """Open the store. Imports torch only when a strategy does so."""
-    from roll_core.rendezvous import open_store
-
-    return open_store(*where)
 
 
 def model_vocab_size(model: ModelSpec) -> int | None:

@@ -190,7 +190,10 @@ class RemoteStore(Store):
 
 
 def open_store(rank: int, host: str, port: int, secret: str, timeout_s: float) -> Store:
-    """Open the store of the ranks of a role, which rank 0 hosts. The other ranks block until it listens."""
+    """Open the store of the ranks of a role, which rank 0 hosts. The other ranks block until it listens.
+
+    The store must stay open as long as the process group; then `close` it.
+    """
     if rank == 0:
         return HostedStore(host, secret, port)
     deadline = time.monotonic() + timeout_s
