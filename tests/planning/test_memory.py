@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_core.weights import device_memory
+from roll_modeling import device_memory
 from roll_modeling.memory import MODEL_CODE_BYTES
 from roll_tools.run_plan import CONTEXT_BYTES, PROCESS_BYTES
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -23,7 +24,7 @@ from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
-from roll_core.weights import device_memory
+from roll_modeling import device_memory
 
 WEIGHTS = "roll_core.runtime.weights"
 IMPORTS = (
@@ -32,7 +33,7 @@ IMPORTS = (
     f"{WEIGHTS}.sender",
     f"{WEIGHTS}.receiver",
     "roll_core.runtime.cluster.executors.base",
-    "roll_core.weights.device_memory",
+    "roll_modeling.device_memory",
     "roll_testing.publishing",
 )
 """What a process imports before its first call: once for all of them."""
@@ -194,7 +195,8 @@ class Worker:
     backend = "gloo"
 
     def device_facts(self) -> DeviceFacts:
-        return device_facts("cpu", self.backend)
+        uuid = device_memory.KINDS["cpu"].uuid("cpu")
+        return replace(device_facts("cpu", self.backend), uuid=uuid)
 
     def use_backend(self, name: str) -> None:
         self.backend = name

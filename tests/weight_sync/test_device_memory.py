@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
 from roll_core.errors import WeightSyncError
-from roll_core.weights.device_memory import (
+from roll_core.runtime.weights.plan import device_facts
+from roll_core.spec.transport import DeviceFacts
+from roll_core.types import DataRank
+from roll_modeling.device_memory import (
     ALLOCATOR_OPTIONS,
     CudaHandle,
     DeviceMemory,
@@ -157,3 +160,18 @@ def test_expandable_segments_are_off_while_memory_to_be_lent_is_allocated(monkey
 def test_only_devices_of_type_cuda_lend_memory():
     assert isinstance(device_memory("cuda:3"), DeviceMemory)
     assert device_memory("cpu") is device_memory("npu:0") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "properties", "uuid"),
+    [
+        ("acc:1", {"get_device_properties": lambda device: SimpleNamespace(uuid=f"ACC {device}")}, "ACC acc:1"),
+        ("acc:1", {"get_device_properties": lambda device: SimpleNamespace()}, ""),
+        ("acc:1", {}, ""),
+        ("cpu", None, ""),
+    ],
+)
+def test_a_worker_reports_the_uuid_that_torch_has_of_its_device(monkeypatch, device, properties, uuid):
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(**properties))
+    found = device_facts(device, "acl", DataRank(index=2, leader=False))
+    assert found == DeviceFacts(device=device, backend="acl", uuid=uuid, is_leader=False, replica=2)

@@ -13,9 +13,9 @@ from sync_workers import HostMemory, ProcessGroup
 
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.spec.model import MeshInfo
-from roll_core.weights import device_memory
-from roll_core.weights.device_memory import slot_devices
+from roll_modeling import device_memory
 from roll_modeling.buckets import BucketInfo, BucketWriter, read_bucket
+from roll_modeling.device_memory import slot_devices
 from roll_testing.errors import mentions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")

@@ -15,7 +15,7 @@ from sync_workers import HostMemory
 
 from roll_core.errors import MissingTensorError
 from roll_core.spec.weights import make_manifest
-from roll_core.weights import device_memory
+from roll_modeling import device_memory
 from roll_modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
 from roll_modeling.engine_weights import ModelWeights
 from roll_testing.errors import mentions, raises_error

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from sync_workers import Engine, ProcessGroup, Trainer, record_of, same_values
+from sync_workers import Engine, HostMemory, ProcessGroup, Trainer, record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
@@ -16,6 +16,7 @@ from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
 from roll_core.spec.weights import make_manifest
 from roll_core.types import DataRank
+from roll_modeling import device_memory
 from roll_testing.errors import raises_error
 from roll_weight_transports.cuda_ipc import CudaIpcTransport, sources_of
 
@@ -35,7 +36,9 @@ def publisher_between(train, infer, sources):
     return WeightBroadcaster(train, infer, plan)
 
 
-def test_each_engine_is_fed_from_its_own_device():
+def test_each_engine_is_fed_from_its_own_device(monkeypatch):
+    monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
+
     async def scenario(train, infer):
         await WorkerCall(train, "use_device").each([("GPU-a",), ("GPU-b",), ("GPU-c",)])
         await WorkerCall(infer, "use_device").each([("GPU-c",), ("GPU-a",)])
@@ -126,6 +129,18 @@ def test_the_sender_is_a_leader_on_the_engine_s_device(train, followers, infer, 
     found = sources_of(facts_of("actor_train", *train, followers=followers), facts_of("actor_infer", *infer))
     assert found[0] == sources
     assert found[1] is None if why is None else re.search(why, found[1])
+
+
+def test_a_device_whose_memory_torch_cannot_share_has_no_sender():
+    sides = [facts_of(role, "a") for role in ("actor_train", "actor_infer")]
+    sides = [
+        replace(each, workers=(replace(each.workers[0], device=DeviceFacts(device="npu:0", uuid="a")),))
+        for each in sides
+    ]
+    sources, why = sources_of(*sides)
+    assert sources == ()
+    assert "rank 0 of actor_infer" in why
+    assert "npu:0" in why
 
 
 def test_equal_names_on_two_hosts_are_two_devices():

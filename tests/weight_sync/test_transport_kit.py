@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from sync_workers import HostMemory
 
-from roll_core.weights import device_memory
+from roll_modeling import device_memory
 from roll_testing import WeightTransportConformance
 
 

@@ -24,7 +24,6 @@ from typing_extensions import override
 from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
 from roll_core.spec.weights import check_version
 from roll_core.types import WeightReceipt
-from roll_core.weights.device_memory import slot_devices
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.engine_metrics import SglangMetrics
 from roll_infer_sglang.launch import launch
@@ -33,6 +32,7 @@ from roll_infer_sglang.processes import SglangProcesses
 from roll_infer_sglang.requests import Requests
 from roll_infer_sglang.sampling import check_served
 from roll_modeling.buckets import Incoming
+from roll_modeling.device_memory import slot_devices
 from roll_modeling.engine_metrics import KINDS
 from roll_modeling.engine_weights import AdapterWeights, EngineWeights, ModelWeights
 

@@ -24,7 +24,6 @@ from roll_core.errors import DataError, EngineDiedError, RollError
 from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
 from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
-from roll_core.weights.device_memory import slot_devices
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.engine_metrics import VllmMetrics
 from roll_infer_vllm.launch import launch
@@ -35,6 +34,7 @@ from roll_infer_vllm.sampling import check_served, sampling_params
 from roll_infer_vllm.serving import EndpointServer
 from roll_infer_vllm.watchdog import engine_errors, while_alive
 from roll_modeling.buckets import Incoming
+from roll_modeling.device_memory import slot_devices
 from roll_modeling.engine_metrics import KINDS
 from roll_modeling.engine_weights import AdapterWeights, EngineWeights, ModelWeights
 

@@ -15,8 +15,8 @@ from roll_core.runtime.cluster.platform import select_platform
 from roll_core.runtime.workers.build import provider_of, role_config, separate_processes_reason, slots_per_worker
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
+from roll_core.spec.platform import HOST_DEVICE
 from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
-from roll_core.weights.device_memory import device_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,7 +102,7 @@ def place(
         if here and num_nodes == 1:
             problems += _not_on_this_host(places, platform, per_node)
     try:
-        weights = weight_choices(pipeline.roles, config, registry, platform, executor, places)
+        weights = weight_choices(pipeline.roles, config, registry, executor, places)
     except RollError as error:
         weights = {}
         problems += [] if apart else [str(error)]
@@ -124,7 +124,6 @@ def weight_choices(
     roles: Sequence[RoleSpec],
     config: RunConfig,
     registry: Registry,
-    platform: Platform,
     executor: ExecutorProvider,
     places: Mapping[str, tuple[Place, ...]],
 ) -> dict[tuple[str, str], TransportChoice]:
@@ -132,7 +131,7 @@ def weight_choices(
 
     Raises `UnsupportedError` if no transport connects a pair.
     """
-    facts = {role.name: _facts(role, config, registry, platform, executor, places[role.name]) for role in roles}
+    facts = {role.name: _facts(role, config, registry, executor, places[role.name]) for role in roles}
     return {
         (role.model_from, role.name): choose_transport(
             registry, facts[role.model_from], facts[role.name], config.weight_transport
@@ -143,30 +142,31 @@ def weight_choices(
 
 
 def _facts(
-    role: RoleSpec,
-    config: RunConfig,
-    registry: Registry,
-    platform: Platform,
-    executor: ExecutorProvider,
-    places: Sequence[Place],
+    role: RoleSpec, config: RunConfig, registry: Registry, executor: ExecutorProvider, places: Sequence[Place]
 ) -> RoleFacts:
-    """The `RoleFacts` that the workers would report. A worker's first slot stands for its device."""
+    """The `RoleFacts` that the workers would report."""
     if role.kind == "reward":
         return RoleFacts(role=role.name, workers=())
     can = provider_of(role, role_config(config, role.name), registry).capabilities
-    shares_device = device_memory(platform.device_type) is not None and getattr(can, "device_weights", True)
+    on_device = getattr(can, "device_weights", True)
     workers = tuple(
         WorkerFacts(
             host=f"node {place.node}",
             node=place.node,
             pid=0 if executor.in_process else hash((role.name, place.rank)),
             slots=place.slots,
-            device=DeviceFacts(uuid=f"slot {place.slots[0]}" if place.slots and shares_device else ""),
+            device=_device(place) if on_device else DeviceFacts(),
         )
         for place in places
     )
     directory = config.model_update_dir or ""
     return RoleFacts(role=role.name, workers=workers, weight_transports=can.weight_transports, directory=directory)
+
+
+def _device(place: Place) -> DeviceFacts:
+    """Device that the worker would report. Its first slot stands for the UUID."""
+    uuid = "" if place.device == HOST_DEVICE else f"slot {place.slots[0]}"
+    return DeviceFacts(device=place.device, uuid=uuid)
 
 
 def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.spec.transport import BufferSizes, Route
-from roll_core.weights.device_memory import device_memory
+from roll_modeling.device_memory import device_memory
 from roll_weight_transports.pool import PooledReceiver, PooledSender, PooledTransport, SharedMemory
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
             leaders.setdefault((worker.host, worker.device.uuid), rank)
     found = []
     for rank, worker in enumerate(receiver.workers):
-        if not worker.device.uuid:
+        if not worker.device.uuid or device_memory(worker.device.device) is None:
             return (), (
                 f"rank {rank} of {receiver.role} loads weights on {worker.device.device}, whose memory cannot be"
                 " shared between processes"

@@ -41,7 +41,7 @@ class DeviceFacts:
     backend: str = "gloo"
     """Collective backend between such devices."""
     uuid: str = ""
-    """UUID of the device; empty if other processes cannot open its memory."""
+    """UUID of the device; empty on the host, or if torch does not report it."""
     is_leader: bool = True
     """Train workers: True if `export_weights` yields whole tensors on this rank."""
     replica: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from roll_core.spec.platform import HOST_DEVICE
 from roll_core.spec.transport import DeviceFacts, RoleFacts, Route, WorkerFacts
 from roll_core.types import DataRank
 
@@ -120,11 +121,19 @@ class ReceivingWorker(Protocol):
 
 def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:
     """Facts of this process's device; `data_rank` of a train worker."""
-    from roll_core.weights.device_memory import device_memory
+    place = data_rank or DataRank()
+    return DeviceFacts(device=device, backend=backend, uuid=_uuid(device), is_leader=place.leader, replica=place.index)
 
-    kind, place = device_memory(device), data_rank or DataRank()
-    uuid = kind.uuid(device) if kind else ""
-    return DeviceFacts(device=device, backend=backend, uuid=uuid, is_leader=place.leader, replica=place.index)
+
+def _uuid(device: str) -> str:
+    """UUID of a device; empty on the host, or if torch does not report it."""
+    kind = device.partition(":")[0]
+    if kind == HOST_DEVICE:
+        return ""
+    import torch
+
+    properties = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    return str(getattr(properties(device), "uuid", "")) if properties else ""
 
 
 def role_facts(
