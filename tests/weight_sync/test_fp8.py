@@ -14,10 +14,10 @@ from roll_core.errors import CorruptTensorError, NonFiniteWeightError, Unsupport
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.spec import fp8
+from roll_core.spec.fp8 import is_layers_weight, quantise_rows, to_fp8
 from roll_core.spec.transport import Route
 from roll_core.spec.weights import make_manifest
-from roll_core.weights import fp8
-from roll_core.weights.fp8 import is_layers_weight, quantise_rows, to_fp8
 from roll_testing.errors import raises_error
 
 TINY = 2.0**-126

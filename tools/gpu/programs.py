@@ -263,9 +263,9 @@ def numerics(device: str) -> int:
     import torch
 
     from roll_core.data.pack import pack
+    from roll_core.spec.fp8 import quantise_rows
     from roll_core.spec.train import WantedOutputs
     from roll_core.types import GenerateRequest, SamplingParams
-    from roll_core.weights.fp8 import quantise_rows
 
     size = "small" if device == "cuda" else "tiny"
     sequences = make_sequences(8, 64, 500)

@@ -11,9 +11,9 @@ from torch import nn
 from vllm_live import CACHE, start
 
 from roll_core.errors import MissingTensorError, ModelError
+from roll_core.spec.fp8 import to_fp8
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
-from roll_core.weights.fp8 import to_fp8
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
 from roll_testing.infer.holding import LONG, PROMPT, digests

@@ -1,7 +1,7 @@
 """fp8 quantization method for vLLM: linear layers that compute with exactly the fp8 weights that the trainer sent.
 
 vLLM's own fp8 methods quantize the loaded weights or change their layout for one of a dozen kernels. Then the digests
-in a weight receipt could not be computed. Here the parameters stay as sent (`roll_core.weights.fp8`), and every
+in a weight receipt could not be computed. Here the parameters stay as sent (`roll_core.spec.fp8`), and every
 device computes the same product:
 
     y = (x8 · W8ᵀ) · s_x · s_W + b      x8, s_x = x quantized to E4M3 dynamically, per token
@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
-from roll_core.weights.fp8 import is_layers_weight
+from roll_core.spec.fp8 import is_layers_weight
 from roll_infer_vllm.arguments import QUANTIZATION
 
 MULTIPLE = 16

@@ -99,7 +99,7 @@ class StrategyConfig(Config):
         return False
 
     def weight_format(self) -> WeightFormat:
-        """Infer strategies: the format in which the engine receives weights. `roll_core.weights.fp8` defines the
+        """Infer strategies: the format in which the engine receives weights. `roll_core.spec.fp8` defines the
         fp8 format; the digests in receipts are those of the fp8 tensors."""
         return "dtype"
 

@@ -136,7 +136,7 @@ class WeightSender:
             return _self_test_tensors(self._device)
         exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
         if plan.weight_format == "fp8" and self.sends(plan):
-            from roll_core.weights.fp8 import to_fp8
+            from roll_core.spec.fp8 import to_fp8
 
             return to_fp8(exported, torch_dtype(plan.dtype) if plan.dtype else None)
         return exported

@@ -12,19 +12,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import torch
-
 from roll_core.errors import NonFiniteWeightError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from torch import Tensor
 
 LARGEST = 448.0
 """Largest finite value of E4M3, to which a row's largest magnitude is scaled."""
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Minimum scale, 2⁻¹²⁶, for rows of zeros or nearly so. Devices may treat smaller (subnormal) numbers as 0."""
+SMALLEST_SCALE = 2.0**-126
+"""Minimum scale for rows of zeros or nearly so. Devices may treat smaller (subnormal) numbers as 0."""
 CHUNK_ELEMENTS = 16 << 20
 """Elements quantised at a time, which bounds the memory of float32 copies."""
 IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
@@ -44,6 +43,8 @@ def quantise_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     The error is at most half the distance between neighbouring E4M3 values, times the scale. A row with NaN or infinity
     has a non-finite scale.
     """
+    import torch
+
     found_OI = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     scale_O1 = torch.empty(weight_OI.shape[0], 1, dtype=torch.float32, device=weight_OI.device)
     if not weight_OI.numel():
@@ -66,6 +67,8 @@ def to_fp8(exported: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) ->
     `UnsupportedError` if no tensor is a layer matrix. Both are raised after the export is exhausted, because it may be
     collective.
     """
+    import torch
+
     num_found, wrong = 0, ""
     for name, tensor in exported:
         tensor = tensor.detach()
