@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
+from roll_core.runtime.weights.transfer import ReceivingWorker, SendingWorker, WeightReceiver, WeightSender
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 from roll_core.spec import weights
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.runtime.cluster.executors.base import Place
-    from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.weights import Bytes
     from roll_core.types import WeightManifest
 
@@ -81,7 +80,7 @@ class Switch:
         return time.process_time()
 
 
-class NamedTensorsTrainer(Switch):
+class NamedTensorsTrainer(Switch, SendingWorker):
     """A train worker and its strategy in one."""
 
     def __init__(self, *, place: Place, peers: Any, dtype: str) -> None:
@@ -105,20 +104,12 @@ class NamedTensorsTrainer(Switch):
         """Where the tensors lie."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
-    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
-        """As the runtime's worker does."""
-        return self.sender.prepare(plan)
-
-    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
-        """As the runtime's worker does."""
-        return self.sender.send(plan)
-
     def close(self) -> None:
         """Hang up."""
         self.sender.close()
 
 
-class NamedTensorsEngine(Switch):
+class NamedTensorsEngine(Switch, ReceivingWorker):
     """An infer worker and its strategy in one."""
 
     def __init__(self, *, place: Place, peers: Any, dtype: str) -> None:
@@ -141,10 +132,6 @@ class NamedTensorsEngine(Switch):
     def pointers(self) -> dict[str, int]:
         """Where the tensors lie."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-
-    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
-        """As the runtime's worker does."""
-        return await self.receiver.receive(plan, handle)
 
     def close(self) -> None:
         """Hang up."""

@@ -19,7 +19,7 @@ import msgpack
 from roll_core.errors import MissingTensorError, WeightSyncError, WorkerDiedError
 from roll_core.runtime.cluster.executors.base import CallFailed, Failure, GroupSpec, Member, Place, WorkerGroup
 from roll_core.runtime.weights.plan import device_facts
-from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
+from roll_core.runtime.weights.transfer import ReceivingWorker, SendingWorker, WeightReceiver, WeightSender
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
@@ -221,8 +221,8 @@ class Worker:
         register()
 
 
-class TrainWorker(Worker):
-    """Delegates as the runtime's worker does."""
+class TrainWorker(Worker, SendingWorker):
+    """Sends as the runtime's worker does."""
 
     def __init__(self, *, place: Place, peers: Any = None) -> None:
         self.rank = place.rank
@@ -231,12 +231,6 @@ class TrainWorker(Worker):
     def begin(self) -> None:
         self.strategy = Trainer()
         self.sender = WeightSender(self.strategy, role="actor_train", rank=self.rank)  # type: ignore[arg-type]
-
-    def prepare_send(self, plan: Any) -> Any:
-        return self.sender.prepare(plan)
-
-    def send_weights(self, plan: Any) -> Any:
-        return self.sender.send(plan)
 
     def step(self, learning_rate: float) -> None:
         self.strategy.step(learning_rate)
@@ -251,8 +245,8 @@ class TrainWorker(Worker):
         self.sender.close()
 
 
-class InferWorker(Worker):
-    """Delegates as the runtime's worker does."""
+class InferWorker(Worker, ReceivingWorker):
+    """Receives as the runtime's worker does."""
 
     def __init__(self, *, place: Place, peers: Any = None) -> None:
         self.rank = place.rank
@@ -261,9 +255,6 @@ class InferWorker(Worker):
     def begin(self) -> None:
         self.strategy = Engine()
         self.receiver = WeightReceiver(self.strategy, role="actor_infer", rank=self.rank)  # type: ignore[arg-type]
-
-    async def receive_weights(self, plan: Any, handle: Any) -> Any:
-        return await self.receiver.receive(plan, handle)
 
     def set_fault(self, fault: str) -> None:
         self.strategy.fault = fault

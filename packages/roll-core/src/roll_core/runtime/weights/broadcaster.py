@@ -23,7 +23,8 @@ from roll_core.errors import (
 )
 from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
-from roll_core.runtime.weights.plan import ReceivingWorker, SendingWorker, SendOutcome, SyncPlan
+from roll_core.runtime.weights.plan import SendOutcome, SyncPlan
+from roll_core.runtime.weights.transfer import ReceivingWorker, SendingWorker
 from roll_core.spec.weights import MEMORY, digest, entry_bytes
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from roll_core.spec.platform import HOST_DEVICE
 from roll_core.spec.transport import DeviceFacts, RoleFacts, Route, WorkerFacts
@@ -97,26 +97,6 @@ class ReceiveOutcome:
     failure: WeightSyncError | None = None
     cut_off: bool = False
     """True if the failure is a lost sender, whose cause is another worker's failure."""
-
-
-class SendingWorker(Protocol):
-    """What the driver calls on the train workers of a weight sync; `TrainWorker` implements it."""
-
-    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
-        """See `WeightSender.prepare`."""
-        ...
-
-    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
-        """See `WeightSender.send`."""
-        ...
-
-
-class ReceivingWorker(Protocol):
-    """What the driver calls on the infer workers of a weight sync; `InferWorker` implements it."""
-
-    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
-        """See `WeightReceiver.receive`."""
-        ...
 
 
 def device_facts(device: str, backend: str, data_rank: DataRank | None = None) -> DeviceFacts:

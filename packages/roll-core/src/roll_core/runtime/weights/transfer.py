@@ -166,6 +166,23 @@ class WeightSender:
         return self._endpoint
 
 
+class SendingWorker:
+    """The part of a train worker that the driver calls for a weight sync."""
+
+    sender: WeightSender
+
+    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
+        """First half of a weight sync: this rank's manifest and address. None if this rank does not send."""
+        return self.sender.prepare(plan)
+
+    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
+        """Second half of a weight sync: send the weights while the receivers load them.
+
+        None if this rank does not send.
+        """
+        return self.sender.send(plan)
+
+
 def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int = SAMPLE_BYTES) -> str:
     """Hash of the names and a sample of the bytes: the first page of each tensor and every k-th page.
 
@@ -280,6 +297,16 @@ class WeightReceiver:
             )
             self._endpoint = load_transport(plan.transport).receiver(setup)
         return self._endpoint.receive(handle.manifest, deadline)
+
+
+class ReceivingWorker:
+    """The part of an infer worker that the driver calls for a weight sync."""
+
+    receiver: WeightReceiver
+
+    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
+        """Load published weights. Returns what the engine holds afterwards."""
+        return await self.receiver.receive(plan, handle)
 
 
 class SharedTransport(WeightTransport):

@@ -14,8 +14,8 @@ from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.weights.plan import ReceivingWorker, device_facts
-from roll_core.runtime.weights.transfer import WeightReceiver
+from roll_core.runtime.weights.plan import device_facts
+from roll_core.runtime.weights.transfer import ReceivingWorker, WeightReceiver
 from roll_core.runtime.workers.strategy import make_strategy, mesh_info, model_vocab_size
 from roll_core.spec.platform import HOST_BACKEND, HOST_DEVICE
 from roll_core.types import Completion, CompletionOutput, FinishReason
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SyncPlan
     from roll_core.spec.infer import InferStrategy, MetricKind
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import InferProvider
@@ -167,10 +166,6 @@ class InferWorker(ReceivingWorker):
     async def device_facts(self) -> DeviceFacts:
         """Device and backend on which the engine receives weights."""
         return device_facts(*self.weights_on)
-
-    async def receive_weights(self, plan: SyncPlan, handle: SendHandle) -> ReceiveOutcome:
-        """Load published weights. Returns what the engine holds afterwards."""
-        return await self.receiver.receive(plan, handle)
 
     async def endpoint(self) -> str | None:
         """URL of the engine's OpenAI-compatible server; None if it has none."""

@@ -12,8 +12,8 @@ from roll_core.data.module_rows import CheckedLoss, CheckedProgram, module_batch
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
-from roll_core.runtime.weights.plan import SendingWorker, device_facts
-from roll_core.runtime.weights.transfer import WeightSender
+from roll_core.runtime.weights.plan import device_facts
+from roll_core.runtime.weights.transfer import SendingWorker, WeightSender
 from roll_core.runtime.workers.strategy import make_strategy, mesh_info
 from roll_core.spec.pipeline import ScoredSequences
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.runtime.weights.plan import SendHandle, SendOutcome, SyncPlan
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.providers import TrainProvider
@@ -153,17 +152,6 @@ class TrainWorker(SendingWorker):
     def device_facts(self) -> DeviceFacts:
         """Device, backend and data-parallel rank of this worker."""
         return device_facts(self.mesh.device, self.mesh.backend, self.strategy.data_rank)
-
-    def prepare_send(self, plan: SyncPlan) -> SendHandle | None:
-        """First half of a weight sync: this rank's manifest and address. None if this rank does not send."""
-        return self.sender.prepare(plan)
-
-    def send_weights(self, plan: SyncPlan) -> SendOutcome | None:
-        """Second half of a weight sync: send the weights while the receivers load them.
-
-        None if this rank does not send.
-        """
-        return self.sender.send(plan)
 
     def offload(self, parts: Sequence[StateKind]) -> None:
         """Offload parts of the state to the host."""
