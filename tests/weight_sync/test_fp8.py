@@ -210,9 +210,10 @@ def test_receipts_are_of_the_eight_bits(with_duo, transport):
     async def scenario(duo):
         await WorkerCall(duo.train, "set_fault").all("in_layers")
         report = await publisher(duo, transport).publish(0)
-        assert (report.weight_bytes, report.num_tensors) == (MATRIX_BYTES + OTHER_BYTES, 9 + 6)
+        assert report.weight_bytes == MATRIX_BYTES + OTHER_BYTES
         (sent,) = await WorkerCall(duo.train, "values").all()
         for held in await WorkerCall(duo.infer, "values").all():
+            assert len(held) == 9 + 6
             values, scales = quantised(sent["left"])
             assert held["layers.0.left.weight"] == values
             assert held["layers.0.left.weight_scale"] == [[each] for each in scales]

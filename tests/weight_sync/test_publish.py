@@ -42,7 +42,6 @@ def test_every_receiver_holds_what_the_trainer_has_publish_after_publish(with_du
         return report
 
     report = with_duo(transport, scenario)
-    assert (report.version, report.transport, report.num_tensors, report.num_receivers) == (2, transport, 9, 2)
     weight_bytes = 4 * (300 * 256 + 2 * 64 * 96 + 40 * 30 + 1 + 5) + 2 * 33000 + 17
     assert report.weight_bytes == weight_bytes
     assert report.copied_bytes == (0 if transport == "shared" else weight_bytes)

@@ -51,10 +51,6 @@ NAMED = 5
 class SyncReport:
     """Sizes and durations of one publish."""
 
-    version: int
-    transport: str
-    num_tensors: int
-    num_receivers: int
     weight_bytes: int
     """Size of one copy of the weights in bytes."""
     copied_bytes: int
@@ -111,13 +107,11 @@ class WeightBroadcaster:
                 previous = replace(previous, tensors=sent.tensors)
             require_change(sent, previous, role=self._train.role, rank=rank)
         ended = time.perf_counter()
+        weight_bytes = sum(entry_bytes(entry) for entry in sent.tensors)
+        num_copies = 0 if plan.transport.in_process else len(set(plan.route.sources)) or 1
         return SyncReport(
-            version=version,
-            transport=plan.transport.name,
-            num_tensors=len(sent.tensors),
-            num_receivers=plan.num_receivers,
-            weight_bytes=sum(entry_bytes(entry) for entry in sent.tensors),
-            copied_bytes=outcome.copied_bytes,
+            weight_bytes=weight_bytes,
+            copied_bytes=weight_bytes * num_copies,
             seconds=ended - begun,
             proof_s=ended - proving + handle.sample_s,
         )
@@ -213,7 +207,7 @@ class WeightBroadcaster:
                     f"ranks {first_rank} and {rank} of {self._train.role} have different values of {wrong[0]} in weight"
                     f" version {plan.version}: data-parallel replicas diverged"
                 )
-        return replace(first, copied_bytes=sum(each.copied_bytes for each in outcomes.values()))
+        return first
 
     def _raise_first_cause(
         self,

@@ -79,7 +79,6 @@ class SendOutcome:
 
     manifest: WeightManifest | None = None
     """Manifest with digests of the bytes sent; None if sending failed."""
-    copied_bytes: int = 0
     timed_out: tuple[int, ...] = ()
     """Receivers that had not read everything by the deadline."""
     disconnected: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ from roll_core.spec.transport import (
     SenderSetup,
     WeightTransport,
 )
-from roll_core.spec.weights import entry_bytes, make_receipt, memory_token, tensor_entry, torch_dtype
+from roll_core.spec.weights import make_receipt, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ class WeightSender:
         except BaseException:
             self.close()
             raise
-        return SendOutcome(
-            manifest=WeightManifest(version=plan.version, tensors=tuple(sent)),
-            copied_bytes=sum(entry_bytes(entry) for entry in sent),
-        )
+        return SendOutcome(manifest=WeightManifest(version=plan.version, tensors=tuple(sent)))
 
     def close(self) -> None:
         """Close the endpoint. Idempotent."""
