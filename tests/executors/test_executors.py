@@ -43,7 +43,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 def places(ranks: int = RANKS) -> tuple[Place, ...]:
     """Workers without slots: both executors take several of them."""
-    return place_roles({"rewards.r": RewardConfig(reward="r", world_size=ranks)}, CpuPlatform())["rewards.r"]
+    return place_roles({"rewards.r": RewardConfig(reward="r", world_size=ranks)}, CpuPlatform(), 1)["rewards.r"]
 
 
 def spec(role: str = "reward", ranks: int = RANKS, target: str = "executor_workers:Recorder", **more: Any) -> GroupSpec:
@@ -256,7 +256,7 @@ def test_local_executor_has_the_slots_of_this_host_only() -> None:
         def device_count(self) -> int:
             return 2
 
-    where = place_roles({"a": TrainWorkerConfig(device_mapping=(3,))}, TwoDevices(), num_gpus_per_node=8)["a"]
+    where = place_roles({"a": TrainWorkerConfig(device_mapping=(3,))}, TwoDevices(), 8)["a"]
     executor = LocalExecutor(TwoDevices(), 8)
     wanted = GroupSpec(role="actor_train", kind="train", target="executor_workers:Recorder", places=where)
     with raises_error(PlacementError, "actor_train", "slot 3", "2", "0", "1"):

@@ -21,6 +21,7 @@ def test_places_and_executor_are_those_that_a_run_asks_for(loaded, registry, pla
     expected = place_roles(
         {role.name: config.roles()[role.name] for role in roles},
         found.platform,
+        8,
         slots_per_worker=slots_per_worker(roles, config, registry),
     )
     assert found.places == expected

@@ -13,8 +13,8 @@ from roll_core.errors import PlacementError, PluginError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.cluster.executors.local import environment_of_all
-from roll_core.runtime.cluster.placement import place_roles
-from roll_core.runtime.cluster.platform import environment_of, select_platform
+from roll_core.runtime.cluster.placement import place_roles, slots_per_node
+from roll_core.runtime.cluster.platform import select_platform, values_of
 from roll_core.spec.config import TrainWorkerConfig
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.providers import PlatformProvider
@@ -109,21 +109,21 @@ def test_on_a_cluster_it_need_not_be_where_the_driver_is(offer: Offer) -> None:
 def test_a_host_without_slots_asks_for_their_number() -> None:
     roles = {"actor_train": TrainWorkerConfig(device_mapping=[0, 9])}
     with raises_error(PlacementError, "num_gpus_per_node"):
-        place_roles(roles, AbsentBoard())
-    places = place_roles(roles, AbsentBoard(), num_gpus_per_node=8)["actor_train"]
+        slots_per_node(AbsentBoard(), None)
+    places = place_roles(roles, AbsentBoard(), slots_per_node(AbsentBoard(), 8))["actor_train"]
     assert [(place.node, place.local_indices) for place in places] == [(0, (0,)), (1, (1,))]
 
 
 def test_what_the_user_has_set_is_handed_on_unless_workers_need_otherwise() -> None:
     environ = {"BOARD_CACHE": "large", "BOARD_ORDER": "age", "OTHER": "1"}
-    assert environment_of(Board(), "train", (0,), environ) == {"BOARD_CACHE": "large", "BOARD_ORDER": "slot"}
-    assert environment_of(Board(), "train", (0,), {}) == {"BOARD_CACHE": "small", "BOARD_ORDER": "slot"}
+    assert values_of(Board().environment("train", (0,)), environ) == {"BOARD_CACHE": "large", "BOARD_ORDER": "slot"}
+    assert values_of(Board().environment("train", (0,)), {}) == {"BOARD_CACHE": "small", "BOARD_ORDER": "slot"}
 
 
 def test_the_config_wins_over_the_platform() -> None:
     from roll_core.runtime.cluster.executors.base import GroupSpec
 
-    places = place_roles({"a": TrainWorkerConfig(device_mapping=[0])}, Board())["a"]
+    places = place_roles({"a": TrainWorkerConfig(device_mapping=[0])}, Board(), 1)["a"]
     spec = GroupSpec(role="a", kind="train", target="x:X", places=places, env={"BOARD_ORDER": "mine"})
     assert environment_of_all([spec], Board()) == {"BOARD_ORDER": "mine", "BOARD_CACHE": "small"}
 
@@ -136,7 +136,7 @@ def test_a_worker_sees_its_devices_under_every_name() -> None:
         visible_devices = "BOARD_VISIBLE"
         also_visible_devices = ("OLD_BOARD_VISIBLE",)
 
-    (place,) = place_roles({"a": TrainWorkerConfig(device_mapping=[1])}, TwoNames())["a"]
+    (place,) = place_roles({"a": TrainWorkerConfig(device_mapping=[1])}, TwoNames(), 2)["a"]
     spec = GroupSpec(role="a", kind="train", target="x:X", places=(place,), env={"BOARD_VISIBLE": "all"})
     env = RayExecutor(TwoNames(), 2)._identity(spec, place, ["7"])
     assert (env["BOARD_VISIBLE"], env["OLD_BOARD_VISIBLE"]) == ("7", "7")
@@ -155,7 +155,7 @@ def test_a_role_without_slots_talks_as_hosts_do() -> None:
         role = {"data_args": {"file_name": "x"}, "strategy_args": {"strategy_name": "hf_train"}, **keys}
         config = SFTConfig.model_validate({"pipeline": "sft", "pretrain": "model", "sft_train": role})
         roles = [RoleSpec(name="sft_train", kind="train", num_steps=1)]
-        places = place_roles(config.roles(), OwnBackend(), num_gpus_per_node=2)
+        places = place_roles(config.roles(), OwnBackend(), 2)
         (spec,) = group_specs(roles, config, load_registry(), OwnBackend(), places, Path("tokenizer"))
         found: str = spec.args["backend"]
         return found
@@ -183,7 +183,7 @@ def test_the_users_number_of_threads_counts_on_every_host(
     if of_the_run:
         keys["system_envs"] = {"OMP_NUM_THREADS": of_the_run}
     config = SFTConfig.model_validate(keys)
-    places = place_roles(config.roles(), Board(), num_gpus_per_node=2, cores=4)
+    places = place_roles(config.roles(), Board(), 2, cores=4)
     roles = [RoleSpec(name="sft_train", kind="train", num_steps=1)]
     (spec,) = group_specs(roles, config, load_registry(), Board(), places, Path("tokenizer"))
     assert {place.num_threads for place in spec.places} == {threads}
@@ -206,6 +206,6 @@ def test_what_a_strategy_wants_for_its_workers_gives_way_to_the_user(monkeypatch
     keys = {"pipeline": "sft", "pretrain": "model", "sft_train": role, "system_envs": {"OF_THE_RUN": "set"}}
     config = SFTConfig.model_validate(keys)
     roles = [RoleSpec(name="sft_train", kind="train", num_steps=1)]
-    places = place_roles(config.roles(), Board(), num_gpus_per_node=2)
+    places = place_roles(config.roles(), Board(), 2)
     (spec,) = group_specs(roles, config, load_registry(), Board(), places, Path("tokenizer"))
     assert spec.env == {"FREE": "wanted", "EXPORTED": "exported", "NEEDED": "wanted", "OF_THE_RUN": "set"}

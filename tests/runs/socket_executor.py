@@ -14,7 +14,7 @@ from roll_core.errors import WorkerDiedError
 from roll_core.runtime.cluster.executors import wire, worker_main
 from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup, collect, retrieve
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
-from roll_core.runtime.cluster.platform import environment_of
+from roll_core.runtime.cluster.platform import values_of
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import ExecutorProvider
 from shared_tests.forked import Forked
@@ -78,7 +78,7 @@ class Worker:
         self.error = self.reading = None
         self.ours, theirs = socket.socketpair()
         settings = {"role": spec.role, "rank": place.rank, "level": logging.INFO, "crash_file": "", "reported": []}
-        env = environment_of(executor.platform, spec.kind, place.local_indices) | dict(spec.env)
+        env = values_of(executor.platform.environment(spec.kind, place.local_indices)) | dict(spec.env)
         with theirs:
             words = [worker_main.__name__, str(theirs.fileno()), json.dumps(settings)]
             self.process = Forked(words, output=Path(os.devnull), env=os.environ | env, pass_fds=(theirs.fileno(),))

@@ -20,7 +20,7 @@ def tell(what: dict[str, object]) -> None:
 
 
 async def drive(end: str) -> None:
-    places = place_roles({"r": RewardConfig(reward="r", world_size=2)}, CpuPlatform())["r"]
+    places = place_roles({"r": RewardConfig(reward="r", world_size=2)}, CpuPlatform(), 1)["r"]
     spec = GroupSpec(role="r", kind="reward", target="executor_workers:Littering", places=places)
     async with RayExecutor(CpuPlatform(), 1) as executor:
         group = (await executor.start([spec]))["r"]

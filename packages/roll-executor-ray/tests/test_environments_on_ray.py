@@ -27,7 +27,7 @@ Run = Callable[[Awaitable[Any]], Any]
 
 
 def spec(role: str, python: Path | None, ranks: int = 1, **args: Any) -> GroupSpec:
-    places = place_roles({"rewards.r": RewardConfig(reward="r", world_size=ranks)}, CpuPlatform())["rewards.r"]
+    places = place_roles({"rewards.r": RewardConfig(reward="r", world_size=ranks)}, CpuPlatform(), 1)["rewards.r"]
     environment = RoleEnvironment(config=EnvironmentConfig(python=str(python)), package="roll-core") if python else None
     return GroupSpec(
         role=role, kind="reward", target="executor_workers:Recorder", places=places, timeout_s=60, args=args,

@@ -33,7 +33,7 @@ from roll_testing.errors import mentions, raises_error
 HERE = str(Path(__file__).parents[3] / "tests" / "executors")
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]
-PLACE: Place = place_roles({"rewards.r": RewardConfig(reward="r")}, CpuPlatform())["rewards.r"][0]
+PLACE: Place = place_roles({"rewards.r": RewardConfig(reward="r")}, CpuPlatform(), 1)["rewards.r"][0]
 
 
 def settings(folder: Path, role: str = "reward") -> dict[str, Any]:

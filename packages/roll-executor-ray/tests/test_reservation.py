@@ -59,7 +59,7 @@ def run() -> Iterator[Run]:
 
 
 def specs(roles: dict[str, WorkerConfig], platform: CpuPlatform | None = None, **more: Any) -> list[GroupSpec]:
-    places = place_roles(roles, platform or FakeAccelerators(), num_gpus_per_node=8)
+    places = place_roles(roles, platform or FakeAccelerators(), 8)
     return [
         GroupSpec(role=role, kind=config.kind, target="executor_workers:Recorder", places=places[role], **more)
         for role, config in roles.items()
@@ -149,7 +149,7 @@ def test_slot_that_the_cluster_lacks_names_role_slot_and_what_exists(run: Run) -
 
 def test_nodes_with_fewer_devices_than_the_config_says_are_shown(run: Run) -> None:
     roles: dict[str, WorkerConfig] = {"actor_train": train([7, 15, 9])}
-    places = place_roles(roles, FakeAccelerators(), num_gpus_per_node=16)
+    places = place_roles(roles, FakeAccelerators(), 16)
     wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places["actor_train"])]
     reservation = Reservation(FakeAccelerators(), 16, 60)
     with raises_error(PlacementError, "slot 15", "15", "node 0", "GPU", "8"):

@@ -22,7 +22,7 @@ from roll_core import openmp
 from roll_core.errors import UnsupportedError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import gather
 from roll_core.runtime.cluster.executors.base import Executor, Peers, WorkerGroup, collect
-from roll_core.runtime.cluster.platform import environment_of
+from roll_core.runtime.cluster.platform import values_of
 from roll_executor_ray.instance import RayInstance
 from roll_executor_ray.orphan_cleanup import MARK
 from roll_executor_ray.python_environments.spec import environment_spec
@@ -154,7 +154,7 @@ class RayExecutor(Executor):
         from roll_executor_ray.actors import RayHost, RayIsolatedEnvHost
 
         node = self._reservation.nodes[place.node]
-        configured = {**environment_of(self.platform, spec.kind, place.local_indices), **spec.env}
+        configured = {**values_of(self.platform.environment(spec.kind, place.local_indices)), **spec.env}
         devices = [node.device_ids[at] for at in place.local_indices if node.device_ids]
         env = {
             "OMP_NUM_THREADS": str(place.num_threads),

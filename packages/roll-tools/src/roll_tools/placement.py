@@ -82,7 +82,7 @@ def place(
     places = place_roles(
         workers,
         platform,
-        num_gpus_per_node=config.num_gpus_per_node,
+        per_node,
         slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
         configured=config.roles(),
     )

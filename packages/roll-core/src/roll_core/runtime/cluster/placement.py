@@ -55,37 +55,33 @@ class Place:
 def place_roles(
     roles: Mapping[str, WorkerConfig],
     platform: Platform,
+    per_node: int,
     *,
-    num_gpus_per_node: int | None = None,
-    num_nodes: int | None = None,
     slots_per_worker: Mapping[str, int] | None = None,
     cores: int | None = None,
     configured: Mapping[str, WorkerConfig] | None = None,
 ) -> dict[str, tuple[Place, ...]]:
-    """Place every worker of every role; placements are ordered by rank.
+    """Place every worker of every role on nodes with `per_node` slots each; placements are ordered by rank.
 
     `configured` are all roles of the config. Those missing in `roles` are not started, for example the engine of a
     replay, but keep their share of the cores: with more threads, a role would add its sums in another order, and a
     replay would differ from the recorded run in the last digits.
 
-    `num_nodes` is given if the number of nodes is known: a slot beyond them then raises here. Otherwise the executor
-    raises when it starts. `slots_per_worker` has the numbers that strategies compute from their configurations. `cores`
-    are the CPU cores of a node; by default those of this host, and other nodes are assumed to be alike. Raises
-    `PlacementError`.
+    `slots_per_worker` has the numbers that strategies compute from their configurations. `cores` are the CPU cores of a
+    node; by default those of this host, and other nodes are assumed to be alike. Raises `PlacementError` if the slots
+    of a worker are on several nodes. If a node does not exist, the executor raises when it starts.
     """
-    per_node = slots_per_node(platform, num_gpus_per_node)
     host_cores = cores or usable_cores()
     slots = {
-        name: _slots_of_workers(name, worker, platform, (slots_per_worker or {}).get(name))
-        for name, worker in roles.items()
+        name: _slots_of_workers(worker, platform, (slots_per_worker or {}).get(name)) for name, worker in roles.items()
     }
     for name, workers in slots.items():
-        _check_slots(name, workers, platform, per_node, num_nodes)
+        _check_slots(name, workers, per_node)
     used = {slot for workers in slots.values() for each in workers for slot in each}
     nodes = sorted({slot // per_node for slot in used}) or [0]
     for name, worker in (configured or {}).items():
         if name not in roles:
-            used.update(slot for each in _slots_of_workers(name, worker, platform, None) for slot in each)
+            used.update(slot for each in _slots_of_workers(worker, platform, None) for slot in each)
     in_use = Counter(slot // per_node for slot in used)
     return {
         name: _places(workers, roles[name], platform, per_node, nodes, in_use, host_cores)
@@ -126,40 +122,20 @@ def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Pl
                 raise PlacementError(no_such_slot(role, slot, platform, here, 1))
 
 
-def _slots_of_workers(
-    name: str, worker: WorkerConfig, platform: Platform, computed: int | None
-) -> list[tuple[int, ...]]:
+def _slots_of_workers(worker: WorkerConfig, platform: Platform, computed: int | None) -> list[tuple[int, ...]]:
     """Slots of each worker, by rank; empty tuples for a role without slots."""
-    given = worker.num_gpus_per_worker
-    if computed is not None and given is not None and computed != given:
-        raise PlacementError(
-            f"{name}: num_gpus_per_worker is {given}, but each worker needs {computed} slots for its strategy_config:"
-            f" remove num_gpus_per_worker"
-        )
-    per_worker = computed or given or 1
-    if worker.kind == "train" and per_worker != 1:
-        raise PlacementError(f"{name}: num_gpus_per_worker is {per_worker}, expected 1 for a role that trains")
+    per_worker = computed or worker.num_gpus_per_worker or 1
     mapping = worker.device_mapping
     if mapping is None:
         world_size = worker.world_size or 1
         if worker.kind == "reward" or not platform.slots_share_cores:
             return [()] * world_size
         mapping = tuple(range(world_size * per_worker))
-    if len(mapping) % per_worker:
-        raise PlacementError(
-            f"{name}: device_mapping has {len(mapping)} slots, expected a multiple of {per_worker}, the slots of each"
-            f" worker (num_gpus_per_worker)"
-        )
     return [tuple(mapping[at : at + per_worker]) for at in range(0, len(mapping), per_worker)]
 
 
-def _check_slots(
-    name: str, workers: Sequence[tuple[int, ...]], platform: Platform, per_node: int, num_nodes: int | None
-) -> None:
+def _check_slots(name: str, workers: Sequence[tuple[int, ...]], per_node: int) -> None:
     for rank, slots in enumerate(workers):
-        for slot in slots:
-            if num_nodes is not None and slot >= num_nodes * per_node:
-                raise PlacementError(no_such_slot(name, slot, platform, per_node, num_nodes))
         nodes = sorted({slot // per_node for slot in slots})
         if len(nodes) > 1:
             raise PlacementError(

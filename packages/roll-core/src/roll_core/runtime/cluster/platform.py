@@ -14,10 +14,10 @@ from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PlatformProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.platform import EnvVar, Platform, Probe, RoleKind
+    from roll_core.spec.platform import EnvVar, Platform, Probe
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +75,8 @@ def _probe(platform: Platform, name: str) -> Probe:
         raise PluginError(f"platform {name}: its probe failed: {type(error).__name__}: {error}") from error
 
 
-def environment_of(
-    platform: Platform, kind: RoleKind, local_indices: Sequence[int], environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Environment variables that the platform sets for a worker. See `values_of`."""
-    return values_of(platform.environment(kind, local_indices), environ)
-
-
 def values_of(variables: Iterable[EnvVar], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Values by name.
+    """Values of environment variables for a worker, by name.
 
     A variable that the user set in the driver's environment keeps the user's value, unless the platform requires its
     own.

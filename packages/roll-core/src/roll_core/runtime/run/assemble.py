@@ -79,10 +79,11 @@ async def start_roles(
             inputs[role.name] = model_input(role.name, worker, run.tokenizer)
         elif isinstance(worker, EngineRewardConfig):
             encoders[role.name] = reply_encoder(role.name, worker, config.pretrain, run.tokenizer)
+    per_node = slots_per_node(platform, config.num_gpus_per_node)
     places = place_roles(
         configs,
         platform,
-        num_gpus_per_node=config.num_gpus_per_node,
+        per_node,
         slots_per_worker=slots_per_worker(roles, config, registry),
         configured=config.roles(),
     )
@@ -90,7 +91,6 @@ async def start_roles(
     chosen = executor_of(config, registry, places, apart)
     if apart and chosen.in_process:
         raise UnsupportedError(f"{apart}: executor {chosen.name} has one process; remove executor")
-    per_node = slots_per_node(platform, config.num_gpus_per_node)
     executor = await stack.enter_async_context(
         make_executor(chosen, registry.owner(chosen), platform, slots_per_node=per_node)
     )

@@ -17,7 +17,7 @@ from roll_core.host import hostname
 from roll_core.runtime.cluster.executors.base import Executor, Member, Peers, WorkerGroup, collect
 from roll_core.runtime.cluster.executors.host import WorkerHost
 from roll_core.runtime.cluster.placement import check_local
-from roll_core.runtime.cluster.platform import EnvironmentChange, environment_of
+from roll_core.runtime.cluster.platform import EnvironmentChange, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,6 +131,6 @@ def environment_of_all(specs: Sequence[GroupSpec], platform: Platform) -> dict[s
             set_by.setdefault(name, spec.role)
     for spec in specs:
         for place in spec.places:
-            for name, value in environment_of(platform, spec.kind, place.local_indices).items():
+            for name, value in values_of(platform.environment(spec.kind, place.local_indices)).items():
                 union.setdefault(name, value)
     return union
