@@ -154,8 +154,8 @@ def test_manifest_and_receipt_of_equal_tensors_agree():
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
     manifest = make_manifest(4, tensors.items())
     assert manifest.tensors[0] == TensorEntry(name="a", dtype="F32", shape=(3, 5), digest=digest(tensors["a"]))
-    receipt = make_receipt(manifest, {name: tensor.clone() for name, tensor in tensors.items()}.items(), rank=2)
-    assert (receipt.version, receipt.rank) == (4, 2)
+    receipt = make_receipt(manifest, {name: tensor.clone() for name, tensor in tensors.items()}.items())
+    assert receipt.version == 4
     assert receipt.digests == {entry.name: entry.digest for entry in manifest.tensors}
 
 

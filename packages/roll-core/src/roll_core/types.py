@@ -368,11 +368,6 @@ class WeightManifest:
     version: int
     tensors: tuple[TensorEntry, ...]
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(entry.name for entry in self.tensors)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:

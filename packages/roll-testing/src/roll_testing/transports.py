@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -138,7 +139,8 @@ class WeightTransportConformance(PackagingTests):
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
             for manifest in published:
                 copies = {name: tensor.clone() for name, tensor in endpoint.receive(manifest, Deadline(IN_TIME))}
-                receipts[manifest.version, rank] = make_receipt(manifest, copies.items(), role="engine", rank=rank)
+                receipt = make_receipt(manifest, copies.items())
+                receipts[manifest.version, rank] = replace(receipt, role="engine", rank=rank)
 
         sender = self.open_sender(num_receivers)
         threads = self.receive(sender.address, num_receivers, act, *range(num_receivers))

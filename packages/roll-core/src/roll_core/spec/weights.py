@@ -220,9 +220,7 @@ def check_tensor(who: str, entry: TensorEntry, received: Tensor, parameter: Sequ
         raise CorruptTensorError(f"{who}: {entry.name} is {shape}, but {list(parameter)} in the model")
 
 
-def make_receipt(
-    manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, role: str = "", rank: int = 0
-) -> WeightReceipt:
+def make_receipt(manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> WeightReceipt:
     """Receipt of an engine that has loaded `tensors` (by Hugging Face names) from `manifest`.
 
     If the manifest has a memory token for a tensor and the tensor still has the same token, the receipt has that token.
@@ -230,4 +228,4 @@ def make_receipt(
     """
     expected = {entry.name: entry.digest for entry in manifest.tensors}
     digests = {name: loaded_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
-    return WeightReceipt(version=manifest.version, digests=digests, role=role, rank=rank)
+    return WeightReceipt(version=manifest.version, digests=digests)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy
     from roll_core.spec.train import TrainStrategy
     from roll_core.spec.transport import ReceiverEndpoint, RoleFacts, SenderEndpoint, WeightSizes
-    from roll_core.types import TensorEntry
+    from roll_core.types import TensorEntry, WeightReceipt
 
 SELF_TEST_NUMBERS = 100_000
 """Number of int32 values that a self-test sends; larger than any memory page."""
@@ -244,7 +244,8 @@ class WeightReceiver:
         """Load the weights of a publish. A `WeightSyncError` becomes part of the outcome; others are raised."""
         who = f"{self._role} rank {self._rank}"
         try:
-            return await self._receive(plan, handle, Deadline(plan.deadline_s + EXTRA_S))
+            receipt = await self._receive(plan, handle, Deadline(plan.deadline_s + EXTRA_S))
+            return ReceiveOutcome(receipt=replace(receipt, role=self._role, rank=self._rank))
         except SenderLostError as lost:
             self.close()
             return ReceiveOutcome(failure=WeightSyncError(f"{who}: {lost}"), cut_off=True)
@@ -261,12 +262,11 @@ class WeightReceiver:
             self._endpoint.close()
             self._endpoint = None
 
-    async def _receive(self, plan: SyncPlan, handle: SendHandle, deadline: Deadline) -> ReceiveOutcome:
+    async def _receive(self, plan: SyncPlan, handle: SendHandle, deadline: Deadline) -> WeightReceipt:
         version = plan.version
         tensors = self._incoming(plan, handle, deadline)  # connects first, so that a failure here closes the connection
         if plan.self_test:
-            copies = ((name, tensor.clone()) for name, tensor in tensors)
-            return ReceiveOutcome(receipt=make_receipt(handle.manifest, copies, role=self._role, rank=self._rank))
+            return make_receipt(handle.manifest, ((name, tensor.clone()) for name, tensor in tensors))
         if self._version is not None and version < self._version:
             raise StaleWeightsError(f"received weight version {version}, older than its loaded version {self._version}")
         shared = plan.transport.in_process and plan.shares_tensors
@@ -274,7 +274,7 @@ class WeightReceiver:
         for _ in tensors:  # tensors that the engine left unread: the sender blocks until all are read
             pass
         self._version = version
-        return ReceiveOutcome(receipt=replace(receipt, role=self._role, rank=self._rank))
+        return receipt
 
     def _incoming(self, plan: SyncPlan, handle: SendHandle, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
         if plan.transport.in_process:
