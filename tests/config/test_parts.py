@@ -225,6 +225,19 @@ def test_estimators_of_turns_are_refused_where_rollouts_have_one_turn(problems):
     assert keys(found) == ["adv_estimator", "norm_mean_type"]
 
 
+def test_a_critic_and_an_estimator_that_reads_its_values_come_together(problems):
+    critic = "+critic.strategy_args.strategy_name=hf_train"
+    assert keys(problems("adv_estimator=gae")) == ["adv_estimator"]
+    assert not problems("adv_estimator=gae", critic)
+    assert keys(problems("adv_estimator=grpo", critic)) == ["critic"]
+
+
+def test_an_estimator_of_the_user_may_read_the_values_of_a_critic(problems, tmp_path):
+    (tmp_path / f"{MODULE}_options.py").write_text("def estimator(batch): ...")
+    chosen = f"adv_estimator={MODULE}_options:estimator"
+    assert not problems(chosen, "+critic.strategy_args.strategy_name=hf_train")
+
+
 def test_options_of_estimators_are_checked(problems):
     assert keys(problems("adv_estimator=pass_at_k")) == ["adv_options.k"]
     assert keys(problems("adv_estimator=gdpo", "adv_options.weights={}")) == ["adv_options.weights"]

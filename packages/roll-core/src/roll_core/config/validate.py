@@ -220,9 +220,13 @@ def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:
 def _check_estimator(parts: Parts, provider: AdvantageProvider, key: str, schema: type[RunConfig]) -> None:
     """Check the rest of the config against the requirements of an advantage estimator."""
     name, data = provider.name, parts.data
-    if provider.needs_critic and "critic" in schema.model_fields and data.get("critic") is None:
+    critic = data.get("critic") is not None
+    if provider.needs_critic and not critic:
         message = f"{name} reads a critic's values, but there is no role critic"
         parts.report((key,), message, "add the role critic, or use an estimator without one", code="ROLL-C014")
+    if critic and not provider.needs_critic and not is_user_function(provider):
+        message = f"is not used: {name} reads no values of a critic"
+        parts.report(("critic",), message, "remove it, or use an estimator with one", code="ROLL-C015", at_key=True)
     samples_key = tuple(schema.group_size_key.split(".")) if schema.group_size_key else ()
     samples = _value(schema, data, samples_key) if samples_key else 0
     needed = 2 if provider.needs_groups else 1

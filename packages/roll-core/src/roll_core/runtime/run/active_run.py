@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from roll_core.data.encode import encode_prompts, encode_sft
 from roll_core.data.rows import read_rows
-from roll_core.errors import DataError, PluginError, RollError, UnsupportedError
-from roll_core.plugins.registry import is_user_function
+from roll_core.errors import DataError, PluginError, RollError
 from roll_core.plugins.targets import load_class, load_target, schema_of
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
@@ -345,11 +344,6 @@ class ActiveRun(Run):
     @override
     def advantage_estimator(self, name: str) -> AdvantageEstimator:
         provider = self.advantage_provider(name)
-        critic = "critic" in self.config.roles()
-        if provider.needs_critic and not critic:
-            raise UnsupportedError(f"adv_estimator {name} requires values of a critic: add the role critic")
-        if critic and not provider.needs_critic and not is_user_function(provider):
-            raise UnsupportedError(f"adv_estimator {name} uses no values: remove the role critic")
         found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
         return found
 
