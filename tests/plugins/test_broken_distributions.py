@@ -27,6 +27,14 @@ BROKEN = {
     "older hook API": ("ROLL_HOOK_API = 0", ("ROLL_HOOK_API", 0, 1, "plugin")),
     "newer hook API": ("ROLL_HOOK_API = 2", ("ROLL_HOOK_API", 2, 1, "roll-core")),
     "no hook API": ("x = 1", ("ROLL_HOOK_API", 1)),
+    "no hook API, and attributes that are computed": (
+        """
+        LAZY = {}
+        def __getattr__(name):
+            return LAZY[name]
+        """,
+        ("KeyError", "ROLL_HOOK_API"),
+    ),
     "hook API that is no number": ("ROLL_HOOK_API = '1'", ("ROLL_HOOK_API", "'1'", 1)),
     "misspelt hook": (
         """

@@ -6,6 +6,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError, PluginLoadError
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry, load_registry
+from roll_core.plugins.targets import data_file
 from roll_core.spec.providers import FragmentProvider
 from roll_testing.errors import mentions, raises_error
 from roll_testing.part_checks import check_part
@@ -122,3 +123,16 @@ def test_the_listing_shows_fragments_with_their_summaries(importable):
     install(importable)
     done = importable.roll_core("plugins", "-v")
     assert mentions(done.stdout, "acme_adam")
+
+
+@pytest.mark.parametrize("package", ["acme_heavy", "acme_heavy.settings"])
+def test_a_fragment_s_package_and_its_parents_are_not_imported(tmp_path, monkeypatch, package):
+    """Nor do folders below a package need an `__init__.py`."""
+    folder = tmp_path.joinpath("site", *package.split("."))
+    folder.mkdir(parents=True)
+    (tmp_path / "site" / "acme_heavy" / "__init__.py").write_text('raise RuntimeError("no driver")')
+    (folder / "adam.yaml").write_text("x: 1")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert data_file(f"{package}:adam.yaml", owner="it") == folder / "adam.yaml"
+    with raises_error(PluginLoadError, "it", "eve.yaml"):
+        data_file(f"{package}:eve.yaml", owner="it")

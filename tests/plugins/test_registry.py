@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import pickle
+import sys
 import textwrap
 from dataclasses import replace
 
@@ -214,6 +215,17 @@ def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, so
     module("broken_target", source)
     with raises_error(PluginLoadError, *facts):
         load_target(target, owner="reward 'x' of acme")
+
+
+def test_code_of_the_user_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    for folder in ("installed", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "losses_of_the_user.py").write_text(f"where = {folder!r}")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), str(tmp_path / "here"), *sys.path])
+    record = Registry([]).find(AdvantageProvider, "losses_of_the_user:where")
+    assert load_target(record.target, owner="x") == "here"
+    sys.modules.pop("losses_of_the_user")
 
 
 def test_a_target_of_another_class_is_refused(module):

@@ -198,6 +198,11 @@ def _load(plugin: Plugin) -> Plugin:
     except _BrokenContractError as error:
         problem = _failure(plugin.package, plugin.version, str(error), error.__cause__)
         return replace(plugin, state="failed", error=problem)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # attributes of the plugin may be computed, by its own code
+        problem = _failure(plugin.package, plugin.version, "its hooks cannot be read", error)
+        return replace(plugin, state="failed", error=problem)
     return replace(plugin, hook_api=HOOK_API, hooks=names, providers=providers, manager=manager)
 
 
@@ -252,8 +257,6 @@ def _register(module: Any, name: str) -> _Manager:
         manager.register(module, name)
     except pluggy.PluginValidationError as error:
         raise _BrokenContractError(" ".join(str(error).split())) from None
-    except Exception as error:
-        raise _BrokenContractError("its hooks cannot be registered") from error
     return manager
 
 

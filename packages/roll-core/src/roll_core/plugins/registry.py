@@ -53,7 +53,7 @@ class Registry:
         """Return the record of this kind with this name, given as `name` or `package/name`.
 
         Policy losses, advantage estimators, environments and agents may also be given as `module:name`, code of the
-        user. The working directory is then prepended to the module path of this process, and so to that of its workers.
+        user. The working directory is then put first on the module path of this process, which its workers inherit.
 
         Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does. The latter
         lists the nearest name, the package that provides it, and the plugins that failed to load. The first of their
@@ -175,8 +175,7 @@ def is_user_function(record: Provider) -> bool:
 
 
 def _user_function(kind: type[P], name: str) -> P:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    sys.path[:] = dict.fromkeys((os.getcwd(), *sys.path))
     return kind(name=name, target=name, summary="A function of the user")
 
 

@@ -57,17 +57,18 @@ def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
 
 
 def data_file(target: str, *, owner: str) -> Path:
-    """Path of the file or folder that `"package:name"` names. The package itself is located, not imported.
+    """Path of the file or folder that `"package:name"` names. Imports neither the package nor its parent packages.
 
     Raises `PluginLoadError` if the package or the file does not exist.
     """
     package, _, name = target.partition(":")
+    top, *below = package.split(".")
     try:
-        spec = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError) as error:
         raise PluginLoadError(f"{owner}: there is no package {package}: {error}") from error
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (file := Path(folder) / name).exists():
+        if (file := Path(folder, *below, name)).exists():
             return file.resolve()
     raise PluginLoadError(f"{owner}: there is no file {name} in the package {package}")
 
