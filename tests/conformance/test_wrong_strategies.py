@@ -158,7 +158,6 @@ WRONG = {
     "silent_without_topk": {"test_undeclared_features_are_refused"},
     "declares_too_much": {"test_declared_parallelism_is_tested"},
     "takes_every_task": {"test_undeclared_features_are_refused"},
-    "other_capabilities": {"test_the_class_implements_the_contract", "test_undeclared_features_are_refused"},
     "heavy": {"test_listing_it_imports_nothing_heavy"},
 }
 

@@ -240,10 +240,9 @@ def test_the_readmes_engine_is_found_with_its_keys(site):
         "roll_infer_acme/plugin.py": example("README.md", "InferProvider("),
         "roll_infer_acme/strategy.py": """
             from roll_acme.bigram import BigramInferStrategy
-            from roll_core.spec.providers import InferCapabilities
 
             class AcmeStrategy(BigramInferStrategy):
-                capabilities = InferCapabilities(prompt_logprobs=True, weight_transports=("shm", "collective"))
+                pass
         """,
         "roll_infer_acme/config.py": """
             from roll_core.spec.config import StrategyConfig

@@ -248,27 +248,6 @@ def test_a_part_that_breaks_its_contract_is_refused(module, source, facts):
         check_part(record, owner="x")
 
 
-def test_a_strategy_that_declares_other_capabilities_than_its_record_is_refused(module):
-    module(
-        "boaster",
-        """
-        from roll_core.spec.infer import InferStrategy
-        from roll_core.spec.providers import InferCapabilities
-
-        class X(InferStrategy):
-            capabilities = InferCapabilities(sleeps=True)
-            async def start(self, model, mesh): ...
-            async def generate(self, request): ...
-            async def abort(self, ids): ...
-            async def update_weights(self, *arguments, **keywords): ...
-            async def stop(self): ...
-        """,
-    )
-    with raises_error(PluginLoadError, "boaster:X", "capabilities"):
-        check_part(engine("x", "boaster:X"), owner="x")
-    check_part(engine("x", "boaster:X", capabilities=InferCapabilities(sleeps=True)), owner="x")
-
-
 WRONG = """
 import functools
 from roll_core.spec.algorithms import AdvantageOutput

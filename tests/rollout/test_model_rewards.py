@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from rollout_fleet import engine, request
 
-from roll_core.builtin.model_reward import ModelReward
-from roll_core.runtime.rollout.model_rewards import ModelInput, ModelRewardRole
+from roll_core.runtime.rollout.model_rewards import ModelInput, ModelReward, ModelRewardRole
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.spec.config import ModelRewardConfig
 from roll_core.spec.pipeline import ScoredSequences

@@ -23,6 +23,8 @@ from roll_core.spec.providers import (
 )
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
+from roll_infer_hf.plugin import CAPABILITIES
+from roll_strategy_hf.plugin import HF_TRAIN
 from roll_strategy_hf.train import HFTrainStrategy
 
 ROLL_HOOK_API = 1
@@ -97,7 +99,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         target="roll_faulty:FaultyTrain",
         config="roll_strategy_hf.config:HFTrainConfig",
         summary="Raises",
-        capabilities=FaultyTrain.capabilities,
+        capabilities=HF_TRAIN.capabilities,
     )
 
 
@@ -139,5 +141,5 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         target="roll_faulty:FaultyEngine",
         config="roll_faulty:FaultyEngineConfig",
         summary="Returns what is no completion",
-        capabilities=FaultyEngine.capabilities,
+        capabilities=CAPABILITIES,
     )

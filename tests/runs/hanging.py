@@ -14,6 +14,7 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferProvider
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
+from roll_infer_hf.plugin import CAPABILITIES
 
 ROLL_HOOK_API = 1
 
@@ -48,5 +49,5 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         target="roll_hanging:HangingEngine",
         config="roll_hanging:HangingConfig",
         summary="Hangs once",
-        capabilities=HangingEngine.capabilities,
+        capabilities=CAPABILITIES,
     )

@@ -16,7 +16,9 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferProvider, PlatformProvider, TrainProvider
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
+from roll_infer_hf.plugin import CAPABILITIES
 from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.plugin import HF_TRAIN
 from roll_strategy_hf.train import HFTrainStrategy
 
 ROLL_HOOK_API = 1
@@ -138,7 +140,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
             target="roll_recording:RecordingTrain",
             config="roll_recording:TrainConfig",
             summary="Writes down what is asked of it",
-            capabilities=RecordingTrain.capabilities,
+            capabilities=HF_TRAIN.capabilities,
             forward_only=forward_only,
         )
     yield TrainProvider(
@@ -146,7 +148,7 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
         target="roll_recording:RecordingTrain",
         config="roll_recording:TrainConfig",
         summary="Says that it cannot move anything",
-        capabilities=replace(RecordingTrain.capabilities, offload=False),
+        capabilities=replace(HF_TRAIN.capabilities, offload=False),
     )
 
 
@@ -157,5 +159,5 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         target="roll_recording:RecordingEngine",
         config="roll_recording:InferConfig",
         summary="Writes down what is asked of it",
-        capabilities=RecordingEngine.capabilities,
+        capabilities=CAPABILITIES,
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.infer import check_request, check_stop_strings
+from roll_core.spec.infer import check_request
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import raises_error
 
@@ -15,8 +15,8 @@ def request(prompt=(1, 2, 3), n=1, **params):
     )
 
 
-def check(asked):
-    check_request(asked, vocab_size=40, max_tokens=8, limit="the model's 8 positions")
+def check(asked, **given):
+    check_request(asked, vocab_size=40, max_tokens=8, limit="the model's 8 positions", **given)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_fits_exactly_is_not_refused():
 def test_stop_strings_are_checked_unless_ignore_eos_disables_them(params, has_tokenizer, error):
     asked = request(**params)
     if error is None:
-        check_stop_strings(asked, has_tokenizer=has_tokenizer)
+        check(asked, has_tokenizer=has_tokenizer)
         return
     with raises_error(error, "'r'"):
-        check_stop_strings(asked, has_tokenizer=has_tokenizer)
+        check(asked, has_tokenizer=has_tokenizer)

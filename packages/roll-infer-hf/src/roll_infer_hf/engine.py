@@ -29,9 +29,8 @@ from typing_extensions import override
 
 from roll_core import openmp
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.infer import InferStrategy, check_request
 from roll_infer_hf.config import HFInferConfig
-from roll_infer_hf.plugin import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,7 +74,6 @@ class HFInferStrategy(InferStrategy):
     metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType(
         {"running/mean": "mean", "running/max": "max", "waiting/max": "max"}
     )
-    capabilities = CAPABILITIES
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load or initialize the model on the thread that will run it.
@@ -331,8 +329,8 @@ class HFInferStrategy(InferStrategy):
             max_tokens=runner.max_positions,
             limit=limit,
             routed_experts=self._spec.router_replay,
+            has_tokenizer=bool(self._spec.tokenizer or self._spec.path),
         )
-        check_stop_strings(request, has_tokenizer=bool(self._spec.tokenizer or self._spec.path))
         total = len(request.prompt_ids) + params.max_new_tokens
         if not runner.fits(1, total):
             raise ModelError(

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.spec.weights import check_version
 from roll_core.types import WeightReceipt
 from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.engine_metrics import SglangMetrics
 from roll_infer_sglang.launch import launch
-from roll_infer_sglang.plugin import CAPABILITIES
 from roll_infer_sglang.processes import SglangProcesses
 from roll_infer_sglang.requests import Requests
 from roll_infer_sglang.sampling import check_served
@@ -53,7 +52,6 @@ IDLE_S = 30
 class SglangStrategy(InferStrategy):
     """Infer strategy `sglang`, see the module docstring. All methods are called on one event loop."""
 
-    capabilities = CAPABILITIES
     metric_kinds = KINDS
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -156,9 +154,9 @@ class SglangStrategy(InferStrategy):
             max_tokens=self._limit,
             limit=f"the engine's context of {self._limit} tokens",
             routed_experts=self._replays,
+            has_tokenizer=bool(self._files.tokenizer),
         )
         check_served(request)
-        check_stop_strings(request, has_tokenizer=bool(self._files.tokenizer))
         return await self._requests.generate(request)
 
     @override

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import DataError, EngineDiedError, RollError
-from roll_core.spec.infer import InferStrategy, check_request, check_stop_strings
+from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.engine_metrics import VllmMetrics
 from roll_infer_vllm.launch import launch
 from roll_infer_vllm.output import VllmOutput
-from roll_infer_vllm.plugin import CAPABILITIES
 from roll_infer_vllm.processes import VllmProcesses
 from roll_infer_vllm.sampling import check_served, sampling_params
 from roll_infer_vllm.serving import EndpointServer
@@ -57,7 +56,6 @@ SHUTDOWN_S = 30.0
 class VllmStrategy(InferStrategy):
     """Infer strategy `vllm`, see the module docstring. All methods are called on one event loop."""
 
-    capabilities = CAPABILITIES
     metric_kinds = KINDS
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -230,9 +228,14 @@ class VllmStrategy(InferStrategy):
         if self._stale:
             raise RuntimeError("the engine has no weights, or is stale after sleep: update its weights first")
         limit = f"the engine's max_model_len {self._max_model_len}"
-        check_request(request, vocab_size=self._files.vocab_size, max_tokens=self._max_model_len, limit=limit)
+        check_request(
+            request,
+            vocab_size=self._files.vocab_size,
+            max_tokens=self._max_model_len,
+            limit=limit,
+            has_tokenizer=bool(self._files.tokenizer),
+        )
         check_served(request)
-        check_stop_strings(request, has_tokenizer=bool(self._files.tokenizer))
         if request.id in self._running:
             raise DataError(f"request {request.id!r}: a request with this id is running; ids must be unique")
         task = asyncio.create_task(self._complete(request), name=f"vllm-{request.id}")

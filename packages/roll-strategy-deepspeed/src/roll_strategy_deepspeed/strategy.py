@@ -30,7 +30,6 @@ from roll_strategy_deepspeed.computation import Computation, GatheredHead
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
 from roll_strategy_deepspeed.optimizer_state import LossScale, OptimizerState, by_kind
 from roll_strategy_deepspeed.passes import Passes
-from roll_strategy_deepspeed.plugin import CAPABILITIES
 from roll_strategy_deepspeed.ranks import Ranks
 from roll_strategy_deepspeed.weights import Weights
 
@@ -57,7 +56,6 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
     Dropout is off: logprobs computed before an update and during it must come from the same function.
     """
 
-    capabilities = CAPABILITIES
     config: DeepSpeedConfig
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:

@@ -28,7 +28,6 @@ from roll_strategy_fsdp2.experts import exchange_tokens
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, local
 from roll_strategy_fsdp2.passes import Passes
-from roll_strategy_fsdp2.plugin import CAPABILITIES
 from roll_strategy_fsdp2.sharding import Root, make_meshes, shard
 from roll_strategy_fsdp2.tensor_parallel import parallelize
 from roll_strategy_fsdp2.weights import Weights
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
 class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
     """FSDP2 strategy. Without `training` it is forward-only. Dropout is off."""
 
-    capabilities = CAPABILITIES
     config: FSDP2Config
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:

@@ -34,7 +34,6 @@ from roll_modeling.portable_state import check_adapters, stored_buffers, take_bu
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
 from roll_strategy_hf.optimizer import AdamW
-from roll_strategy_hf.plugin import HF_TRAIN
 from roll_strategy_hf.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -73,7 +72,6 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
     Dropout is off: logprobs before an update and during it must come from the same function.
     """
 
-    capabilities = HF_TRAIN.capabilities
     config: HFTrainConfig
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:

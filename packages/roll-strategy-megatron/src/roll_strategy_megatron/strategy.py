@@ -73,7 +73,6 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
     `model` is transformers' model on the meta device; `runs` are Megatron's model chunks.
     """
 
-    capabilities = CAPABILITIES
     config: MegatronConfig
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:

@@ -1,6 +1,6 @@
 """Checks installed parts against their contracts, as `roll-core plugins --check` reports them.
 
-record.target ─► imported class or function, with what it inherits ─► signatures, plain or coroutine, capabilities
+record.target ─► imported class or function, with what it inherits ─► signatures, plain or coroutine
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def check_part(record: Provider, *, owner: str) -> None:
     """Import everything that a record refers to, and check it against the contract of its kind.
 
     Raises `PluginLoadError` if an import fails, the class is no subclass of the contract's class or lacks an abstract
-    method, one of its methods, inherited ones included, cannot be called or awaited as the contract's, or its
-    capabilities differ from the record's. Functions that the record names are compared with their contracts too.
+    method, or one of its methods, inherited ones included, cannot be called or awaited as the contract's. Functions
+    that the record names are compared with their contracts too.
     """
     if isinstance(record, FragmentProvider):
         data_file(record.target, owner=owner)
@@ -82,10 +82,6 @@ def check_part(record: Provider, *, owner: str) -> None:
         if missing:
             raise PluginLoadError(f"{owner}: {record.target} does not implement {', '.join(missing)}")
         problem = class_problem(part, contract)
-    declared = getattr(record, "capabilities", None)
-    actual = getattr(part, "capabilities", declared)
-    if actual != declared:
-        raise PluginLoadError(f"{owner}: {record.target} has other capabilities than its record: {actual}, {declared}")
     if problem:
         raise PluginLoadError(f"{owner}: {problem}")
     if record.config:

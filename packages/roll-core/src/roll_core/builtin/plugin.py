@@ -55,7 +55,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
     """The reward by a model."""
     yield RewardProvider(
         name="model",
-        target="roll_core.builtin.model_reward:ModelReward",
+        target="roll_core.runtime.rollout.model_rewards:ModelReward",
         config="roll_core.spec.config:ModelRewardConfig",
         summary="The score of a reward model, which is a role of its own",
     )

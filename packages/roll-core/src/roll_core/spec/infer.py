@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.spec.providers import InferCapabilities
     from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
 
 
@@ -34,9 +33,6 @@ MetricKind = Literal["sum", "mean", "max"]
 
 class InferStrategy(ABC):
     """One replica of an inference engine, in its own worker."""
-
-    capabilities: InferCapabilities
-    """Capabilities, equal to those in the provider record."""
 
     metric_kinds: ClassVar[Mapping[str, MetricKind]] = MappingProxyType({})
     """How to combine `metrics` that are not counts. Metrics not listed here are summed over replicas."""
@@ -122,15 +118,22 @@ class InferStrategy(ABC):
 
 
 def check_request(
-    request: GenerateRequest, *, vocab_size: int, max_tokens: int, limit: str, routed_experts: bool = False
+    request: GenerateRequest,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    limit: str,
+    routed_experts: bool = False,
+    has_tokenizer: bool = True,
 ) -> None:
     """Validate a request before it is queued.
 
     `max_tokens` is the maximum length of prompt and response together. `limit` describes it in the message, for example
     "the model's 4096 positions". `routed_experts`: the engine was started to return the experts it chose.
+    `has_tokenizer`: the role's model has the tokenizer that stop strings need.
 
     Raises `DataError` for a request that is invalid for every engine. Raises `UnsupportedError` if the request needs
-    `routed_experts` and the engine does not return them.
+    `routed_experts` or a tokenizer, and the engine has none.
     """
     import numpy as np
 
@@ -169,18 +172,9 @@ def check_request(
     for key, valid, wanted in ranges:
         if not valid:
             raise DataError(f"{name}: {key} is {getattr(params, key)}, expected {wanted}")
-
-
-def check_stop_strings(request: GenerateRequest, *, has_tokenizer: bool) -> None:
-    """Validate the stop strings of a request, unless `ignore_eos` disables them.
-
-    Raises `DataError` for an empty string, and `UnsupportedError` if the role's model has no tokenizer.
-    """
-    if not request.params.stop or request.params.ignore_eos:
-        return
-    if not all(request.params.stop):
-        raise DataError(f"request {request.id!r}: a stop string is empty, which would end every response at once")
-    if not has_tokenizer:
-        raise UnsupportedError(
-            f"request {request.id!r}: stop strings need a tokenizer, and this role's model has none; use stop_token_ids"
-        )
+    if params.stop and not params.ignore_eos:
+        if not all(params.stop):
+            raise DataError(f"{name}: a stop string is empty, which would end every response at once")
+        if not has_tokenizer:
+            message = "stop strings need a tokenizer, and this role's model has none; use stop_token_ids"
+            raise UnsupportedError(f"{name}: {message}")

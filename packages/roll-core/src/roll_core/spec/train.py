@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.module_program import ModuleBatch, ModuleLoss, ModuleProgram
-    from roll_core.spec.providers import TrainCapabilities
 
 StateKind = Literal["weights", "grads", "optimizer"]
 """States that can be offloaded to the host between phases."""
@@ -294,9 +293,6 @@ class PortableState:
 
 class TrainStrategy(ABC):
     """One worker's part of a model that is trained or scored. Constructed in the worker's process."""
-
-    capabilities: TrainCapabilities
-    """Capabilities, equal to those in the provider record."""
 
     def __init__(self, config: StrategyConfig, training: TrainingSpec | None) -> None:
         """Keep the arguments; do not touch devices. `training` is None for roles that only score."""

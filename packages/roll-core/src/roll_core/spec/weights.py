@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from roll_core.errors import CorruptTensorError, StaleWeightsError
+from roll_core.errors import StaleWeightsError
 from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     import numpy.typing as npt
@@ -207,17 +207,6 @@ def check_version(who: str, version: int, loaded: int, manifest: WeightManifest)
         raise StaleWeightsError(
             f"{who}: received version {version} with a manifest of version {manifest.version}, but has version {loaded}"
         )
-
-
-def check_tensor(who: str, entry: TensorEntry, received: Tensor, parameter: Sequence[int]) -> None:
-    """Raise `CorruptTensorError` unless the tensor has the manifest's dtype and shape, and the shape of the model's
-    `parameter`."""
-    shape, dtype = list(received.shape), dtype_name(received)
-    if shape != list(entry.shape) or dtype != entry.dtype:
-        expected = f"{entry.dtype} {list(entry.shape)}"
-        raise CorruptTensorError(f"{who}: {entry.name} is {dtype} {shape}, but {expected} in the manifest")
-    if shape != list(parameter):
-        raise CorruptTensorError(f"{who}: {entry.name} is {shape}, but {list(parameter)} in the model")
 
 
 def make_receipt(manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> WeightReceipt:

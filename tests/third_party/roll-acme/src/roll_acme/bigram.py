@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from roll_acme.plugin import INFER, TRAIN
 from roll_core.errors import (
     CheckpointError,
     CorruptTensorError,
@@ -56,8 +55,6 @@ def logprobs_of(table_VV: torch.Tensor, micro: MicroBatch, want: WantedOutputs) 
 
 class BigramTrainStrategy(TrainStrategy):
     """The table, stepped by AdamW."""
-
-    capabilities = TRAIN
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         if model.task != "causal_lm":
@@ -132,7 +129,6 @@ class BigramTrainStrategy(TrainStrategy):
 class BigramInferStrategy(InferStrategy):
     """Draws one token after the other; nothing runs long enough to be aborted."""
 
-    capabilities = INFER
     table_VV: torch.Tensor | None = None
 
     async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:

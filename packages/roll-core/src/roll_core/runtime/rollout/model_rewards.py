@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from roll_core.data.encode import Encoder
 from roll_core.data.tokenizers import CHAT_HINT, stored_tokenizer
@@ -33,6 +34,7 @@ from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.workers.reward import scored
 from roll_core.spec.config import DataArguments
 from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
+from roll_core.spec.rollout import EngineReward, RewardFunction, RewardRequest
 from roll_core.types import GenerateRequest, Reward, TrainSequence
 
 if TYPE_CHECKING:
@@ -42,10 +44,20 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
     from roll_core.spec.pipeline import TrainRole
-    from roll_core.spec.rollout import EngineReward, RewardFunction, RewardRequest
     from roll_core.types import Completion, TokenIds
 
 log = logging.getLogger(__name__)
+
+
+class ModelReward(RewardFunction):
+    """Reward `model`: the model's output at the last token, as transformers' sequence classification computes it."""
+
+    @override
+    def score(self, request: RewardRequest) -> Reward:
+        """Return the last value. Raises `RewardFailure` if the model computed none."""
+        if request.values is None or not len(request.values):
+            raise RewardFailure("the reward model computed no value")
+        return Reward(value=float(request.values[-1]))
 
 
 class ModelInput:

@@ -75,7 +75,7 @@ class InferWorker(ReceivingWorker):
         self.strategy: InferStrategy = make_strategy(provider, strategy_config, owner=owner)
         mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.mesh = replace(mesh, sampling_seed=secrets.randbits(63))
-        on_device = self.strategy.capabilities.device_weights
+        on_device = provider.capabilities.device_weights
         self.weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.weights_on[0])
         self.owner, self.vocab_size = owner, model_vocab_size(model)

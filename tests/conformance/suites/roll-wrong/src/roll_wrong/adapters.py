@@ -5,13 +5,10 @@ from __future__ import annotations
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
 from roll_core.spec.weights import make_receipt
 from roll_wrong.engine import RightEngine
-from roll_wrong.plugin import WITH_ADAPTERS
 
 
 class RightWithAdapters(RightEngine):
     """One adapter at a time, on top of the table."""
-
-    capabilities = WITH_ADAPTERS
 
     async def start(self, model, mesh):
         await super().start(model, mesh)

@@ -30,7 +30,6 @@ from roll_core.errors import (
 from roll_core.spec.infer import InferStrategy
 from roll_core.spec.weights import make_receipt
 from roll_core.types import Completion, CompletionOutput, TopTokens
-from roll_wrong.plugin import ENGINE
 
 NAMES = ("table.weight", "bias")
 END = 1
@@ -61,7 +60,6 @@ class Running:
 class RightEngine(InferStrategy):
     """Logits of the next token are a row of `table.weight` and `bias`."""
 
-    capabilities = ENGINE
     running = None
     process = None
     drawn = 0

@@ -8,13 +8,10 @@ import torch
 from roll_core.errors import NonFiniteError
 from roll_modeling.module_programs import StrategyModule
 from roll_strategy_hf.train import HFTrainStrategy
-from roll_wrong.plugin import FLOW
 
 
 class RightFlow(HFTrainStrategy):
     """Right."""
-
-    capabilities = FLOW
 
 
 class CallsOnce(RightFlow):

@@ -6,7 +6,6 @@ import torch
 
 from roll_core.errors import UnsupportedError
 from roll_wrong.board import put
-from roll_wrong.plugin import OWN_OPTIMIZER
 from roll_wrong.right import Right
 
 
@@ -26,8 +25,6 @@ def muon(weights, training):
 
 class RightSgd(Right):
     """Has a momentum, and no second moment."""
-
-    capabilities = OWN_OPTIMIZER
 
     def made_optimizer(self):
         return sgd(self.weights.values(), self.training)

@@ -102,7 +102,6 @@ SPECIAL = {
     "skips_alone": TOGETHER,
     "declares_too_much": IN_LAYERS,
     "silent_without_topk": WITHOUT_TOPK,
-    "other_capabilities": WITHOUT_TOPK,
 }
 WRONG = {
     name: "".join(part.capitalize() for part in name.split("_")).replace("Nan", "NaN")
@@ -134,7 +133,6 @@ WRONG = {
         "forward_clears",
         "scorer_trains",
         "silent_without_topk",
-        "other_capabilities",
         "heavy",
         "declares_too_much",
         "saves_rounded",

@@ -18,7 +18,6 @@ from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedu
 from roll_modeling.portable_state import check_same
 from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_wrong.board import put
-from roll_wrong.plugin import ALONE, TOGETHER
 
 NAMES = {"causal_lm": ("table", "bias"), "value": ("worth", "bias")}
 
@@ -26,7 +25,7 @@ NAMES = {"causal_lm": ("table", "bias"), "value": ("worth", "bias")}
 class Right(TrainStrategy):
     """Logits of the next token are a row of `table` and `bias`; the value of a token is a row of `worth`."""
 
-    capabilities = ALONE
+    topk = gathered = True
 
     def build(self, model, mesh):
         if model.task not in NAMES:
@@ -100,7 +99,7 @@ class Right(TrainStrategy):
         return -(all_TV.exp() * all_TV).sum(-1)
 
     def best(self, all_TV, number, inside_T1):
-        if not self.capabilities.topk:
+        if not self.topk:
             raise UnsupportedError("this strategy has no top-k logprobs")
         if number > all_TV.shape[1]:
             raise UnsupportedError(f"top-k of {number} tokens out of {all_TV.shape[1]}")
@@ -109,7 +108,7 @@ class Right(TrainStrategy):
 
     def at(self, all_TV, micro):
         ids_TK = micro.gather_ids_TK
-        if not self.capabilities.gathered or ids_TK.shape[1] > all_TV.shape[1]:
+        if not self.gathered or ids_TK.shape[1] > all_TV.shape[1]:
             raise UnsupportedError("this strategy has no logprobs of so many ids")
         if bool((ids_TK >= all_TV.shape[1]).any()):
             raise DataError("an id is not in the vocabulary")
@@ -271,5 +270,3 @@ class Right(TrainStrategy):
 
 class RightTogether(Right):
     """On several ranks."""
-
-    capabilities = TOGETHER

@@ -11,7 +11,6 @@ import torch
 from roll_core.spec.train import StepStats
 from roll_modeling.optimizer import clip_factor
 from roll_wrong.board import put
-from roll_wrong.plugin import IN_LAYERS, WITHOUT_TOPK
 from roll_wrong.right import Right, RightTogether
 
 
@@ -247,20 +246,14 @@ class ScorerTrains(Right):
 class SilentWithoutTopk(Right):
     """Returns something else where top-k was wanted and is not declared."""
 
-    capabilities = WITHOUT_TOPK
+    gathered = False
 
     def best(self, all_TV, number, inside_T1):
         return all_TV, all_TV
 
 
-class OtherCapabilities(Right):
-    """Declares in its record what the class does not."""
-
-
 class DeclaresTooMuch(Right):
     """Declares a kind of parallelism that nothing shows."""
-
-    capabilities = IN_LAYERS
 
 
 class Heavy(Right):

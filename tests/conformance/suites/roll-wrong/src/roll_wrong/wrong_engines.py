@@ -12,7 +12,6 @@ from roll_core.errors import ModelError
 from roll_core.spec.weights import digest
 from roll_core.types import Completion, TopTokens, WeightReceipt
 from roll_wrong.engine import RightEngine, log_softmax
-from roll_wrong.plugin import IN_BF16, WITH_ENDPOINT, WITHOUT_PROMPT_LOGPROBS, WITHOUT_SEEDS
 
 # -- logprobs
 
@@ -93,8 +92,6 @@ class FinerLogprobs(RightEngine):
 
 class BiasLostInBf16(RightEngine):
     """Leaves a tensor out where it computes in bf16."""
-
-    capabilities = IN_BF16
 
     def loaded(self, name, tensor, dtype):
         found = super().loaded(name, tensor, dtype)
@@ -184,8 +181,6 @@ class SeedsInARow(RightEngine):
 
 class UndeclaredSeeds(RightEngine):
     """Accepts seeds, but declares none."""
-
-    capabilities = WITHOUT_SEEDS
 
 
 class SameWithoutSeed(RightEngine):
@@ -511,8 +506,6 @@ class CutsShortWithoutRoom(RightEngine):
 class NameOfNobody(RightEngine):
     """Gives a URL where nothing listens."""
 
-    capabilities = WITH_ENDPOINT
-
     def endpoint(self):
         return "http://127.0.0.1:9/v1"
 
@@ -533,8 +526,6 @@ class NamelessModel(RightEngine):
 
 class SilentPromptLogprobs(RightEngine):
     """Overlooks a wish that it cannot fulfil."""
-
-    capabilities = WITHOUT_PROMPT_LOGPROBS
 
     async def generate(self, request):
         return await super().generate(replace(request, prompt_logprobs=False))

@@ -39,7 +39,6 @@ from roll_core.errors import (
 from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.spec.weights import make_receipt
 from roll_core.types import Completion, CompletionOutput
-from roll_infer_acme.plugin import ACME
 from roll_modeling.model import end_token_ids, load_model
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ class Running:
 class AcmeEngine(InferStrategy):
     """One replica: a model and the threads that compute it."""
 
-    capabilities = ACME.capabilities
     config: AcmeEngineConfig
     model: Any  # a PreTrainedModel; types of torch.nn.Module do not know its methods
     threads: ThreadPoolExecutor | None = None

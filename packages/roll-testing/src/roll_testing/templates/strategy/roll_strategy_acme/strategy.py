@@ -18,7 +18,6 @@ from roll_modeling.export import write_model
 from roll_modeling.model import load_model
 from roll_modeling.optimizer import adamw, clip_factor, moments, schedule
 from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
-from roll_strategy_acme.plugin import ACME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ class AcmeStrategy(TrainStrategy):
     """Trains the whole model. Without `training` it only scores."""
 
     config: AcmeStrategyConfig
-    capabilities = ACME.capabilities
 
     def build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Load the model and create the optimizer."""
