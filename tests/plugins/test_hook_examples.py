@@ -27,12 +27,12 @@ from roll_core.spec.algorithms import AdvantageOutput
 from roll_core.spec.diagnostics import CheckResult, KnownError
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.pipeline import Tracker
 from roll_core.spec.platform import Platform, Probe
 from roll_core.spec.providers import *
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
+from roll_migrate.conversion import ImportedConfig, ImportedKey
 
 ROLL_HOOK_API = 1
 """

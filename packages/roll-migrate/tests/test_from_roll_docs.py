@@ -7,9 +7,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from roll_core.spec.importing import IMPORT_STATUSES
 from roll_migrate import roll_keys
-from roll_migrate.rules import Each, KeyRule
+from roll_migrate.rules import IMPORT_STATUSES, Each, KeyRule
 
 DOCS = Path(__file__).parents[3] / "docs" / "from-roll.md"
 BEGIN, END = "<!-- keys: made by packages/roll-migrate/tests/test_from_roll_docs.py -->\n", "<!-- end of keys -->"

@@ -13,9 +13,9 @@ from roll_core.algorithms.correction_options import ImportanceWeightConfig
 from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
-from roll_core.spec.importing import IMPORT_STATUSES
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_migrate.roll import import_roll
+from roll_migrate.rules import IMPORT_STATUSES
 from roll_testing.errors import mentions
 
 FILES = Path(__file__).parent / "roll"

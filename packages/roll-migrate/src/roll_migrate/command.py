@@ -20,8 +20,8 @@ from roll_core.config.schema import members
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import RunConfig
-from roll_core.spec.importing import IMPORT_STATUSES
 from roll_core.spec.providers import ImporterProvider, PipelineProvider
+from roll_migrate.rules import IMPORT_STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.importing import ImportedConfig, ImportedKey, Importer
+    from roll_core.spec.providers import Importer
+    from roll_migrate.conversion import ImportedConfig, ImportedKey
 
 HEADINGS = {
     "kept": "kept",

@@ -15,7 +15,6 @@ from roll_core.config.explain import show
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
-from roll_core.spec.importing import ImportedKey
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
 from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
 from roll_migrate.strategies import refusals
@@ -26,14 +25,36 @@ if TYPE_CHECKING:
     from roll_core.config.compose import ComposedConfig
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.importing import ImportStatus
-    from roll_migrate.rules import Table
+    from roll_migrate.rules import ImportStatus, Table
 
 GENERATES = "actor_infer"
 NULL_MEANS_SOMETHING = ("track_with",)
 """Keys for which null and a missing key mean different things."""
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*\})\}")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedKey:
+    """Result of importing one key."""
+
+    where: str
+    """`file:line:column`; empty for an added key."""
+    key: str
+    """Dotted key as in the imported file."""
+    status: ImportStatus
+    to: tuple[str, ...] = ()
+    """Dotted keys of the new config that replace it."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedConfig:
+    """The new config, and a report on every key of the old one: the result of an `Importer`."""
+
+    pipeline: str
+    config: dict[str, Any]
+    keys: tuple[ImportedKey, ...]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,9 +15,17 @@ from roll_core.config.compose import compose
 from roll_core.config.positions import FileLayer
 from roll_core.config.unknown_keys import suggest_key
 from roll_core.spec.devices import parse_device_mapping
-from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.providers import TrackerProvider
-from roll_migrate.conversion import GENERATES, Conversion, keys, paths, put, with_environment
+from roll_migrate.conversion import (
+    GENERATES,
+    Conversion,
+    ImportedConfig,
+    ImportedKey,
+    keys,
+    paths,
+    put,
+    with_environment,
+)
 from roll_migrate.roll_keys import (
     AGENTIC,
     DEFAULTS,

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
-    from roll_core.spec.importing import ImportStatus
+
+ImportStatus = Literal["kept", "differs", "renamed", "changed", "added", "not needed", "dead", "unsupported", "unknown"]
+"""Result of importing one key. `differs`: same name and value, different effect. `added`: the other framework has a
+different default. `dead`: no effect in the other framework. `unknown`: neither framework has the key."""
+IMPORT_STATUSES: tuple[ImportStatus, ...] = get_args(ImportStatus)
 
 Writes = tuple[tuple["KeyPath", Any], ...]
 """Pairs of a path in the new config and the value written there."""

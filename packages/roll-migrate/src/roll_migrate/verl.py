@@ -20,10 +20,9 @@ from roll_core.config.positions import FileLayer, Positions
 from roll_core.config.source import Loader, read_source
 from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
-from roll_core.spec.importing import ImportedConfig, ImportedKey
 from roll_core.spec.providers import TrackerProvider
 from roll_migrate import verl_keys as verl
-from roll_migrate.conversion import Conversion, has, keys, paths, put, with_environment
+from roll_migrate.conversion import Conversion, ImportedConfig, ImportedKey, has, keys, paths, put, with_environment
 from roll_migrate.rules import Outcome, value_at
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ KINDS = (
     Kind("roll_config_fragments", FragmentProvider, "config fragment"),
     Kind("roll_checks", CheckProvider, "check"),
     Kind("roll_known_errors", KnownErrorsProvider, "list of known errors"),
-    Kind("roll_importers", ImporterProvider, "importer", "roll_core.spec.importing:Importer"),
+    Kind("roll_importers", ImporterProvider, "importer", "roll_core.spec.providers:Importer"),
     Kind("roll_commands", CommandProvider, "command", "roll_core.spec.providers:Command"),
 )
 

@@ -7,9 +7,12 @@ A record is data: strings, numbers and tuples. It can be listed, compared and pi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from roll_core.field_docs import document_fields
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Task = Literal["causal_lm", "value", "reward", "flow"]
 """What a model computes: next-token logprobs, a value per token, a score per sequence, or, without tokens, the velocity
@@ -316,8 +319,19 @@ class KnownErrorsProvider(Provider):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImporterProvider(Provider):
-    """Offers an importer of another framework's configs. `target` is a `roll_core.spec.importing.Importer`, and `name`
-    is NAME in `roll-core import NAME FILE`."""
+    """Offers an importer of another framework's configs. `target` is an `Importer`, and `name` is NAME in
+    `roll-core import NAME FILE`."""
+
+
+class Importer(Protocol):
+    """Function that converts one config file, for the command `import` of roll-migrate."""
+
+    def __call__(self, path: Path, registry: Any) -> Any:
+        """Convert the file at `path`. Returns a `roll_migrate.conversion.ImportedConfig`.
+
+        `registry` is the `roll_core.plugins.registry.Registry` of the installed plugins. Raises `ConfigError` if the
+        file cannot be read, and `UnsupportedError` for a pipeline that has no equivalent.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
