@@ -185,6 +185,13 @@ def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, ove
     assert why in message
 
 
+def test_a_part_whose_parameters_python_refuses_is_a_mistake(problems, tmp_path):
+    (tmp_path / f"{MODULE}.py").write_text("def estimator(batch, batch): ...")
+    ((key, message),) = problems("adv_estimator=estimator")
+    assert key == "adv_estimator"
+    assert "roll-acme 2.1" in message
+
+
 @pytest.mark.usefixtures("problems")
 def test_plugins_check_refuses_a_part_that_cannot_be_called(tmp_path):
     (tmp_path / f"{MODULE}.py").write_text(PARTS.replace(UNIMPORTABLE, ""))  # `plugins --check` imports parts

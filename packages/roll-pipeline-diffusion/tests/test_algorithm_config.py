@@ -139,7 +139,7 @@ from pydantic import Field
 
 def mine(module, batch, setup, *, scale: Annotated[float, Field(gt=0)] = 1.0): ...
 mine.inputs = ("data",)
-def three(update, num_steps, seed, *, first: int = 0): return [first, first + 1]
+def three(update, num_steps, seed, *, first: int = 0, gap=1): return [first, first + 1]
 def short(update): ...
 """
 
@@ -155,11 +155,22 @@ def test_functions_of_the_user_have_their_options_checked(tmp_path, monkeypatch)
     assert (found.objective_inputs, found.window_steps(0, 0)) == ({"data"}, (0, 1))
     assert places(**mine, objective_options={"scale": -1.0}) == ["objective_options.scale"]
     assert places(**mine, objective_options={"scales": 1.0}) == ["objective_options.scales"]
+    assert places(window="flow_config_a:three", window_options={"gap": "two"}) == ["window_options.gap"]
     assert places(window="flow_config_a:short") == ["window"]
     assert places(advantage="flow_config_a:missing") == ["advantage"]
     last = FlowAlgorithmConfig(window="flow_config_a:three", window_options={"first": 8})
     with pytest.raises(ContractError, match="flow_config_a:three"):
         last.window_steps(0, 0)
+
+
+def test_functions_of_the_user_are_those_of_the_working_directory(tmp_path, monkeypatch):
+    for folder in ("installed", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "flow_config_b.py").write_text(f"def where(): return {folder!r}")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), str(tmp_path / "here"), *sys.path])
+
+    assert load_function("flow_config_b:where")() == "here"
 
 
 def test_the_schema_imports_no_torch():

@@ -16,13 +16,13 @@ from functools import lru_cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PydanticUserError, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from typing_extensions import override
 
 from roll_core.errors import ContractError
 from roll_core.field_docs import document_fields
-from roll_core.spec.algorithms import option_parameters
+from roll_core.spec.algorithms import signature_schema
 from roll_core.spec.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from roll_pipeline_diffusion.schedules import DynamicShift, SigmaSchedule
 from roll_pipeline_diffusion.windows import checked_window
@@ -365,8 +365,8 @@ def load_function(target: str) -> Callable[..., Any]:
 
     Raises `ContractError`.
     """
-    if not target.startswith(f"{PACKAGE}.") and (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    if not target.startswith(f"{PACKAGE}."):
+        sys.path[:] = dict.fromkeys((os.getcwd(), *sys.path))
     try:
         found = resolve_name(target)
     except Exception as error:  # code of the user
@@ -384,24 +384,11 @@ def options_of(key: str, name: str) -> type[Config]:
     """
     if name in REGISTRIES[key]:
         return REGISTRIES[key][name].options
-    function, contract = load_function(name), resolve_name(CONTRACTS[key])
-    given = list(inspect.signature(contract.__call__).parameters)[1:]
+    given = list(inspect.signature(resolve_name(CONTRACTS[key]).__call__).parameters)[1:]
     try:
-        options = option_parameters(function, contract)
-        inspect.signature(function).bind(*given, **dict.fromkeys(options))
-        fields: dict[str, Any] = {
-            each.name: (
-                Any if each.annotation is each.empty else each.annotation,
-                ... if each.default is each.empty else each.default,
-            )
-            for each in options.values()
-        }
-        schema = create_model("Options", __base__=Config, **fields)
-        schema.model_rebuild(_types_namespace=getattr(function, "__globals__", None))
-    except (TypeError, ValueError, NameError, PydanticUserError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ContractError(f"{name} cannot be called as f({', '.join(given)}, **options): {reason}") from error
-    return schema
+        return signature_schema(load_function(name), given)
+    except TypeError as error:
+        raise ContractError(f"{name} {error}") from error
 
 
 def invalid(message: str, value: Any, *path: str) -> ValidationError:

@@ -71,7 +71,7 @@ def _why_not(found: Function, positional: list[ast.arg], expected: Function) -> 
     by_name = {each.arg: None for each in expected.args.kwonlyargs}
     try:
         _signature(found.args).bind(*positional, **by_name)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: two parameters of one name
         given = [each.arg for each in positional] + [f"{name}=" for name in by_name]
         return f"given {', '.join(given)}: {error}"
     return ""

@@ -13,8 +13,6 @@ from roll_core.plugins.records import kind_of
 from roll_core.spec.diagnostics import KnownError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pydantic import BaseModel
 
     from roll_core.spec.config import Config
@@ -85,69 +83,26 @@ def options_schema(record: Provider) -> type[Config]:
     """Schema of the options of a user's code: `pg_variant: my_losses:gspo`, `environment: my_env:Class`.
 
     The options are a function's parameters after those of the contract, or all parameters of a class, with their
-    names, types and defaults. An option without an annotation has the type of its default.
+    names, types and defaults, see `signature_schema`.
 
     Raises `PluginLoadError` if the code cannot be imported, or called as its contract, or if pydantic cannot validate
     an annotation.
     """
-    from pydantic import PydanticUserError, create_model
-    from pydantic.errors import PydanticUndefinedAnnotation
-
-    from roll_core.spec.config import Config
-
-    contract = load_target(kind_of(type(record)).contract, owner="roll-core")
-    function, options = _user_code(record, contract)
-    fields: dict[str, Any] = {}
-    for name, each in options.items():
-        guessed = Any if each.default in (None, each.empty) else type(each.default)
-        annotation = guessed if each.annotation is each.empty else each.annotation
-        fields[name] = (annotation, ... if each.default is each.empty else each.default)
-    try:
-        schema = create_model("Options", __base__=Config, **fields)
-        schema.model_rebuild(_types_namespace=getattr(function, "__globals__", None))
-        return schema
-    except (PydanticUserError, PydanticUndefinedAnnotation, SyntaxError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise PluginLoadError(f"{record.target}: its options cannot be validated: {reason}") from error
-
-
-def _user_code(record: Provider, contract: type) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
-    """The function, or the constructor of a class, and its options."""
-    from roll_core.spec.algorithms import option_parameters
+    from roll_core.spec.algorithms import signature_schema
     from roll_core.spec.providers import AgentProvider, EnvironmentProvider
 
-    found: Any = load_target(record.target, owner=record.name) if isinstance(record, AgentProvider) else None
-    if isinstance(record, EnvironmentProvider) or isinstance(found, type):
-        cls: type[Any] = load_class(record.target, contract, owner=record.name)
-        constructor = inspect.getattr_static(cls, "__init__")
-        return constructor, _named_parameters(cls)
-    if isinstance(record, AgentProvider):
-        options = {name: each for at, (name, each) in enumerate(_named_parameters(found).items()) if at >= 2}
-        try:
-            inspect.signature(found).bind("task", "session", **dict.fromkeys(options))
-        except TypeError as error:
-            raise PluginLoadError(
-                f"{record.target} cannot be called as f(task, session, **options): {error}"
-            ) from error
-        return found, options
-    function: Callable[..., Any] = load_target(record.target, owner=record.name)
-    expected = list(inspect.signature(contract.__call__).parameters.values())[1:]
+    contract = load_target(kind_of(type(record)).contract, owner="roll-core")
+    found: Any = load_target(record.target, owner=record.name)
+    given: list[str] = []
+    if isinstance(record, EnvironmentProvider) or (isinstance(record, AgentProvider) and isinstance(found, type)):
+        load_class(record.target, contract, owner=record.name)
+    else:
+        called = contract.run if isinstance(record, AgentProvider) else contract.__call__
+        given = list(inspect.signature(called).parameters)[1:]
     try:
-        options = option_parameters(function, contract)
-        inspect.signature(function).bind(*expected, **dict.fromkeys(options))
-    except (TypeError, ValueError) as error:
-        names = ", ".join(each.name for each in expected)
-        raise PluginLoadError(f"{record.target} cannot be called as f({names}, **options): {error}") from error
-    return function, options
-
-
-def _named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameters that may be given by name. Raises `PluginLoadError` for an object without a signature."""
-    try:
-        own = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise PluginLoadError(f"{function!r} cannot be called: {error}") from error
-    return {each.name: each for each in own if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        return signature_schema(found, given)
+    except TypeError as error:
+        raise PluginLoadError(f"{record.target} {error}") from error
 
 
 def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:

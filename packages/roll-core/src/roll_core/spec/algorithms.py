@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from roll_core.spec.config import Config
     from roll_core.spec.train import MicroBatch
 
 
@@ -130,9 +131,8 @@ class PolicyLoss(Protocol):
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
-def option_parameters(function: Callable[..., Any], contract: type) -> dict[str, inspect.Parameter]:
-    """Parameters of a function after those of its contract, by name: its options."""
-    num_given = len(inspect.signature(contract.__call__).parameters) - 1
+def option_parameters(function: Callable[..., Any], num_given: int) -> dict[str, inspect.Parameter]:
+    """Options of a function by name: its parameters after the first `num_given`, which those of its contract are."""
     return {
         each.name: each
         for at, each in enumerate(inspect.signature(function).parameters.values())
@@ -142,8 +142,39 @@ def option_parameters(function: Callable[..., Any], contract: type) -> dict[str,
 
 def bind_options(function: F, contract: type, options: Mapping[str, Any]) -> F:
     """Bind the options that `function` takes as parameters, see `option_parameters`."""
-    taken = {name: options[name] for name in option_parameters(function, contract) if name in options}
+    num_given = len(inspect.signature(contract.__call__).parameters) - 1
+    taken = {name: options[name] for name in option_parameters(function, num_given) if name in options}
     return cast("F", partial(function, **taken)) if taken else function
+
+
+def signature_schema(function: Callable[..., Any], given: Sequence[str]) -> type[Config]:
+    """Schema of the options of a user's function or class: its parameters after those of its contract, `given`.
+
+    An option without an annotation has the type of its default. Raises `TypeError` if the function cannot be called
+    with `given` and its options, or if pydantic cannot validate an annotation. The message begins with a verb.
+    """
+    from pydantic import PydanticUserError, create_model
+
+    from roll_core.spec.config import Config
+
+    try:
+        options = option_parameters(function, len(given))
+        inspect.signature(function).bind(*given, **dict.fromkeys(options))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"cannot be called as f({', '.join([*given, '**options'])}): {error}") from error
+    fields: dict[str, Any] = {}
+    for name, each in options.items():
+        guessed = Any if each.default in (None, each.empty) else type(each.default)
+        annotation = guessed if each.annotation is each.empty else each.annotation
+        fields[name] = (annotation, ... if each.default is each.empty else each.default)
+    annotated = inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
+    try:
+        schema = create_model("Options", __base__=Config, **fields)
+        schema.model_rebuild(_types_namespace=getattr(annotated, "__globals__", None))
+    except (PydanticUserError, NameError, SyntaxError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise TypeError(f"has options that cannot be validated: {reason}") from error
+    return schema
 
 
 document_fields(__name__)
