@@ -5,6 +5,7 @@ import pkgutil
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,7 @@ from roll_core.pipelines.plans import rlvr as plan
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
-from roll_core.spec.pipeline import ScoredSequences, UpdateResult
-from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
+from roll_core.spec.pipeline import NamedPart, ScoredSequences, UpdateResult
 from roll_core.spec.rollout import Prompt
 from roll_core.types import Group, Reward, Sample
 from roll_testing.errors import raises_error
@@ -51,14 +51,14 @@ class FakeRole:
         self.logprob, self.value = logprob, value
         self.updates, self.shuffle_seeds = [], []
 
-    async def score(self, sequences, *, logprobs=False, entropy=False, values=False, temperature=1.0, base=False):
-        assert not base, "there is a reference"
+    async def score(self, sequences, want):
+        assert not want.base, "there is a reference"
 
         def rows(number):
             return [np.where(s.loss_mask, number, 0).astype(np.float32) for s in sequences]
 
         return ScoredSequences(
-            logprobs=rows(self.logprob) if logprobs else None, values=rows(self.value) if values else None
+            logprobs=rows(self.logprob) if want.logprobs else None, values=rows(self.value) if want.values else None
         )
 
     async def update(self, sequences, loss, *, epochs=1, max_length=1, shuffle_seed=None):
@@ -78,14 +78,11 @@ class FakeRun:
     def prompts(self, data):
         return [Prompt(id=str(i), tokens=np.array([5]), text="?") for i in range(4)]
 
-    def advantage_estimator(self, name):
-        return pkgutil.resolve_name(self.advantage_provider(name).target)
-
-    def advantage_provider(self, name):
-        return REGISTRY.find(AdvantageProvider, name)
-
-    def policy_loss_provider(self, name):
-        return REGISTRY.find(PolicyLossProvider, name)
+    def part(self, kind, name, options):
+        provider = REGISTRY.find(kind, name)
+        return NamedPart(
+            provider=provider, owner=name, options=options, load=partial(pkgutil.resolve_name, provider.target)
+        )
 
     def train_role(self, name):
         return self.roles[name]
@@ -284,7 +281,7 @@ def test_the_kl_that_adapts_its_weight_is_averaged_as_the_config_says(given, mea
     """One token at a KL of 0.1, three at 0.4. verl and ROLL average each sequence first."""
     reference = FakeRole()
 
-    async def score(sequences, **want):
+    async def score(sequences, want):
         rows = zip(sequences, (-0.6, -0.9), strict=True)
         return ScoredSequences(logprobs=[np.where(s.loss_mask, logprob, 0).astype(np.float32) for s, logprob in rows])
 
@@ -307,7 +304,7 @@ class NoisyRole(FakeRole):
         super().__init__()
         self.rng = np.random.default_rng(seed)
 
-    async def score(self, sequences, **want):
+    async def score(self, sequences, want):
         rows = [np.where(s.loss_mask, -self.rng.random(len(s)), 0).astype(np.float32) for s in sequences]
         return ScoredSequences(logprobs=rows)
 
@@ -623,9 +620,9 @@ def test_optimizer_steps_are_shuffled_by_seed_and_step_alone():
 class TemperatureRole(FakeRole):
     """Notes the temperatures of its logprobs."""
 
-    async def score(self, sequences, *, temperature=1.0, **wanted):
-        self.scored_at = temperature
-        return await super().score(sequences, temperature=temperature, **wanted)
+    async def score(self, sequences, want):
+        self.scored_at = want.temperature
+        return await super().score(sequences, want)
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 0.8), ({"logprob_temperature": 1.0}, 1.0)])

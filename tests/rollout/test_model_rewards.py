@@ -46,8 +46,8 @@ class Model:
     def __init__(self):
         self.passes = []
 
-    async def score(self, sequences, *, values):
-        assert values
+    async def score(self, sequences, want):
+        assert want.values
         self.passes.append([each.tokens.tolist() for each in sequences])
         await asyncio.sleep(0.01)
         values = [np.where(each.tokens == 9, np.nan, each.tokens).astype(np.float32) for each in sequences]
@@ -93,11 +93,11 @@ def test_groups_that_wait_share_a_pass_in_the_order_of_their_ids():
 
 def test_an_error_of_the_model_is_raised_to_every_caller_and_the_next_pass_is_another():
     class Broken(Model):
-        async def score(self, sequences, *, values):
+        async def score(self, sequences, want):
             if not self.passes:
                 self.passes.append([])
                 raise RuntimeError("out of memory")
-            return await super().score(sequences, values=values)
+            return await super().score(sequences, want)
 
     async def main():
         role = role_of(Broken())

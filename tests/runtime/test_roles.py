@@ -17,7 +17,7 @@ from roll_core.runtime.workers.train import combine
 from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.providers import TrainCapabilities
-from roll_core.spec.train import StepStats
+from roll_core.spec.train import StepStats, WantedOutputs
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
 
@@ -93,7 +93,7 @@ def test_even_chunks_keep_the_order_and_differ_by_one_at_most(count, size):
 def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_them():
     group = FakeTrainGroup([DataRank(index=i, size=3) for i in range(3)])
     sequences = [sequence(i, 2 + (7 * i) % 5) for i in range(11)]
-    found = asyncio.run(train_role(group, 4).score(sequences, logprobs=True))
+    found = asyncio.run(train_role(group, 4).score(sequences, WantedOutputs(logprobs=True)))
     assert [list(row) for row in found.logprobs] == [[i] * len(s) for i, s in enumerate(sequences)]
     assert found.entropy is None
     assert found.values is None
@@ -101,9 +101,9 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
     role = train_role(group, 4)
     for undeclared in ({"topk": 2}, {"gathered": True}):
         with raises_error(UnsupportedError, "actor", *undeclared):
-            asyncio.run(role.score(sequences, **undeclared))
+            asyncio.run(role.score(sequences, WantedOutputs(**undeclared)))
     role.capabilities = TrainCapabilities(topk=True)
-    found = asyncio.run(role.score(sequences, logprobs=True, topk=2))
+    found = asyncio.run(role.score(sequences, WantedOutputs(logprobs=True, topk=2)))
     assert [row.tolist() for row in found.topk_ids] == [[[i + 1, i + 2]] * len(s) for i, s in enumerate(sequences)]
 
 

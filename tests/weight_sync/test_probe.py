@@ -19,10 +19,10 @@ class Trainer:
     def __init__(self, *logprobs):
         self.logprobs = np.array(logprobs, np.float32)
 
-    async def score(self, sequences, *, logprobs=False, **_):
+    async def score(self, sequences, want):
         """Its own of the fixed tokens; minus their ids of those that an engine sampled."""
         fixed, *sampled = sequences
-        assert logprobs
+        assert want.logprobs
         assert fixed.tokens.tolist() == TOKENS.tolist()
         return ScoredSequences(logprobs=[self.logprobs, *(-each.tokens.astype(np.float32) for each in sampled)])
 

@@ -26,6 +26,8 @@ from roll_core.errors import ContractError, DataError, PluginLoadError
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, apportion
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.pipelines.stages import score_metrics
+from roll_core.spec.environment import Environment
+from roll_core.spec.providers import AgentProvider, EnvironmentProvider
 from roll_core.spec.rollout import Prompt
 from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
@@ -100,7 +102,9 @@ class AgenticPipeline(RLVRPipeline):
                     " template describes none: set tool_format to how the model writes them"
                 )
         self.agents = {
-            tag: AgentHost(tag, config, run.agent(entry), self.encoders[tag], self.server)
+            tag: AgentHost(
+                tag, config, run.part(AgentProvider, entry.agent, entry.agent_config), self.encoders[tag], self.server
+            )
             for tag, entry in config.custom_envs.items()
             if entry.agent
         }
@@ -122,15 +126,19 @@ class AgenticPipeline(RLVRPipeline):
     def _host(self, run: Run, tag: str) -> EnvironmentHost:
         """Load the class of an environment and check where it can run. Raises `PluginLoadError` and `ContractError`."""
         entry = self.config.custom_envs[tag]
-        found = run.environment(entry)
-        provider, cls, owner, options = found.provider, found.cls, found.owner, found.options
+        part = run.part(EnvironmentProvider, entry.environment, entry.env_config)
+        provider, owner, options = part.provider, part.owner, part.options
         isolation: Isolation = "process" if entry.python else entry.host_isolation or provider.isolation
-        if cls is None:
+        cls: type[Environment] | None = None
+        if entry.python:
             try:
                 reports_success = describe(entry.python, provider.target, json.dumps(dict(options)))["reports_success"]
             except CallFailed as error:
                 raise PluginLoadError(f"custom_envs.{tag}: {owner}: {error}") from error
         else:
+            cls = part.load()
+            if not (isinstance(cls, type) and issubclass(cls, Environment)):
+                raise PluginLoadError(f"custom_envs.{tag}: {owner}: {provider.target} is not a subclass of Environment")
             reports_success = cls.reports_success
             blocking = [name for name in ("reset", "step") if not asyncio.iscoroutinefunction(getattr(cls, name))]
             if isolation == "inline" and blocking:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from roll_core.spec.environment import Message, Task
-    from roll_core.spec.pipeline import LoadedAgent
+    from roll_core.spec.pipeline import NamedPart
+    from roll_core.spec.providers import AgentProvider
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import FinishReason
     from roll_pipeline_agentic.chat_encoder import ChatEncoder
@@ -74,25 +75,25 @@ class AgentHost(EnvironmentHost):
         self,
         tag: str,
         config: AgenticConfig,
-        loaded: LoadedAgent,
+        part: NamedPart[AgentProvider],
         encoder: ChatEncoder,
         server: RecordingServer,
     ) -> None:
         """Raises `ContractError` if the agent cannot run inline."""
-        entry, provider = config.custom_envs[tag], loaded.provider
+        entry, provider = config.custom_envs[tag], part.provider
         isolation = entry.host_isolation or provider.isolation
-        create = partial(HostedAgent, target=provider.target, options=dict(loaded.options))
+        create = partial(HostedAgent, target=provider.target, options=dict(part.options))
         if isolation == "inline" and not create().is_async:
             raise ContractError(
-                f"custom_envs.{tag}: {loaded.owner}: isolation is inline, but it is no coroutine function and would"
+                f"custom_envs.{tag}: {part.owner}: isolation is inline, but it is no coroutine function and would"
                 " block all other rollouts: set isolation: thread or process"
             )
         super().__init__(
             tag,
             entry,
             target="roll_pipeline_agentic.hosted_agent:HostedAgent",
-            options={"target": provider.target, "options": dict(loaded.options)},
-            owner=loaded.owner,
+            options={"target": provider.target, "options": dict(part.options)},
+            owner=part.owner,
             isolation=isolation,
             concurrency=entry.concurrency or provider.concurrency,
             create=cast("Any", create),

@@ -18,6 +18,7 @@ from roll_core.data.rows import Row, Rows, messages_of, tools_of
 from roll_core.errors import DataError, InvalidCompletionError
 from roll_core.pipelines.experience import without_experts
 from roll_core.spec.pipeline import ScoredSequences
+from roll_core.spec.train import WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_pipeline_distill.divergences import overlap
 
@@ -75,19 +76,19 @@ class Teachers:
         config = self.config
         if config.teacher_samples:
             return [_sampled_from_teacher(each) for each in sequences]
-        options: dict[str, Any] = {"temperature": config.temperature, "masked_only": True}
+        want = WantedOutputs(temperature=config.temperature, masked_only=True)
         asked = list(without_experts(sequences))
         if config.kd_support == "student_topk":
-            mine = await run.train_role("actor_train").score(sequences, topk=config.logits_topk, **options)
+            mine = await run.train_role("actor_train").score(sequences, replace(want, topk=config.logits_topk))
             asked = [replace(each, gather_ids=ids) for each, ids in zip(asked, mine.topk_ids or (), strict=True)]
-            options |= {"gathered": True, "topk": config.logits_topk}
+            want = replace(want, gathered=True, topk=config.logits_topk)
         elif config.kd_support == "teacher_topk":
-            options["topk"] = config.logits_topk
+            want = replace(want, topk=config.logits_topk)
         elif config.kd_support == "full":
-            options["hidden"] = True
+            want = replace(want, hidden=True)
         else:
             asked = [replace(each, gather_ids=each.tokens[:, None]) for each in asked]
-            options["gathered"] = True
+            want = replace(want, gathered=True)
         by_role: dict[str, list[int]] = {}
         for at, source in enumerate(sources):
             by_role.setdefault(config.teacher_role(source.tag), []).append(at)
@@ -97,10 +98,10 @@ class Teachers:
         async def score(role: str, places: Sequence[int]) -> None:
             shown = [self._in_context(asked[at], sources[at]) for at in places]
             if config.served_teachers:
-                scored = await _served(run, role, shown, topk=int(options.get("topk", 0)))
+                scored = await _served(run, role, shown, topk=want.topk)
             else:
-                own = {config.self_teacher: True} if config.self_teacher in ("base", "ema") else {}
-                scored = await run.train_role(role).score(shown, **options, **own)
+                own = replace(want, base=config.self_teacher == "base", ema=config.self_teacher == "ema")
+                scored = await run.train_role(role).score(shown, own)
             for index, at in enumerate(places):
                 outputs = _TeacherOutputs.of(scored, index, asked[at], shown[index])
                 asked[at] = outputs.added_to(asked[at])

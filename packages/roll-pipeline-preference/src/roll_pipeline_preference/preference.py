@@ -204,7 +204,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
 
 async def logprobs_of(role: TrainRole, sequences: Sequence[TrainSequence], *, base: bool = False) -> list[Floats]:
     """Logprobs of the responses' tokens under the role's model, or under its base model without adapters."""
-    scored = await role.forward(sequences, replace(RESPONSES, base=base))
+    scored = await role.score(sequences, replace(RESPONSES, base=base))
     return scored.logprobs or []
 
 

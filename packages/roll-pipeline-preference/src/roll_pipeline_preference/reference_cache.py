@@ -42,7 +42,7 @@ async def cached_logprobs(
     lengths = [int(each.loss_mask.sum()) for each in sequences]
     flat = _read(file, sum(lengths))
     if flat is None:
-        scored = await model.forward(sequences, WantedOutputs(logprobs=True, masked_only=True))
+        scored = await model.score(sequences, WantedOutputs(logprobs=True, masked_only=True))
         own = zip(scored.logprobs or (), sequences, strict=True)
         flat = np.concatenate([logprobs[each.loss_mask] for logprobs, each in own]).astype(np.float32)
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from roll_core.algorithms.losses import Objective
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.stages import log_update, num_steps
 from roll_core.spec.pipeline import Pipeline, Run
+from roll_core.spec.train import WantedOutputs
 from roll_pipeline_preference import plans
 from roll_pipeline_preference.config import RewardModelConfig
 from roll_pipeline_preference.encode import encode_pairs
@@ -61,7 +62,7 @@ class RewardModelPipeline(Pipeline[RewardModelConfig]):
         if self.held_out is None:
             return {}
         batch = self.held_out.batch(range(len(self.held_out)))
-        scored = await run.train_role("reward_train").score(batch, values=True)
+        scored = await run.train_role("reward_train").score(batch, WantedOutputs(values=True))
         return held_out_metrics(self.objective, batch, values=scored.values)
 
     @override

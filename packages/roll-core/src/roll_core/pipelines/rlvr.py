@@ -45,6 +45,8 @@ from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageEstimator, AdvantageInput, PolicyLossParams, bind_options
 from roll_core.spec.pipeline import Pipeline, RolloutPlan, Run
+from roll_core.spec.providers import AdvantageProvider, PolicyLossProvider
+from roll_core.spec.train import WantedOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,11 +88,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
         config = self.config
         self.correction, self.recomputes_logprobs = config.correction, config.recomputes_logprobs
-        estimator = run.advantage_estimator(config.adv_estimator)
-        self.estimator = bind_options(estimator, AdvantageEstimator, config.adv_options)
-        provider = run.advantage_provider(config.adv_estimator)
-        self.program = GreedyBaseline if provider.needs_baseline else None
-        normalises = provider.normalise != "config"
+        estimator = run.part(AdvantageProvider, config.adv_estimator, config.adv_options)
+        self.estimator = bind_options(estimator.load(), AdvantageEstimator, config.adv_options)
+        self.program = GreedyBaseline if estimator.provider.needs_baseline else None
+        normalises = estimator.provider.normalise != "config"
         self.normaliser = (
             RewardNormaliser(None, None)
             if normalises
@@ -104,7 +105,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             maximum=config.entropy_coef_max,
         )
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon, config.kl_error_clip)
-        policy_loss = run.policy_loss_provider(config.pg_variant)
+        policy_loss = run.part(PolicyLossProvider, config.pg_variant, config.pg_options).provider
         self.whole_rollouts = policy_loss.whole_rollouts
         low, high = config.clip_range()
         self.policy_objective = PolicyObjective(
@@ -233,12 +234,12 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """
         config = self.config
         entropy_T = None
-        sequences = experience.sequences
+        sequences, want = experience.sequences, WantedOutputs(logprobs=True, temperature=self.temperature)
         if config.force_disable_old_logprobs_recompute:
             experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
         elif self.recomputes_logprobs:
             scored = await run.train_role("actor_train").score(
-                sequences, logprobs=True, entropy=config.top_entropy_quantile < 1, temperature=self.temperature
+                sequences, replace(want, entropy=config.top_entropy_quantile < 1)
             )
             experience = experience.with_rows(old_logprobs=scored.logprobs)
             entropy_T = None if scored.entropy is None else torch.from_numpy(np.concatenate(scored.entropy))
@@ -251,10 +252,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             own = config.reference is None
             role = run.train_role("actor_train" if own else "reference")
             # The reference routes by itself: the policy's experts are not replayed in it.
-            scored = await role.score(without_experts(sequences), logprobs=True, temperature=self.temperature, base=own)
+            scored = await role.score(without_experts(sequences), replace(want, base=own))
             experience = experience.with_rows(ref_logprobs=scored.logprobs)
         if config.critic is not None:
-            scored = await run.train_role("critic").score(without_experts(sequences), values=True)
+            scored = await run.train_role("critic").score(without_experts(sequences), WantedOutputs(values=True))
             experience = experience.with_rows(values=scored.values)
         return experience, entropy_T
 

@@ -18,6 +18,7 @@ from roll_core.pipelines.plans import sft
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.stages import Validation, log_update, num_steps
 from roll_core.spec.pipeline import Pipeline, Run
+from roll_core.spec.train import WantedOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,7 +84,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         returns argmax tokens.
         """
         model = run.train_role("sft_train")
-        scored = await model.score(self.held_out, logprobs=True, topk=int(model.capabilities.topk))
+        scored = await model.score(self.held_out, WantedOutputs(logprobs=True, topk=int(model.capabilities.topk)))
         num_learnt = max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
         pairs = zip(scored.logprobs or (), self.held_out, strict=True)
         total = math.fsum(float(logprobs[row.loss_mask].sum(dtype="float64")) for logprobs, row in pairs)

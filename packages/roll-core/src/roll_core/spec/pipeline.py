@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from roll_core.errors import ContractError, UnsupportedError
 from roll_core.field_docs import document_fields
 from roll_core.spec.platform import ROLE_KINDS, RoleKind
-from roll_core.spec.providers import TASKS, Task, TrainCapabilities
+from roll_core.spec.providers import TASKS, Provider, Task, TrainCapabilities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.spec.algorithms import AdvantageEstimator
-    from roll_core.spec.config import CustomEnvConfig, DataArguments, RunConfig, WorkerConfig
-    from roll_core.spec.environment import Environment
+    from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
-    from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
     from roll_core.spec.rollout import Prompt, RolloutProgram
     from roll_core.spec.train import LossFn, WantedOutputs
     from roll_core.types import (
@@ -48,6 +45,7 @@ if TYPE_CHECKING:
     )
 
 ConfigT = TypeVar("ConfigT", bound="RunConfig")
+P = TypeVar("P", bound=Provider)
 Split = Literal["train", "val"]
 
 
@@ -69,7 +67,7 @@ class RoleSpec:
     num_steps: int = 0
     """Optimizer steps of the whole run, for roles that train: the length of the schedule."""
     ema_decay: float | None = None
-    """Decay of the moving average of a trained role's parameters, for `TrainRole.score(ema=True)`. None: keep none."""
+    """Decay of the moving average of a trained role's parameters, for `WantedOutputs.ema`. None: keep none."""
     ema_ramp: float | None = None
     """`TrainingSpec.ema_ramp`."""
     model_from: str = ""
@@ -171,27 +169,16 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedAgent:
-    """An agent's record, whose target may be a class or a function, and the options of the config."""
+class NamedPart(Generic[P]):
+    """A part that the config names."""
 
-    provider: AgentProvider
+    provider: P
     owner: str
     """Description with the package, for messages."""
     options: Mapping[str, Any]
-    """Keyword arguments, with the defaults of the provider's schema. Plain JSON values."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedEnvironment:
-    """An environment's class and the options of the config."""
-
-    provider: EnvironmentProvider
-    owner: str
-    """Description with the package, for messages."""
-    cls: type[Environment] | None
-    """None if the entry's `python` imports it."""
-    options: Mapping[str, Any]
-    """Keyword arguments of the class, with the defaults of the provider's schema. Plain JSON values."""
+    """Options of the config, with the defaults of the provider's schema. Plain JSON values."""
+    load: Callable[[], Any]
+    """Imports the provider's target. Raises `PluginLoadError`."""
 
 
 class Rollouts(ABC):
@@ -219,7 +206,7 @@ class Rollouts(ABC):
 class TrainRole(ABC):
     """A role with a train strategy: it trains, or only computes forward passes (kind `score`).
 
-    Coroutines: `forward`, `score`, `update`, `run_program`, `update_program`, `export_head`.
+    Coroutines: `score`, `update`, `run_program`, `update_program`, `export_head`.
     """
 
     name: str
@@ -229,48 +216,13 @@ class TrainRole(ABC):
     weight_version: int
     """Number of optimizer steps so far, without skipped steps and without warm-up steps of learning rate 0."""
 
-    async def score(
-        self,
-        sequences: Sequence[TrainSequence],
-        *,
-        logprobs: bool = False,
-        entropy: bool = False,
-        values: bool = False,
-        temperature: float = 1.0,
-        base: bool = False,
-        ema: bool = False,
-        topk: int = 0,
-        gathered: bool = False,
-        hidden: bool = False,
-        masked_only: bool = False,
-    ) -> ScoredSequences:
+    @abstractmethod
+    async def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
         """Run forward passes on all data-parallel ranks; returns the selected outputs.
 
-        `base`: use the model without the adapters that the role trains. Raises `UnsupportedError` if it trains none.
-        `ema`: use the moving average that `RoleSpec.ema_decay` requests; needs `capabilities.ema`.
-        `topk` is K and needs `capabilities.topk`. `gathered` selects logprobs of the sequences' `gather_ids` and needs
-        `capabilities.gathered`. `hidden` needs `capabilities.whole_vocabulary`. `masked_only`: outputs outside the loss
-        mask may be 0.
+        Raises `UnsupportedError` if `want` selects what the strategy does not declare, or the base model of a role that
+        trains no adapters. `want.ema` needs `RoleSpec.ema_decay`.
         """
-        from roll_core.spec.train import WantedOutputs
-
-        want = WantedOutputs(
-            logprobs=logprobs,
-            entropy=entropy,
-            values=values,
-            topk=topk,
-            gathered=gathered,
-            hidden=hidden,
-            masked_only=masked_only,
-            temperature=temperature,
-            base=base,
-            ema=ema,
-        )
-        return await self.forward(sequences, want)
-
-    @abstractmethod
-    async def forward(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
-        """What `score` returns for `want`. Pipelines call `score`."""
 
     @abstractmethod
     async def update(
@@ -431,24 +383,8 @@ class Run(ABC):
         """The `roll_core.data.rows.Rows` of all files, for a pipeline that encodes them itself. Read once per run."""
 
     @abstractmethod
-    def advantage_estimator(self, name: str) -> AdvantageEstimator:
-        """The estimator that a plugin offers under this name."""
-
-    @abstractmethod
-    def advantage_provider(self, name: str) -> AdvantageProvider:
-        """Provider record of that estimator: its requirements and its own normalisation."""
-
-    @abstractmethod
-    def environment(self, entry: CustomEnvConfig) -> LoadedEnvironment:
-        """The environment that an entry of `custom_envs` names."""
-
-    @abstractmethod
-    def agent(self, entry: CustomEnvConfig) -> LoadedAgent:
-        """The agent that an entry of `custom_envs` names."""
-
-    @abstractmethod
-    def policy_loss_provider(self, name: str) -> PolicyLossProvider:
-        """Provider record of the policy loss that a plugin offers under this name. Workers import its `target`."""
+    def part(self, kind: type[P], name: str, options: Mapping[str, Any]) -> NamedPart[P]:
+        """The part that a plugin offers under this name, or the user's code. `options` are those of the config."""
 
 
 class Pipeline(ABC, Generic[ConfigT]):

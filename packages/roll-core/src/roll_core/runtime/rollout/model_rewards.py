@@ -35,6 +35,7 @@ from roll_core.runtime.workers.reward import scored
 from roll_core.spec.config import DataArguments
 from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
 from roll_core.spec.rollout import EngineReward, RewardFunction, RewardRequest
+from roll_core.spec.train import WantedOutputs
 from roll_core.types import GenerateRequest, Reward, TrainSequence
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ class ModelRewardRole:
             TrainSequence(id=str(at), tokens=tokens, loss_mask=np.arange(len(tokens)) > 0)
             for at, tokens in inputs.items()
         ]
-        values = (await self._role.score(sequences, values=True)).values if sequences else None
+        values = (await self._role.score(sequences, WantedOutputs(values=True))).values if sequences else None
         outputs = dict(zip(inputs, values or (), strict=True))
         return [
             failures.get(at) or self._reward(replace(request, values=outputs[at]))

@@ -19,22 +19,14 @@ from typing_extensions import override
 from roll_core.data.encode import encode_prompts, encode_sft
 from roll_core.data.rows import read_rows
 from roll_core.errors import DataError, PluginError, RollError
-from roll_core.plugins.targets import load_class, load_target, schema_of
+from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Replay, ReplayedRole, RewardStats
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.config import Config, RewardConfig
-from roll_core.spec.environment import Environment
-from roll_core.spec.pipeline import LoadedAgent, LoadedEnvironment, Rollouts, Run
-from roll_core.spec.providers import (
-    AdvantageProvider,
-    AgentProvider,
-    EnvironmentProvider,
-    InferProvider,
-    PipelineProvider,
-    PolicyLossProvider,
-)
+from roll_core.spec.pipeline import NamedPart, Rollouts, Run
+from roll_core.spec.providers import InferProvider, PipelineProvider, Provider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -54,13 +46,12 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
     from roll_core.runtime.run.weight_sync import WeightSyncController
-    from roll_core.spec.algorithms import AdvantageEstimator
-    from roll_core.spec.config import CustomEnvConfig, DataArguments, RunConfig
+    from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, RolloutPlan, Split
-    from roll_core.spec.providers import Provider
     from roll_core.spec.rollout import Prompt, RolloutProgram
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
+P = TypeVar("P", bound=Provider)
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -342,34 +333,13 @@ class ActiveRun(Run):
         return self._data.rows(data)
 
     @override
-    def advantage_estimator(self, name: str) -> AdvantageEstimator:
-        provider = self.advantage_provider(name)
-        found: AdvantageEstimator = load_target(provider.target, owner=f"advantage estimator {name}")
-        return found
-
-    @override
-    def advantage_provider(self, name: str) -> AdvantageProvider:
-        return self.registry.find(AdvantageProvider, name)
-
-    @override
-    def environment(self, entry: CustomEnvConfig) -> LoadedEnvironment:
-        provider = self.registry.find(EnvironmentProvider, entry.environment)
+    def part(self, kind: type[P], name: str, options: Mapping[str, Any]) -> NamedPart[P]:
+        provider = self.registry.find(kind, name)
         owner = self.registry.owner(provider)
-        cls: type[Environment] | None = None
-        if not entry.python:
-            cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
-        options = _options(provider, entry.env_config, owner)
-        return LoadedEnvironment(provider=provider, owner=owner, cls=cls, options=options)
-
-    @override
-    def agent(self, entry: CustomEnvConfig) -> LoadedAgent:
-        provider = self.registry.find(AgentProvider, entry.agent)
-        owner = self.registry.owner(provider)
-        return LoadedAgent(provider=provider, owner=owner, options=_options(provider, entry.agent_config, owner))
-
-    @override
-    def policy_loss_provider(self, name: str) -> PolicyLossProvider:
-        return self.registry.find(PolicyLossProvider, name)
+        if provider.config:
+            options = schema_of(provider, Config, owner=owner)(**options).model_dump(mode="json")
+        load = partial(load_target, provider.target, owner=owner)
+        return NamedPart(provider=provider, owner=owner, options=options, load=load)
 
 
 class RunRollouts(Rollouts):
@@ -487,11 +457,6 @@ def token_problem(sample: Sample, *, vocab_size: int, version: int, mixed: bool 
     if (versions != version).any():
         return f"tokens sampled at weight versions {sorted(set(versions.tolist()))}, expected {version}"
     return ""
-
-
-def _options(provider: Provider, given: Mapping[str, Any], owner: str) -> Mapping[str, Any]:
-    """Options of a part, with the defaults of its schema."""
-    return schema_of(provider, Config, owner=owner)(**given).model_dump(mode="json") if provider.config else dict(given)
 
 
 def _role(roles: Mapping[str, T], name: str, does: str) -> T:

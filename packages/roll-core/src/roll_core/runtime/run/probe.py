@@ -17,6 +17,7 @@ import numpy as np
 
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.rollout.program import PROBE
+from roll_core.spec.train import WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ async def logprob_probe(
     sequences = {"fixed": _sequence("fixed", tokens, 1)}
     for rank, output in sampled.items():
         sequences[str(rank)] = _sequence(str(rank), np.concatenate([prompt, output.token_ids]), len(prompt))
-    scored = await train.score(list(sequences.values()), logprobs=True)
+    scored = await train.score(list(sequences.values()), WantedOutputs(logprobs=True))
     if scored.logprobs is None:
         raise WeightSyncError(f"{train.name} returned no logprobs of the probe tokens")
     by_trainer = dict(zip(sequences, scored.logprobs, strict=True))

@@ -129,7 +129,7 @@ class GroupTrainRole(TrainRole):
         return args.gradient_accumulation_steps * args.per_device_train_batch_size * self.data_parallel
 
     @override
-    async def forward(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
+    async def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
         if want.base and not self.config.model_args.trains_adapters:
             raise UnsupportedError(
                 f"{self.name} trains its whole model, not adapters (lora_target): it has no base model to score with"
