@@ -86,7 +86,7 @@ def test_only_the_transitions_of_the_diagram_are_possible(before, after):
     allowed = {
         "queued": {"running", "paused", "finished"},
         "running": {"queued", "pausing", "finished"},
-        "pausing": {"paused", "finished"},
+        "pausing": {"paused", "running", "finished"},
         "paused": {"queued", "finished"},
         "finished": set(),
     }

@@ -1,11 +1,12 @@
 """Requests over replicas in virtual time: every output is what it would have been, however often it was cut short."""
 
 import asyncio
+import gc
 import random
 
 import numpy as np
 import pytest
-from rollout_fleet import PROMPT, ask, check_requests, engine, in_virtual_time, request, right_tokens
+from rollout_fleet import PROMPT, ask, check_requests, engine, in_virtual_time, length_of, request, right_tokens
 
 from roll_core.errors import DataError, RollError, WorkerDiedError
 from roll_core.runtime.rollout.queue import RequestQueue
@@ -330,6 +331,39 @@ def test_an_abort_that_overtakes_its_request_is_asked_again():
         assert pending.sampled[0].finish_reason == "abort"
 
     in_virtual_time(main)
+
+
+@pytest.mark.parametrize("aborted_s", [None, 0.1, 1.0])
+def test_requests_of_a_pause_that_ends_early_are_resumed(aborted_s, caplog):
+    """Whether they were queued, run on, or are aborted before or after the end of the pause: none stays paused."""
+
+    class Slow(SimulatedEngine):
+        """Aborts half of the requests after `aborted_s`, or raises."""
+
+        async def abort(self, ids):
+            if aborted_s is None:
+                raise RollError("no such requests")
+            abort = super().abort
+            asyncio.get_running_loop().call_later(aborted_s, lambda: asyncio.ensure_future(abort(ids[::2])))
+
+    async def main():
+        queue = RequestQueue([Slow("0", Speed(), length_of, prompt_tokens=len(PROMPT))], max_running=5)
+        found = {}
+        pending = ask(queue, [request(f"r{i}", n=3) for i in range(8)], found.__setitem__)
+        await asyncio.sleep(1.5)
+        with pytest.raises(RollError if aborted_s is None else TimeoutError):
+            async with asyncio.timeout(0.3), queue.paused(in_flight=False):
+                raise AssertionError("some requests have not stopped")
+        check_requests(queue, [each for each in pending if each.state is not FINISHED])
+        await asyncio.sleep(1000)
+        assert sorted(found) == [f"r{i}" for i in range(8)]
+        for completion in found.values():
+            check(completion, 3)
+        check_requests(queue, [])
+
+    in_virtual_time(main)
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("seed", range(12))

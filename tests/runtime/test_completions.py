@@ -134,7 +134,8 @@ class Engine:
         return self.returns
 
     async def abort(self, ids):
-        return []
+        self.aborted = ids
+        return [self.returns]
 
     async def progress(self):
         return self.returns if isinstance(self.returns, (list, str)) else [self.returns]
@@ -192,6 +193,18 @@ def test_progress_that_is_no_list_of_completions_is_an_error_and_that_of_unknown
         asyncio.run(told("nothing"))
     assert asyncio.run(told([replace(RIGHT, id="finished")])) == []
     assert asyncio.run(told([RIGHT])) == [RIGHT]
+
+
+def test_an_abort_returns_no_completion_because_the_result_does(worker):
+    async def main():
+        engine = worker(RIGHT)
+        await engine.submit([REQUEST])
+        assert await engine.abort(["r1"]) is None
+        assert engine.strategy.aborted == ["r1"]
+        assert await engine.result("r1") == RIGHT
+        await engine.close()
+
+    asyncio.run(main())
 
 
 def test_a_request_is_forgotten_with_its_result(worker):

@@ -175,6 +175,7 @@ class RequestQueue:
         for slot in self._full:
             slot.waiting = _without(slot.waiting, chosen)
         stopped = asyncio.gather(*[each.stopped.wait() for each in chosen if each.state is PAUSING])
+        stopped.add_done_callback(retrieve)
         try:
             await asyncio.sleep(0)
             while not stopped.done():
@@ -184,11 +185,11 @@ class RequestQueue:
             stopped.cancel()
 
     def resume(self, pending: Iterable[PendingRequest]) -> None:
-        """Continue paused requests."""
+        """Continue paused requests. If their `pause` did not end, running outputs stay where they are."""
         for each in pending:
-            if each.state is PAUSED:
-                each.move(QUEUED)
-                self._enqueue(each, each.outputs)
+            if each.state in (PAUSED, PAUSING):
+                each.move(QUEUED if each.state is PAUSED else RUNNING)
+                self._enqueue(each, each.interrupted)
 
     @asynccontextmanager
     async def paused(self, *, in_flight: bool) -> AsyncIterator[None]:

@@ -1,8 +1,8 @@
 """A request for n outputs: its state and its partial outputs.
 
     submitted ──► QUEUED ◄───────► RUNNING ──► FINISHED   completed, failed or cancelled (from every state)
-                  ▲    │ pause        │ pause
-           resume │    ▼              ▼
+                  ▲    │ pause     ▲  │ pause
+           resume │    ▼    resume │  ▼
                   PAUSED ◄───────── PAUSING    aborts are under way
 
 A replica receives sub-requests: the whole request at first, single outputs once tokens are sampled. Tokens of an
@@ -52,7 +52,7 @@ QUEUED, RUNNING, PAUSING, PAUSED, FINISHED = RequestState
 TRANSITIONS = {
     QUEUED: {RUNNING, PAUSED, FINISHED},
     RUNNING: {QUEUED, PAUSING, FINISHED},
-    PAUSING: {PAUSED, FINISHED},
+    PAUSING: {PAUSED, RUNNING, FINISHED},
     PAUSED: {QUEUED, FINISHED},
     FINISHED: set[RequestState](),
 }
@@ -118,6 +118,12 @@ class PendingRequest:
             for output, part in zip(sub.outputs, sub.reported, strict=False):
                 found[output.index] = part if output.sampled is None else joined(output.sampled, part)
         return found
+
+    @property
+    def interrupted(self) -> list[PartialOutput]:
+        """The outputs that no replica is running."""
+        running = {output for id, slot in self.running.items() for output in slot.running[id].outputs}
+        return [output for output in self.outputs if output not in running]
 
     @property
     def wants_tokens(self) -> bool:

@@ -115,10 +115,10 @@ class InferWorker(ReceivingWorker):
         finally:
             self._drop(request_id)
 
-    async def abort(self, ids: Sequence[str]) -> list[Completion]:
+    async def abort(self, ids: Sequence[str]) -> None:
         """Abort requests. Their `result` returns the partial completion."""
         await asyncio.sleep(0)  # requests submitted in this iteration of the event loop reach the engine first
-        return await self.strategy.abort(ids)
+        await self.strategy.abort(ids)
 
     async def progress(self) -> list[Completion] | None:
         """Partial completions of running requests; None if the engine does not report them."""
