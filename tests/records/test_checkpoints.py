@@ -275,6 +275,14 @@ def test_a_forged_field_of_a_manifest_is_a_checkpoint_error(tmp_path: Path, key:
         CheckpointStore.open(path)
 
 
+def test_state_may_have_any_text_that_json_can_have(tmp_path: Path) -> None:
+    store, state = CheckpointStore(tmp_path), {"detail": json.loads('"\\ud83d"'), "größe": "超"}
+    with store.writing(1, state):
+        pass
+    [only] = store.list()
+    assert only.state() == state
+
+
 def test_state_must_be_json(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(TypeError), store.writing(1, {"set": {1, 2}}):

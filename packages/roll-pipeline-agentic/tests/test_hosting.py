@@ -18,10 +18,11 @@ import pytest
 
 from roll_core.errors import EnvironmentFailure
 from roll_core.spec.environment import Reply
+from roll_core.types import Reward
 from roll_pipeline_agentic import environment_process
 from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.hosting import EnvironmentHost
-from roll_testing.errors import mentions
+from roll_testing.errors import mentions, raises_error
 
 sys.path.insert(0, str(Path(__file__).parent))
 import wrong_environments as wrong
@@ -112,7 +113,7 @@ def test_processes_and_threads_describe_an_error_alike() -> None:
     assert "RuntimeError" not in in_process
 
 
-@pytest.mark.parametrize("how", ["type", "nan", "role", "silent", "failed score"])
+@pytest.mark.parametrize("how", ["type", "nan", "role", "silent", "failed score", "nan in detail", "list in detail"])
 def test_an_invalid_result_is_a_failure_of_the_episode(how: str) -> None:
     async def run() -> list[Any]:
         of = host("thread", how=how)
@@ -120,6 +121,28 @@ def test_an_invalid_result_is_a_failure_of_the_episode(how: str) -> None:
 
     (failure,) = asyncio.run(run())
     assert isinstance(failure, EnvironmentFailure)
+
+
+def test_a_score_may_have_numbers_and_texts_as_details() -> None:
+    async def run() -> list[Any]:
+        of = host("thread", how="details")
+        return await closed(of, episode(of))
+
+    assert asyncio.run(run()) == [2.0]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        Reward(value=None, failure="the judge is away"),
+        Reward(value=None),
+        Reward(value=float("inf")),
+        Reward(value=0.5, detail={"bleu": float("nan")}),
+    ],
+)
+def test_an_agents_own_reward_is_checked_like_an_environments(reward: Reward) -> None:
+    with raises_error(EnvironmentFailure, "custom_envs.x", "acme", "run"):
+        host("thread").check_reward("run", reward)
 
 
 def test_an_error_in_close_changes_nothing() -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.types import Reward
@@ -58,7 +58,13 @@ class Echo(Environment):
 
     def score(self) -> Reward | None:
         self._fail("score")
-        return Reward(value=None, failure="the judge is away") if self.how == "failed score" else None
+        scores: dict[str, Any] = {
+            "failed score": Reward(value=None, failure="the judge is away"),
+            "nan in detail": Reward(value=1.0, detail={"why": "ok", "bleu": float("nan")}),
+            "list in detail": Reward(value=1.0, detail={"bleu": cast("Any", [0.5])}),
+            "details": Reward(value=1.0, detail={"why": "ok", "bleu": 0.5, "tests": 3}),
+        }
+        return scores.get(self.how)
 
     def close(self) -> None:
         self._fail("close")

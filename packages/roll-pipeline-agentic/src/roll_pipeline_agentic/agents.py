@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import time
@@ -222,8 +221,7 @@ class AgentHost(EnvironmentHost):
                 raise self.failure("run", "returned a reward, but the config has rewards: return a text or None")
             return None
         if isinstance(found, Reward):
-            if found.failed or found.value is None or not math.isfinite(found.value):
-                raise self.failure("run", found.failure or f"returned the reward {found.value!r}")
+            self.check_reward("run", found)
             return found
         if recorder.truncated:
             raise self.failure("run", "returned no reward after a call beyond the limits of turns or tokens")

@@ -82,21 +82,19 @@ class HostedEnvironment:
         ends = turn.done or turn.truncated
         self._check_messages("step", turn.messages, required=not ends)
         self._check_player("step", turn.player)
-        self._check_number("step", "reward", turn.reward)
+        self._host.check_number("step", "reward", turn.reward)
         for player, value in turn.rewards.items():
             self._check_player("step", player)
-            self._check_number("step", f"reward of {player}", value)
+            self._host.check_number("step", f"reward of {player}", value)
         for name, value in turn.metrics.items():
-            self._check_number("step", f"metric {name}", value)
+            self._host.check_number("step", f"metric {name}", value)
         return turn
 
     async def score(self) -> Reward | None:
         """Score the episode."""
         reward: Reward | None = await self._call("score", self._host.config.score_timeout_s)
-        if reward is not None and reward.failed:
-            raise self._host.failure("score", reward.failure or "the reward has neither a value nor a failure")
         if reward is not None:
-            self._check_number("score", "reward", reward.value)
+            self._host.check_reward("score", reward)
         return reward
 
     async def close(self) -> None:
@@ -134,10 +132,6 @@ class HostedEnvironment:
     def _check_player(self, method: str, player: Any) -> None:
         if player != "" and player not in self._players:
             raise self._host.failure(method, f"player is {player!r:.100}, expected one of {list(self._players)!r:.200}")
-
-    def _check_number(self, method: str, what: str, value: Any) -> None:
-        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
-            raise self._host.failure(method, f"{what} is {value!r:.100}, expected a finite number or None")
 
 
 ROLES = ("user", "system", "tool")
@@ -192,6 +186,20 @@ class EnvironmentHost:
     def failure(self, method: str, reason: str) -> EnvironmentFailure:
         """The error of a failed episode."""
         return EnvironmentFailure(f"custom_envs.{self.tag}: {self.owner}: {method}: {reason}")
+
+    def check_number(self, method: str, what: str, value: Any) -> None:
+        """Raise the failure of an episode unless `value` is a finite number or None."""
+        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+            raise self.failure(method, f"{what} is {value!r:.100}, expected a finite number or None")
+
+    def check_reward(self, method: str, reward: Reward) -> None:
+        """Raise the failure of an episode whose reward has no value, or a number that is not finite."""
+        if reward.failed:
+            raise self.failure(method, reward.failure or "the reward has neither a value nor a failure")
+        self.check_number(method, "reward", reward.value)
+        for name, value in reward.detail.items():
+            if not isinstance(value, str):
+                self.check_number(method, f"detail {name}", value)
 
     def take_seconds(self) -> dict[str, list[float]]:
         """Seconds of calls by method since the last call."""

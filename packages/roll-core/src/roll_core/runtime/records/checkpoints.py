@@ -154,7 +154,7 @@ class CheckpointStore:
         try:
             _MINE.add(working.name)
             working.mkdir(parents=True)
-            write_flushed(working / STATE, json.dumps(state, ensure_ascii=False, allow_nan=False, indent=1))
+            write_flushed(working / STATE, json.dumps(state, allow_nan=False, indent=1))
             yield working
             write_manifest(working, step, stop)
             _flush_directories(working)

@@ -1,6 +1,7 @@
 """Schema of values that cross between Python environments: plain bytes, independent of library versions.
 
-MessagePack with only these extensions. The content of each extension is MessagePack too:
+MessagePack with only these extensions. The content of each extension is MessagePack too. Text may have lone surrogates:
+a response may contain JSON with an escaped half of a pair.
 
     TUPLE      [value, ...]                                SET        [value, ...]
     ARRAY      [numpy's dtype string, [size, ...], bytes in row-major order]; [] sizes and NUMBER for a scalar
@@ -29,6 +30,7 @@ import numpy as np
 from roll_core.errors import RollError, UnsupportedError
 
 TUPLE, SET, ARRAY, NUMBER, RECORD, ERROR, NAME, PATH, ENUM = range(1, 10)
+_TEXT = "surrogatepass"
 _LARGEST = 2**32 - 1
 """Maximum size of one value in bytes: MessagePack's own limit."""
 
@@ -36,8 +38,8 @@ _LARGEST = 2**32 - 1
 def dumps(value: Any) -> bytes:
     """Serialize a value. Raises `UnsupportedError` with the type of a value that the schema does not support."""
     try:
-        packed: bytes = msgpack.packb(value, default=_extension, strict_types=True)
-    except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as error:
+        packed: bytes = msgpack.packb(value, default=_extension, strict_types=True, unicode_errors=_TEXT)
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, UnsupportedError):
             raise
         raise UnsupportedError(f"a value cannot be sent to another Python environment: {error}") from error
@@ -50,7 +52,7 @@ def loads(data: bytes) -> Any:
     Arrays are writable. Raises `UnsupportedError` for a value that this environment cannot rebuild.
     """
     limits = dict.fromkeys(("max_bin_len", "max_ext_len", "max_str_len", "max_array_len", "max_map_len"), _LARGEST)
-    return msgpack.unpackb(data, ext_hook=_value, strict_map_key=False, **limits)
+    return msgpack.unpackb(data, ext_hook=_value, strict_map_key=False, unicode_errors=_TEXT, **limits)
 
 
 def _extension(value: Any) -> Any:
