@@ -79,9 +79,8 @@ class InferWorker(ReceivingWorker):
         self.weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.weights_on[0])
         self.owner, self.vocab_size = owner, model_vocab_size(model)
-        self.requests: dict[str, GenerateRequest] = {}
-        """Requests of the tasks in `running`, by id."""
-        self.running: dict[str, asyncio.Task[Completion]] = {}
+        self.running: dict[str, tuple[GenerateRequest, asyncio.Task[Completion]]] = {}
+        """Requests and their tasks, by id."""
         self.sleep_lock = asyncio.Lock()
         """Serializes `sleep` and `wake`.
 
@@ -101,19 +100,18 @@ class InferWorker(ReceivingWorker):
         for request in requests:
             if request.id in self.running:
                 raise RollError(f"request {request.id} is already running")
-            self.requests[request.id] = request
-            self.running[request.id] = asyncio.create_task(self.strategy.generate(request))
+            self.running[request.id] = request, asyncio.create_task(self.strategy.generate(request))
 
     async def result(self, request_id: str) -> Completion:
         """Wait for a submitted request and return its completion.
 
         The request is then removed: call this once per request.
         """
-        request = self.requests[request_id]
+        request, task = self.running[request_id]
         try:
-            return self._checked(await self.running[request_id], request)
+            return self._checked(await task, request)
         finally:
-            self._drop(request_id)
+            self.running.pop(request_id, None)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Abort requests. Their `result` returns the partial completion."""
@@ -127,13 +125,13 @@ class InferWorker(ReceivingWorker):
             return None
         if not isinstance(found, list) or not all(isinstance(each, Completion) for each in found):
             raise InvalidCompletionError(f"{self.owner}: progress() returned {_shown(found)}, expected Completions")
-        return [self._checked(each, self.requests[each.id]) for each in found if each.id in self.requests]
+        return [self._checked(each, self.running[each.id][0]) for each in found if each.id in self.running]
 
     async def forget(self, ids: Sequence[str]) -> None:
         """Cancel requests whose `result` will not be awaited."""
         for id in ids:
-            task = self._drop(id)
-            if task is not None:
+            if id in self.running:
+                _, task = self.running.pop(id)
                 task.cancel()
                 task.add_done_callback(retrieve)
 
@@ -142,10 +140,6 @@ class InferWorker(ReceivingWorker):
             raise InvalidCompletionError(f"{self.owner}: invalid completion of request {request.id!r}: {problem}")
         return completion
 
-    def _drop(self, request_id: str) -> asyncio.Task[Completion] | None:
-        self.requests.pop(request_id, None)
-        return self.running.pop(request_id, None)
-
     async def sleep(self) -> None:
         """Put the engine to sleep, which frees the device's memory.
 
@@ -153,9 +147,8 @@ class InferWorker(ReceivingWorker):
         """
         async with self.sleep_lock:
             await self.strategy.abort(list(self.running))
-            await asyncio.gather(*self.running.values(), return_exceptions=True)
+            await asyncio.gather(*(task for _, task in self.running.values()), return_exceptions=True)
             self.running.clear()
-            self.requests.clear()
             await self.strategy.sleep()
 
     async def wake(self) -> None:
@@ -181,7 +174,7 @@ class InferWorker(ReceivingWorker):
 
     async def close(self) -> None:
         """Stop the engine and cancel its running requests."""
-        await cancel_all(self.running.values())
+        await cancel_all(task for _, task in self.running.values())
         self.receiver.close()
         await self.strategy.stop()
 
