@@ -88,7 +88,7 @@ FRAGMENTS = {
     "model/small.yaml": "# @package _global_\npretrain: Qwen/Qwen3-0.6B\n",
     "output/grpo/latest/rollouts/step-1.jsonl": json.dumps(
         {
-            "schema": 2,
+            "schema": 3,
             "terms": {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "temperature": 1.0},
             "weight_version": 0,
         }

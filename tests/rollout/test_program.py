@@ -147,7 +147,7 @@ def test_resumed_episodes_repeat_no_finished_turn(concurrent):
             state = json.loads(json.dumps(scheduler.state()))
             for entry in state["a"]["kept"]:
                 for key, (output,) in entry.get("calls", {}).items():
-                    if output is not None and output["finish"] == "stop":
+                    if output is not None and output["finish_reason"] == "stop":
                         finished.add(f"a{entry['position']}:{key}")
             await scheduler.close()
             await queue.close()

@@ -1,15 +1,18 @@
 """Recorded rollouts: read back exactly, or not at all."""
 
+import hashlib
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
 from rollout_fleet import PROMPT, plan, prompt
 
+from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import RecordingError
 from roll_core.runtime.rollout.recording import BatchFacts, BatchTerms, RecordedBatch, Recorder, Recording, RewardStats
-from roll_core.types import Group, Reward, Sample, SamplingParams
+from roll_core.types import Group, Reward, Rollout, Sample, SamplingParams, TurnRecord
 from roll_testing.errors import raises_error
 
 REWARDS = (
@@ -101,7 +104,7 @@ def test_a_changed_byte_is_found(tmp_path):
         recording.batch(1, plan_of())
 
 
-@pytest.mark.parametrize("head", ["", "nonsense\n", "[]\n", "{}\n", '{"schema": 2}\n'])
+@pytest.mark.parametrize("head", ["", "nonsense\n", "[]\n", "{}\n", '{"schema": 3}\n'])
 def test_a_file_that_is_no_recording_is_named(tmp_path, head):
     recording = record(tmp_path, 1)
     recording.steps[1].write_text(head, encoding="utf-8")
@@ -109,12 +112,109 @@ def test_a_file_that_is_no_recording_is_named(tmp_path, head):
         recording.batch(1, plan_of())
 
 
+def multi_turn_batch():
+    """A group of two episodes: a chain with everything that a turn may have, and an episode without a turn."""
+    found = prompt("a", 0)
+    first = TurnRecord(
+        context_ids=np.array([4, 5, 6]),
+        sampled_ids=np.array([7, 1 << 40]),
+        logprobs=np.array([-0.5, -1e-30], np.float32),
+        versions=np.array([2, 3], np.int32),
+        loss_mask=np.array([True, False]),
+        finish_reason="stop",
+        metrics={"dtype": 1.0, "shape": 2.0, "data": 3.0},
+    )
+    second = replace(
+        first,
+        parent=0,
+        context_ids=np.array([8]),
+        observation_mask=np.array([True]),
+        routed_experts=np.arange(12, dtype=np.uint16).reshape(3, 2, 2),
+        reward=-0.0,
+        state="näh",
+        finish_reason="length",
+    )
+    rollouts = (Rollout(turns=(first, second)), Rollout(turns=()))
+    samples = [
+        sample_of_rollout(
+            each,
+            id=f"a0/{index}/x",
+            group_id=found.id,
+            tag="a",
+            finish_reason="stop",
+            player="x",
+            metadata=found.metadata,
+            reward=REWARDS[index],
+        )
+        for index, each in enumerate(rollouts)
+    ]
+    group = Group(id=found.id, samples=tuple(samples), baseline=samples[0].with_reward(REWARDS[1]))
+    facts = BatchFacts(ages=(0,), left_out=0, stale=0, surplus=0, positions=(0,), rewards=RewardStats())
+    return RecordedBatch(groups=[group], facts=facts, weight_version=3)
+
+
+def plain(value):
+    """Everything that a value consists of, with the types of its numbers."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if is_dataclass(value):
+        return type(value), [plain(getattr(value, each.name)) for each in fields(value)]
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return repr(dict(value) if isinstance(value, Mapping) else value)
+
+
+def test_a_multi_turn_group_is_read_as_it_was_written(tmp_path):
+    (expected,) = multi_turn_batch().groups
+    plan = plan_of("a", counts={"a": 2})
+    (found,) = record(tmp_path, 1, recorded=multi_turn_batch()).batch(1, plan).groups
+    assert plain(found) == plain(expected)
+    assert all(turn.logprobs.flags.writeable for turn in found.samples[0].rollout.turns)
+
+
+DAMAGE = {
+    "nothing": lambda value: None,
+    "a number": lambda value: 7,
+    "text": lambda value: "AAAA",
+    "a list": lambda value: [1, 2],
+    "an unknown dtype": lambda value: ["<i9", *value[1:]],
+    "objects": lambda value: ["|O", *value[1:]],
+    "another shape": lambda value: [value[0], [1000], value[2]],
+    "no base64": lambda value: [*value[:2], "A"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    ("made", "path"),
+    [
+        (batch, ("prompt_ids",)),
+        (batch, ("samples", 0, "response_ids")),
+        (batch, ("samples", 2, "versions")),
+        (multi_turn_batch, ("samples", 0, "rollout", "turns", 1, "logprobs")),
+        (multi_turn_batch, ("baseline", "rollout", "turns", 0, "context_ids")),
+    ],
+)
+def test_a_wrong_array_is_an_error_of_its_file_even_if_its_digest_is_right(tmp_path, damage, made, path):
+    recording = record(tmp_path, 1, recorded=made())
+    head, first, *others = recording.steps[1].read_text(encoding="utf-8").splitlines()
+    line = inner = json.loads(first)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = DAMAGE[damage](inner[path[-1]])
+    body = "".join(f"{each}\n" for each in (json.dumps(line), *others))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    recording.steps[1].write_text(f"{json.dumps(json.loads(head) | {'sha256': digest})}\n{body}", encoding="utf-8")
+    with raises_error(RecordingError, "step-1.jsonl"):
+        recording.batch(1, plan_of() if made is batch else plan_of("a", counts={"a": 2}))
+
+
 def test_another_schema_is_refused(tmp_path):
     recording = record(tmp_path, 1)
     path = recording.steps[1]
     head, _, rest = path.read_text(encoding="utf-8").partition("\n")
-    path.write_text(json.dumps(json.loads(head) | {"schema": 3}) + "\n" + rest, encoding="utf-8")
-    with raises_error(RecordingError, "schema 3", "roll-core", "2"):
+    path.write_text(json.dumps(json.loads(head) | {"schema": 2}) + "\n" + rest, encoding="utf-8")
+    with raises_error(RecordingError, "schema 2", "roll-core", "3"):
         recording.batch(1, plan_of())
 
 

@@ -177,10 +177,11 @@ class RecordedAgentRunTests:
         assert sorted({group["id"].partition("/")[0] for group in groups}) == ["plain", "streamed"]
         samples = [sample for group in groups for sample in group["samples"]]
         assert len(samples) == 16
-        parents = [[turn["parent"] for turn in each["turns"]] for each in samples]
+        rollouts = [sample["rollout"]["turns"] for sample in samples]
+        parents = [[turn.get("parent") for turn in turns] for turns in rollouts]
         assert all(each in ([None, 0], [None, None]) for each in parents)
         # A reply that is cut off at `<pad>` may have ended there.
-        forked = [each["turns"][0]["finish_reason"] for each in samples if each["turns"][1]["parent"] != 0]
+        forked = [turns[0]["finish_reason"] for turns in rollouts if turns[1].get("parent") != 0]
         assert forked == ["length"] * int(sum(line["rollout/forks"] for line in lines))
         assert len(forked) <= 2
         pieces = [each["reward"]["detail"]["pieces"] for each in samples]

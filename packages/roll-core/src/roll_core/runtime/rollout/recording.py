@@ -2,7 +2,8 @@
 
     <run>/rollouts/step-12.jsonl    a line about the batch, then a line for each of its groups, in their order
 
-Arrays are base64 of their little-endian bytes. The first line has the SHA-256 of the lines that follow.
+A record is an object of its fields; an array is a list of its dtype, its shape, and base64 of its little-endian bytes.
+The first line has the SHA-256 of the lines that follow.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -28,25 +30,27 @@ from roll_core.spec.pipeline import InferRole
 from roll_core.types import CompletionOutput, Group, Reward, Rollout, Sample, TurnRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
     from typing import Self
 
+    from roll_core.runtime.rollout.requests import Outputs
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import RolloutPlan
     from roll_core.spec.rollout import Prompt
     from roll_core.types import GenerateRequest
 
-SCHEMA = 2
+SCHEMA = 3
 FOLDER = "rollouts"
-TOKENS = "<i8"
 REPLAYED = "replayed"
 """Key of the state of replayed rollouts, which have no group queues."""
-ARRAYS = {"response_ids": "<i8", "logprobs": "<f4", "loss_mask": "|b1", "versions": "<i4"}
-OUTPUT_ARRAYS = {"token_ids": "<i8", "logprobs": "<f4", "versions": "<i4"}
-TURN_ARRAYS = {"context_ids": "<i8", "sampled_ids": "<i8", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
-OBSERVED = {"observation_mask": "|b1"}
-TURN_VALUES = ("parent", "finish_reason", "reward", "state")
+OF_PROMPT = frozenset({"group_id", "prompt_ids", "tag", "metadata"})
+"""Fields of a sample that its prompt has."""
+OF_TURNS = frozenset({"response_ids", "logprobs", "loss_mask", "versions", "routed_experts"})
+"""Fields of a multi-turn sample that follow from its turns."""
+TEXTS = frozenset({"id", "group_id", "finish_reason"})
+"""Fields without a default of the records below. The others are arrays."""
+Record = TypeVar("Record", Sample, CompletionOutput, TurnRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,7 @@ class Recorder:
                 "tag": group.samples[0].tag,
                 "position": position,
                 # The prompts of multi-turn rollouts belong to their turns.
-                "prompt_ids": saved_array(group.samples[0].prompt_ids, TOKENS) if not group.multi_turn else "",
+                "prompt_ids": None if group.multi_turn else saved_array(group.samples[0].prompt_ids),
                 **saved_group(group),
             }
             for group, position in zip(batch.groups, batch.facts.positions, strict=True)
@@ -250,8 +254,8 @@ def steps_in(run: Path) -> dict[int, Path]:
 
 def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path) -> Group:
     expected = prompt(line["tag"], line["position"])
-    multi_turn = any("turns" in sample for sample in line["samples"])
-    same = multi_turn or np.array_equal(expected.tokens, array_from(line["prompt_ids"], TOKENS))
+    multi_turn = any("rollout" in sample for sample in line["samples"])
+    same = multi_turn or np.array_equal(expected.tokens, array_from(line["prompt_ids"]))
     if expected.id != line["id"] or not same:
         raise RecordingError(
             f"{path} has responses to prompt {line['id']}, but this run has prompt {expected.id}"
@@ -313,105 +317,63 @@ def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
     )
 
 
-def _saved_sample(sample: Sample) -> dict[str, Any]:
-    tokens = _saved_arrays(sample, ARRAYS) if sample.rollout is None else {"turns": _saved_turns(sample.rollout)}
-    player = {"player": sample.player} if sample.player else {}
-    return {
-        "id": sample.id,
-        "finish": sample.finish_reason,
-        "reward": _saved_reward(sample.reward),
-        **player,
-        **tokens,
-    }
+def _saved_sample(sample: Sample) -> Any:
+    return _saved(sample, OF_PROMPT if sample.rollout is None else OF_PROMPT | OF_TURNS)
 
 
 def _sample_from(saved: Mapping[str, Any], prompt: Prompt) -> Sample:
-    common: dict[str, Any] = {
-        "id": saved["id"],
-        "group_id": prompt.id,
-        "finish_reason": saved["finish"],
-        "tag": prompt.tag,
-        "metadata": prompt.metadata,
-        "reward": None if saved["reward"] is None else Reward(**saved["reward"]),
-    }
-    if "turns" in saved:
-        return sample_of_rollout(_rollout_from(saved["turns"]), player=saved.get("player", ""), **common)
-    return Sample(prompt_ids=prompt.tokens, **common, **_arrays_from(saved, ARRAYS))
+    found: dict[str, Any] = {**saved, "group_id": prompt.id, "tag": prompt.tag, "metadata": prompt.metadata}
+    if "reward" in found:
+        found["reward"] = Reward(**found["reward"])
+    if "rollout" not in found:
+        return _restored(Sample, found | {"prompt_ids": prompt.tokens})
+    turns = [_restored(TurnRecord, each) for each in found.pop("rollout")["turns"]]
+    return sample_of_rollout(Rollout(turns=tuple(turns)), **found)
 
 
-def _saved_turns(rollout: Rollout) -> list[dict[str, Any]]:
-    return [
-        {
-            **{name: getattr(turn, name) for name in TURN_VALUES},
-            "metrics": dict(turn.metrics),
-            **_saved_arrays(turn, TURN_ARRAYS),
-            **({} if turn.observation_mask is None else _saved_arrays(turn, OBSERVED)),
-        }
-        for turn in rollout.turns
-    ]
-
-
-def _rollout_from(saved: Sequence[Mapping[str, Any]]) -> Rollout:
-    return Rollout(
-        turns=tuple(
-            TurnRecord(
-                metrics=each["metrics"],
-                **{name: each[name] for name in TURN_VALUES},
-                **_arrays_from(each, TURN_ARRAYS | (OBSERVED if "observation_mask" in each else {})),
-            )
-            for each in saved
-        )
-    )
-
-
-def saved_outputs(outputs: Sequence[CompletionOutput | None]) -> list[dict[str, Any] | None]:
+def saved_outputs(outputs: Outputs) -> list[dict[str, Any] | None]:
     """Outputs as JSON; some may be partial or None."""
-    return [
-        None
-        if output is None
-        else {"finish": output.finish_reason, "stop": output.stop, **_saved_arrays(output, OUTPUT_ARRAYS)}
-        for output in outputs
-    ]
+    return [_saved(each) for each in outputs]
 
 
 def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOutput | None]:
     """Restore outputs from the result of `saved_outputs`."""
-    return [
-        None
-        if each is None
-        else CompletionOutput(finish_reason=each["finish"], stop=each["stop"], **_arrays_from(each, OUTPUT_ARRAYS))
-        for each in saved
-    ]
+    return [None if each is None else _restored(CompletionOutput, each) for each in saved]
 
 
-def _saved_reward(reward: Reward | None) -> dict[str, Any] | None:
-    if reward is None:
-        return None
-    return {"value": reward.value, "failure": reward.failure, "detail": dict(reward.detail)}
+def _saved(value: Any, without: Collection[str] = ()) -> Any:
+    """A value as JSON. A record is an object of its fields, except those in `without` and those with their default."""
+    if isinstance(value, np.ndarray):
+        return saved_array(value)
+    if is_dataclass(value):
+        return {
+            each.name: _saved(found)
+            for each in fields(value)
+            if each.name not in without and (found := getattr(value, each.name)) is not each.default
+        }
+    if isinstance(value, tuple):
+        return [_saved(each) for each in value]
+    return dict(value) if isinstance(value, Mapping) else value
 
 
-def _saved_arrays(record: Sample | CompletionOutput | TurnRecord, dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The arrays of a record as JSON, and its routed experts, if it has any."""
-    saved: dict[str, Any] = {}
-    if (experts := record.routed_experts) is not None:
-        dtype = experts.dtype.newbyteorder("<").str
-        saved["experts"] = {"dtype": dtype, "shape": list(experts.shape), "data": saved_array(experts, dtype)}
-    return saved | {name: saved_array(getattr(record, name), dtype) for name, dtype in dtypes.items()}
+def _restored(kind: type[Record], saved: Mapping[str, Any]) -> Record:
+    """Restore a record from the result of `_saved`. Raises `KeyError`, `TypeError` or `ValueError` if it is damaged."""
+    found: dict[str, Any] = {name: array_from(each) if isinstance(each, list) else each for name, each in saved.items()}
+    for each in fields(kind):
+        is_array = each.default is MISSING and each.default_factory is MISSING and each.name not in TEXTS
+        if is_array and not isinstance(found[each.name], np.ndarray):
+            raise TypeError(f"{each.name} of a {kind.__name__} is not an array")
+    return kind(**found)
 
 
-def _arrays_from(saved: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """Restore the fields from the result of `_saved_arrays`."""
-    fields = {name: array_from(saved[name], dtype) for name, dtype in dtypes.items()}
-    if (experts := saved.get("experts")) is not None:
-        fields["routed_experts"] = array_from(experts["data"], experts["dtype"]).reshape(experts["shape"])
-    return fields
+def saved_array(array: np.ndarray[Any, Any]) -> list[Any]:
+    """The array as JSON: numpy's dtype, shape, and base64 of its bytes. No other value of a record is a list."""
+    dtype = array.dtype.newbyteorder("<").str
+    data = np.ascontiguousarray(array, dtype=dtype).tobytes()
+    return [dtype, list(array.shape), base64.b64encode(data).decode()]
 
 
-def saved_array(array: np.ndarray[Any, Any], dtype: str) -> str:
-    """The array's bytes as base64."""
-    return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()
-
-
-def array_from(text: str, dtype: str) -> Any:
+def array_from(saved: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Restore a writable array from the result of `saved_array`."""
-    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
+    dtype, shape, data = saved
+    return np.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()
