@@ -102,7 +102,9 @@ def test_no_files_looks_at_the_config_alone(here, capsys):
     assert cli.main(["check", "--no-files", "run.yaml"]) == 0
 
 
-@pytest.mark.parametrize("source", ["no/such/model", "./model-2", "~/no such model", "/no/such/model", "val.jsonl"])
+@pytest.mark.parametrize(
+    "source", ["no/such/model", "./model-2", "~/no such model", "~no-such-user/model", "/no/such/model", "val.jsonl"]
+)
 def test_a_model_that_is_no_directory_is_a_mistake(here, source):
     assert mistakes(GRPO.replace("pretrain: model", f"pretrain: {source}")) == [(2, 11, "pretrain")]
 

@@ -112,6 +112,14 @@ def test_configs_overrides_and_options_come_in_any_order(words, monkeypatch):
     assert seen == expected
 
 
+def test_a_file_whose_path_has_an_equals_sign_is_a_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1e-4").mkdir()
+    (tmp_path / "lr=1e-4" / "run.yaml").write_text(SFT)
+    assert cli.main(["check", "--no-files", "lr=1e-4/run.yaml", f"exp_name={'x' * 300}"]) == 2
+    assert "ROLL-C014 exp_name" in capsys.readouterr().err
+
+
 def test_overrides_without_a_config_are_a_mistake(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", "seed=3"])

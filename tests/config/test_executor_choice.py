@@ -67,6 +67,7 @@ def problems(tmp_path):
     ("overrides", "key"),
     [
         ([TWO], "sft_train.device_mapping"),
+        ([TWO, "sft_train.num_gpus_per_worker=null"], "sft_train.device_mapping"),
         (["sft_train.world_size=2"], "sft_train.world_size"),
         (["+sft_train.environment=envs"], "sft_train.environment"),
         (["executor=ray"], "executor"),

@@ -141,6 +141,13 @@ def keys(found):
     return [key for key, _ in found]
 
 
+def test_fewer_ranks_than_a_replica_needs_are_a_mistake_of_their_own(problems):
+    """A batch size cannot be compared with such a role, which must not hide the mistake."""
+    spread = "actor_train.strategy_args={strategy_name: spread_train, strategy_config: {tensor_size: 2}}"
+    assert keys(problems(spread)) == ["actor_train.strategy_args.strategy_config"]
+    assert keys(problems("actor_train.ranks_per_replica=2")) == ["actor_train.ranks_per_replica"]
+
+
 def test_an_option_that_the_policy_loss_does_not_have_is_a_mistake(problems):
     assert keys(problems("pg_options.log_ratio_clmap=10")) == ["pg_options.log_ratio_clmap"]
     assert keys(problems("pg_options.log_ratio_clamp=-1")) == ["pg_options.log_ratio_clamp"]
@@ -273,6 +280,17 @@ def test_a_requirement_that_is_not_installed_is_a_mistake_where_the_part_would_r
     assert not problems(*needy)
     elsewhere = f"actor_infer.environment={sys.executable}"
     assert keys(problems(*needy, elsewhere, needs=True)) == ["pg_variant"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("actor_train.environment='~no-such-user/bin/python'", "actor_train.environment"),
+        ("replay_rollouts='~no-such-user/run'", ""),
+    ],
+)
+def test_the_home_of_an_unknown_user_is_a_missing_path(problems, override, key):
+    assert keys(problems(override)) == [key]
 
 
 def test_on_a_cluster_requirements_are_left_to_its_hosts(problems, monkeypatch):

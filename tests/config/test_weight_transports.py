@@ -28,7 +28,7 @@ actor_infer:
 rewards: {math: {reward: math_rule}}
 """
 TRAINERS = {"apart_train": ("shm", "collective"), "alone_train": ("disk",), "silent_train": ()}
-ENGINES = {"apart": ("shm", "shared")}
+ENGINES = {"apart": ("shm", "shared"), "alone": ("disk",)}
 
 
 @pytest.fixture(scope="module")
@@ -83,47 +83,88 @@ def test_roles_that_need_separate_processes_are_known_before_anything_starts(rea
 
 
 @pytest.mark.parametrize(
-    ("names", "overrides", "key", "words"),
+    ("names", "overrides", "key", "code", "words"),
     [
-        (("apart_train", "hf_infer"), ("executor=local",), "executor", ["shm, collective"]),
+        (("apart_train", "hf_infer"), ("executor=local",), "executor", "ROLL-C014", ["shm, collective"]),
         (
             ("hf_train", "hf_infer"),
             ("executor=local", "model_update_dir=/mnt/weights"),
             "executor",
+            "ROLL-C014",
             ["model_update_dir"],
         ),
         (
             ("apart_train", "hf_infer"),
             ("model_update_dir=/mnt/weights",),
             "model_update_dir",
+            "ROLL-C030",
             ["apart_train", "hf_infer", "shm, collective"],
         ),
         (
             ("alone_train", "apart"),
             (),
             "actor_infer.strategy_args.strategy_name",
+            "ROLL-C030",
             ["alone_train", "apart", "disk", "shm, shared"],
         ),
-        (("silent_train", "hf_infer"), (), "actor_infer.strategy_args.strategy_name", ["silent_train", "none"]),
-        (("apart_train", "hf_infer"), ("weight_transport=shared",), "weight_transport", ["shared", "train strategy"]),
-        (("hf_train", "apart"), ("weight_transport=disk",), "weight_transport", ["disk", "infer strategy"]),
-        (("hf_train", "hf_infer"), ("weight_transport=disk",), "weight_transport", ["disk", "model_update_dir"]),
+        (
+            ("alone_train", "alone"),
+            (),
+            "actor_infer.strategy_args.strategy_name",
+            "ROLL-C030",
+            ["disk", "model_update_dir"],
+        ),
+        (
+            ("silent_train", "hf_infer"),
+            (),
+            "actor_infer.strategy_args.strategy_name",
+            "ROLL-C030",
+            ["silent_train", "none"],
+        ),
+        (
+            ("apart_train", "hf_infer"),
+            ("weight_transport=shared",),
+            "weight_transport",
+            "ROLL-C030",
+            ["shared", "train strategy"],
+        ),
+        (
+            ("hf_train", "apart"),
+            ("weight_transport=disk",),
+            "weight_transport",
+            "ROLL-C030",
+            ["disk", "infer strategy"],
+        ),
+        (
+            ("hf_train", "hf_infer"),
+            ("weight_transport=disk",),
+            "weight_transport",
+            "ROLL-C030",
+            ["disk", "model_update_dir"],
+        ),
         (
             ("hf_train", "hf_infer"),
             ("weight_transport=shm", "model_update_dir=/mnt/weights"),
             "weight_transport",
+            "ROLL-C030",
             ["shm", "model_update_dir"],
         ),
-        (("silent_train", "hf_infer"), ("weight_transport=pigeon",), "weight_transport", ["pigeon", "train strategy"]),
-        (("hf_train", "hf_infer"), ("weight_transport=shn",), "weight_transport", ["'shn'", "'shm'"]),
-        (("hf_train", "hf_infer"), ("executor=local", "weight_transport=pigeon"), "executor", ["pigeon"]),
+        (
+            ("silent_train", "hf_infer"),
+            ("weight_transport=pigeon",),
+            "weight_transport",
+            "ROLL-C030",
+            ["pigeon", "train strategy"],
+        ),
+        (("hf_train", "hf_infer"), ("weight_transport=shn",), "weight_transport", "ROLL-P004", ["'shn'", "'shm'"]),
+        (("hf_train", "hf_infer"), ("executor=local", "weight_transport=pigeon"), "executor", "ROLL-C014", ["pigeon"]),
     ],
 )
-def test_pairs_without_a_transport_are_refused_where_they_are_written(read, names, overrides, key, words):
+def test_pairs_without_a_transport_are_refused_where_they_are_written(read, names, overrides, key, code, words):
     with pytest.raises(ConfigError) as caught:
         read(*names, *overrides)
     (problem,) = caught.value.problems
-    assert problem.key == key
+    assert (problem.key, problem.code) == (key, code)
     assert all(word in f"{problem.message} {problem.hint}" for word in words)
 
 

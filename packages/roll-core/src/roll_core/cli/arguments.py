@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,11 @@ def add_disable_plugin(parser: argparse.ArgumentParser) -> None:
 def parse_configs(
     parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> tuple[list[Path], list[str], argparse.Namespace]:
-    """Parse configs, overrides and options. Words with `=` or a leading `~` are overrides, others are configs."""
+    """Parse configs, overrides and options. Files are configs. Other words with `=` or a leading `~` are overrides."""
     parser.add_argument("words", metavar="CONFIG | key=value", nargs="*", help="configs, and overrides of their keys")
     options = parser.parse_intermixed_args(words)
-    overrides = [word for word in options.words if "=" in word or word.startswith("~")]
+    others = [word for word in options.words if not os.path.isfile(word)]
+    overrides = [word for word in others if "=" in word or word.startswith("~")]
     configs = [Path(word) for word in options.words if word not in overrides]
     for config in configs:
         if not config.suffix and not config.exists():

@@ -83,7 +83,8 @@ def separate_processes_finding(
     if not why or (missing and wanted != AUTO):
         return None
     if missing is None:
-        return Finding(("executor",), f"{why}: executor {wanted} has only one", "remove it")
+        message = f"{why}: executor {wanted} has only one"
+        return Finding(("executor",), message, "remove it", code="ROLL-C014")
     return plugin_finding(at_engine, registry.no_part(ExecutorProvider, why))
 
 
@@ -91,7 +92,8 @@ def _several(role: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     """Keys of a role that need more than one process, each with the reason."""
     if role.get("environment") is not None:
         yield "environment", "has its own Python environment"
-    size, per_worker = role.get("world_size"), role.get("num_gpus_per_worker", 1)
+    size, per_worker = role.get("world_size"), role.get("num_gpus_per_worker")
+    per_worker = 1 if per_worker is None else per_worker
     if type(size) is int and size > 1:
         yield "world_size", f"has {size} workers"
     try:

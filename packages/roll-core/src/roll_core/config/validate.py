@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -140,7 +139,7 @@ def _check_environment(parts: Parts, path: KeyPath, role: dict[Any, Any]) -> Non
     """Check that an interpreter given by its path exists, unless workers run on the hosts of a cluster."""
     given = role.get("environment")
     python = given.get("python") if isinstance(given, dict) else given
-    exists = not isinstance(python, str) or os.sep not in python or Path(python).expanduser().exists()
+    exists = not isinstance(python, str) or os.sep not in python or os.path.exists(os.path.expanduser(python))
     if not exists and not parts.on_a_cluster:
         at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
         hint = "name an interpreter, or the folder of a virtual environment"
@@ -270,7 +269,7 @@ def _value(schema: type[BaseModel], data: Any, path: KeyPath) -> Any:
 
 def _error(parts: Parts, schema: type[RunConfig]) -> ConfigError:
     """All problems, in the order of the files."""
-    problems = {each: _location(each) for each in parts.composed.problems}
+    problems = {each: _location(parts, each) for each in parts.composed.problems}
     for each in parts.found:
         if not any(each.path[: len(path)] == path for path in parts.composed.broken):
             problem, location = _problem(parts, each, schema)
@@ -280,12 +279,11 @@ def _error(parts: Parts, schema: type[RunConfig]) -> ConfigError:
     return error
 
 
-def _location(problem: ConfigProblem) -> KeyLocation:
-    """Position in a problem's text, for sorting. The command line comes last."""
-    name, line, column = [*problem.where.rsplit(":", 2), "", ""][:3]
-    if line.isdigit() and column.isdigit():
-        return KeyLocation(0, int(line), int(column), name)
-    return KeyLocation(1_000_000 if problem.where == COMMAND_LINE else 0, 0, 0, problem.where)
+def _location(parts: Parts, problem: ConfigProblem) -> KeyLocation:
+    """Position of a problem of composition, for sorting. The command line comes last."""
+    if problem.where == COMMAND_LINE:
+        return KeyLocation(1_000_000, 0, 0, COMMAND_LINE)
+    return parts.composed.positions.value(tuple(problem.key.split(".")))
 
 
 def _problem(parts: Parts, found: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, KeyLocation]:

@@ -86,7 +86,7 @@ def within_one_process(
             return "model_update_dir needs trainers and engines in separate processes"
         if wanted:
             return str(error)
-        names = _names(common_transports(registry, sender, receiver))
+        names = ", ".join(each.name for each in common_transports(registry, sender, receiver))
         return f"{trainer.name} sends weights to {engine.name} by {names}, which need separate processes"
     return ""
 
@@ -96,30 +96,23 @@ def weight_finding(
 ) -> Finding | None:
     """A mistake in the config `data` that leaves the pair without a weight transport. `at_engine`: key of the engine's
     strategy."""
-    directory, wanted = data.get("model_update_dir"), data.get("weight_transport")
+    directory, given = data.get("model_update_dir"), data.get("weight_transport")
+    wanted = given if isinstance(given, str) else None
     sender, receiver = (_in_one_process(each, directory) for each in (trainer, engine))
+    try:
+        candidates = list(_candidates(registry, wanted))
+    except PluginError:  # reported at the key itself
+        return None
+    reasons = {each.name: _unsuitable(each, sender, receiver) for each in candidates}
+    if not all(reasons.values()):
+        return None
     common = common_transports(registry, sender, receiver)
-    pair = f"{trainer.name} and {engine.name}"
-    if not isinstance(wanted, str):
-        wanted = None
-    if not common and not wanted:
-        expected = (
-            f"{trainer.name} sends by {', '.join(sender.weight_transports) or 'none'}, {engine.name} receives by"
-            f" {', '.join(receiver.weight_transports) or 'none'}"
-        )
-        return Finding(at_engine, f"{pair} have no weight transport in common", expected)
-    if wanted:
-        try:
-            provider = registry.find(WeightTransportProvider, wanted)
-        except PluginError:  # reported at the key itself
-            return None
-        reason = _unlisted(provider, sender, receiver) or _wrong_directory(provider, sender)
-        if reason:
-            return Finding(("weight_transport",), f"{wanted} cannot connect {pair}: {reason}", _shared(common))
-    elif directory is not None and not any(each.uses_directory for each in common):
-        message = f"needs a weight transport that uses a directory; {pair} share none"
-        return Finding(("model_update_dir",), message, f"remove it; {_shared(common)}")
-    return None
+    at: KeyPath = ("weight_transport",) if wanted else ("model_update_dir",) if directory and common else at_engine
+    why = "; ".join(f"{each.name}: {reasons[each.name]}" for each in (candidates if wanted else common))
+    message = f"no weight transport connects {trainer.name} and {engine.name}: {why or 'they list none in common'}"
+    sends, receives = (", ".join(each.weight_transports) or "none" for each in (sender, receiver))
+    hint = f"{trainer.name} sends by {sends}, {engine.name} receives by {receives}"
+    return Finding(at, message, hint, code="ROLL-C030")
 
 
 def _candidates(registry: Registry, wanted: str | None) -> Iterator[WeightTransportProvider]:
@@ -132,11 +125,20 @@ def _candidates(registry: Registry, wanted: str | None) -> Iterator[WeightTransp
 
 def _unavailable(provider: WeightTransportProvider, sender: RoleFacts, receiver: RoleFacts) -> str | None:
     """Reason why a transport cannot connect two roles; the record is compared before the module is imported."""
-    if reason := _unlisted(provider, sender, receiver) or _wrong_directory(provider, sender):
+    if reason := _unsuitable(provider, sender, receiver):
         return reason
     if provider.in_process != one_process(sender, receiver):
         return "the workers are in different processes" if provider.in_process else "the workers are in one process"
     return load_transport(provider).available(sender, receiver)
+
+
+def _unsuitable(provider: WeightTransportProvider, sender: RoleFacts, receiver: RoleFacts) -> str:
+    """Reason why a transport cannot connect two roles, wherever their workers are; empty if it can."""
+    if reason := _unlisted(provider, sender, receiver):
+        return reason
+    if bool(sender.directory) == provider.uses_directory:
+        return ""
+    return "it needs model_update_dir" if provider.uses_directory else "it does not use model_update_dir, which is set"
 
 
 def _unlisted(provider: WeightTransportProvider, sender: RoleFacts, receiver: RoleFacts) -> str:
@@ -148,21 +150,7 @@ def _unlisted(provider: WeightTransportProvider, sender: RoleFacts, receiver: Ro
     return ""
 
 
-def _wrong_directory(provider: WeightTransportProvider, sender: RoleFacts) -> str:
-    if bool(sender.directory) == provider.uses_directory:
-        return ""
-    return "it needs model_update_dir" if provider.uses_directory else "it does not use model_update_dir, which is set"
-
-
 def _in_one_process(provider: TrainProvider | InferProvider, directory: str | None) -> RoleFacts:
     worker = WorkerFacts(host="", pid=0)
     transports = provider.capabilities.weight_transports
     return RoleFacts(role=provider.name, workers=(worker,), weight_transports=transports, directory=directory or "")
-
-
-def _names(providers: list[WeightTransportProvider]) -> str:
-    return ", ".join(each.name for each in providers)
-
-
-def _shared(common: list[WeightTransportProvider]) -> str:
-    return f"they share {_names(common)}" if common else "they share none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -42,8 +43,9 @@ def num_workers(role: WorkerConfig) -> int:
 def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
     """Sequences per optimizer step of a training role, and the product as text for messages."""
     args, ranks, replica = role.training_args, num_workers(role), role.ranks_per_replica or 1
-    product = args.gradient_accumulation_steps * args.per_device_train_batch_size * (ranks // replica)
-    spelled = f"{ranks}" if replica == 1 else f"({ranks} ranks / {replica} per replica = {ranks // replica})"
+    data_parallel = max(ranks // replica, 1)  # fewer ranks than a replica needs are a mistake of their own
+    product = args.gradient_accumulation_steps * args.per_device_train_batch_size * data_parallel
+    spelled = f"{ranks}" if replica == 1 else f"({ranks} ranks / {replica} per replica = {data_parallel})"
     return product, (
         f"gradient_accumulation_steps {args.gradient_accumulation_steps} × per_device_train_batch_size"
         f" {args.per_device_train_batch_size} × data parallel {spelled} = {product}"
@@ -420,7 +422,7 @@ class RLVRConfig(RewardRunConfig):
     @classmethod
     def _follow_links(cls, value: str | None) -> str | None:
         """Resolve links: `latest` points to another run as soon as this one begins."""
-        return None if value is None else str(Path(value).expanduser().resolve())
+        return None if value is None else os.path.realpath(os.path.expanduser(value))
 
     @model_validator(mode="after")
     def _replay_is_possible(self) -> RLVRConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,7 +119,7 @@ def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
     source = given.get("model_name_or_path") or pretrain
     if not isinstance(keys, dict):
         try:
-            file = Path(source).expanduser() / "config.json" if isinstance(source, str) else None
+            file = Path(os.path.expanduser(source), "config.json") if isinstance(source, str) else None
             keys = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # reported when the model is built
             keys = {}
