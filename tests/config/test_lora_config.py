@@ -8,13 +8,14 @@ import yaml
 
 from roll_core.config import load
 from roll_core.config.dump import dump
-from roll_core.errors import ConfigError
+from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
-from roll_core.runtime.workers.build import lora_spec
+from roll_core.runtime.workers.build import lora_spec, served_adapters
 from roll_core.spec.config import LORA_KEYS
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.providers import TrainProvider
+from roll_core.spec.pipeline import RoleSpec
+from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
 from roll_testing.errors import mentions, raises_error
 from roll_testing.kit import hf_plugins
 
@@ -42,10 +43,25 @@ rewards: {math: {reward: math_rule}}
 
 @pytest.fixture(scope="module")
 def registry():
-    """roll-core, and a train strategy that has no adapters."""
-    plain = TrainProvider(name="plain_train", target="nowhere:Plain", summary="Whole models only")
+    """roll-core, strategies that have no adapters, and one that does not export them."""
+    ways = ("shared",)
+    providers = (
+        TrainProvider(name="plain_train", target="nowhere:Plain", summary="Whole models only"),
+        TrainProvider(
+            name="merged_train",
+            target="nowhere:Merged",
+            summary="",
+            capabilities=TrainCapabilities(lora=True, gradient_checkpointing=True, weight_transports=ways),
+        ),
+        InferProvider(
+            name="plain_infer",
+            target="nowhere:Plain",
+            summary="",
+            capabilities=InferCapabilities(weight_transports=ways),
+        ),
+    )
     acme = Plugin(
-        package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=(plain,)
+        package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=providers
     )
     return Registry([*hf_plugins(), acme])
 
@@ -118,6 +134,50 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(rea
     assert problem.key == "actor_infer.strategy_args.strategy_config"
     assert mentions(problem.message, "hf_infer")
     read(text, "actor_train.model_args.lora_rank=0", "actor_infer.strategy_args.strategy_config.enable_lora=false")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_train.model_args.additional_target=[norm]",
+        "~actor_train.model_args",
+        "actor_train.strategy_args.strategy_name=merged_train",
+    ],
+    ids=["whole weights beside them", "only the critic's", "no export"],
+)
+def test_an_engine_that_asks_for_adapters_is_refused_where_the_policy_sends_none(read, override):
+    text = RLVR.replace("hf_infer}", "hf_infer, strategy_config: {enable_lora: true}}").replace(
+        "use_kl_loss: true", "adv_estimator: gae"
+    )
+    role = {"model_args": {"lora_target": "all-linear"}, "strategy_args": {"strategy_name": "hf_train"}}
+    text += yaml.safe_dump({"critic": role})
+    assert read(text).critic.model_args.trains_adapters
+    with raises_error("ROLL-C014", key="actor_infer.strategy_args.strategy_config"):
+        read(text, override)
+
+
+def test_without_a_policy_a_run_refuses_an_engine_that_gets_no_adapters(read, registry):
+    """`check` does not know which role sends its weights there."""
+    engine = {"strategy_args": {"strategy_name": "hf_infer", "strategy_config": {"enable_lora": True}}}
+    rows = {"data_args": {"file_name": "rows.jsonl"}}
+    text = SFT + yaml.safe_dump(
+        {"actor_infer": engine, "validation": rows, "rewards": {"math": {"reward": "math_rule"}}}
+    )
+    role = RoleSpec(name="actor_infer", kind="generate", model_from="sft_train")
+    assert served_adapters(role, read(text), registry) == LoraSpec(targets=("all-linear",), rank=8, alpha=16.0)
+    config = read(text, "sft_train.model_args.additional_target=[norm]")
+    with raises_error(UnsupportedError, "actor_infer", "sft_train", "additional_target"):
+        served_adapters(role, config, registry)
+
+
+@pytest.mark.parametrize("role", ["actor_infer", "reference"])
+def test_adapters_of_a_role_whose_strategy_loads_none_are_refused(read, role):
+    plain = {"actor_infer": "plain_infer", "reference": "plain_train"}[role]
+    reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})
+    chosen = f"{role}.strategy_args.strategy_name={plain}"
+    read(RLVR + reference, chosen)
+    with raises_error("ROLL-C017", plain, key=f"{role}.model_args.lora_target"):
+        read(RLVR + reference, chosen, f"{role}.model_args.lora_target=all-linear")
 
 
 def test_a_policy_with_adapters_needs_no_reference_and_may_have_one(read):

@@ -16,6 +16,7 @@ from roll_core.spec.providers import (
     InferProvider,
     ModelParallelism,
     PipelineProvider,
+    PlatformProvider,
     RewardProvider,
     TrainCapabilities,
     TrainProvider,
@@ -91,6 +92,13 @@ def registry(tmp_path, monkeypatch):
         ),
         InferProvider(name="one_slot", target=f"{MODULE}:Engine", config=f"{MODULE}:EngineConfig", summary=""),
         InferProvider(name="broken", target=f"{MODULE}:Engine", config=f"{MODULE}:Nothing", summary=""),
+        InferProvider(
+            name="exact",
+            target=f"{MODULE}:Engine",
+            summary="",
+            capabilities=InferCapabilities(dtypes=("fp32",)),
+        ),
+        PlatformProvider(name="gpu", target=f"{MODULE}:Gpu", summary=""),
         TrainProvider(name="bare", target=f"{MODULE}:Bare", summary=""),
         TrainProvider(name="alone", target=f"{MODULE}:Bare", config=f"{MODULE}:SpreadConfig", summary=""),
         TrainProvider(
@@ -269,6 +277,19 @@ def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(chec
     assert len(raised.value.problems) == 2
     with raises_error("ROLL-C017", "engine", "gpu", "cpu", key="engines.one.strategy_args.strategy_name"):
         check(text)
+
+
+def test_a_platform_may_be_named_with_its_package(check):
+    text = "platform: roll-acme/gpu\nengines: {one: {strategy_args: {strategy_name: engine}}}\n"
+    assert check(text).platform == "roll-acme/gpu"
+
+
+@pytest.mark.parametrize("model_args", ["", "model_args: {attn_implementation: sdpa}, "])
+def test_the_default_precision_is_refused_too(check, model_args):
+    text = f"engines: {{one: {{{model_args}strategy_args: {{strategy_name: exact}}}}}}\n"
+    with raises_error("ROLL-C017", "exact", "bf16", "fp32", key="engines.one.model_args.dtype"):
+        check(text)
+    assert check(text, "engines.one.model_args.dtype=fp32").engines["one"].model_args.dtype == "fp32"
 
 
 def test_seeds_for_an_engine_without_them_are_refused(check):

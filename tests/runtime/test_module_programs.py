@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from roll_core.builtin.cpu import CpuPlatform
+from roll_core.config import load
 from roll_core.data.module_rows import balance_rows, check_rows, module_batches, output_rows
 from roll_core.errors import ContractError, DataError, ModelError, NonFiniteError, UnsupportedError
+from roll_core.plugins.registry import Registry
 from roll_core.runtime.run.roles import GroupTrainRole
-from roll_core.runtime.workers.build import _check_support
+from roll_core.runtime.workers.build import _check_support, group_specs
 from roll_core.runtime.workers.train import BatchLimits, TrainWorker
 from roll_core.spec.config import TrainingArguments, TrainWorkerConfig
 from roll_core.spec.model import LoraSpec, MeshInfo
@@ -25,6 +27,7 @@ from roll_core.types import DataRank
 from roll_modeling.module_programs import StrategyModule, finite_module_loss, model_library
 from roll_modeling.optimizer import average_decay
 from roll_testing.errors import raises_error
+from roll_testing.kit import hf_plugins
 from roll_testing.tiny_flow import FLOW, Euler, FlowMatching, TinyFlowLibrary, flow_rows
 
 
@@ -371,3 +374,13 @@ def test_a_strategy_that_cannot_run_the_role_is_refused(given, capabilities, nam
     model = replace(FLOW, library=role.library)
     with raises_error(UnsupportedError, "actor", "acme", names):
         _check_support(role, TrainWorkerConfig(), provider, model, CpuPlatform())
+
+
+def test_a_role_of_another_kind_than_its_config_is_refused(tmp_path):
+    rows, strategy = {"file_name": "rows.jsonl"}, {"strategy_name": "hf_train"}
+    model = {"random_init": {"model_type": "qwen3"}}
+    values = {"pipeline": "sft", "sft_train": {"model_args": model, "data_args": rows, "strategy_args": strategy}}
+    registry = Registry(hf_plugins())
+    config = load(values, [], registry).config
+    with raises_error(ContractError, "sft_train", "score", "train"):
+        group_specs([RoleSpec(name="sft_train", kind="score")], config, registry, CpuPlatform(), {}, tmp_path)

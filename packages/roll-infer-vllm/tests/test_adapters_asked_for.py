@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from roll_core.config import load
-from roll_core.errors import ConfigError, UnsupportedError
+from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.workers.build import model_spec, served_adapters
 from roll_core.spec.pipeline import RoleSpec
@@ -70,7 +70,7 @@ def test_every_trainer_of_adapters_sends_them(served):
 
 
 def test_adapters_beside_modules_that_are_trained_in_full_are_refused(served):
-    with raises_error(UnsupportedError, "actor_infer", "additional_target"):
+    with raises_error("ROLL-C014", "additional_target", key="actor_infer.strategy_args.strategy_config"):
         served({**LORA, "additional_target": ["norm"]}, {"enable_lora": True})
 
 
@@ -84,5 +84,5 @@ def test_a_trainer_that_only_exports_merged_weights_is_refused(served, monkeypat
         )
 
     monkeypatch.setattr(Registry, "find", find)
-    with raises_error(UnsupportedError, "actor_infer", "hf_train"):
+    with raises_error("ROLL-C014", "hf_train", key="actor_infer.strategy_args.strategy_config"):
         served(LORA, {"enable_lora": True})

@@ -16,6 +16,7 @@ from roll_core.runtime.workers.build import provider_of, role_config, separate_p
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
 from roll_core.spec.platform import HOST_DEVICE
+from roll_core.spec.providers import RewardProvider
 from roll_core.spec.transport import DeviceFacts, RoleFacts, WorkerFacts
 
 if TYPE_CHECKING:
@@ -145,9 +146,10 @@ def _facts(
     role: RoleSpec, config: RunConfig, registry: Registry, executor: ExecutorProvider, places: Sequence[Place]
 ) -> RoleFacts:
     """The `RoleFacts` that the workers would report."""
-    if role.kind == "reward":
+    provider = provider_of(role.name, config, registry)
+    if isinstance(provider, RewardProvider):
         return RoleFacts(role=role.name, workers=())
-    can = provider_of(role, role_config(config, role.name), registry).capabilities
+    can = provider.capabilities
     on_device = getattr(can, "device_weights", True)
     workers = tuple(
         WorkerFacts(

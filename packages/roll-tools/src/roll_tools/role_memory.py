@@ -20,6 +20,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
 from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
+from roll_core.spec.providers import RewardProvider
 from roll_core.spec.transport import WeightSizes
 from roll_tools.sizes import model_size
 
@@ -80,17 +81,21 @@ def predict(
 ) -> tuple[RoleMemory, ...]:
     """Predict the memory of every role that has a model (all except rewards)."""
     return tuple(
-        _role_memory(role, config, registry, placement, slot_bytes)
+        _role_memory(role, provider, config, registry, placement, slot_bytes)
         for role in placement.pipeline.roles
-        if role.kind != "reward"
+        if not isinstance(provider := provider_of(role.name, config, registry), RewardProvider)
     )
 
 
 def _role_memory(
-    role: RoleSpec, config: RunConfig, registry: Registry, placement: Placement, slot_bytes: int | None
+    role: RoleSpec,
+    provider: TrainProvider | InferProvider,
+    config: RunConfig,
+    registry: Registry,
+    placement: Placement,
+    slot_bytes: int | None,
 ) -> RoleMemory:
     worker = config.roles()[role.name]
-    provider = provider_of(role, worker, registry)
     owner = registry.owner(provider)
     memory = RoleMemory(
         role=role.name, kind=role.kind, strategy=provider.name, workers=len(placement.places[role.name])

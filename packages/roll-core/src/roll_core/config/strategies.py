@@ -10,7 +10,7 @@ from roll_core.config.explain import Finding
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import EngineRewardConfig, InferWorkerConfig, RunConfig, StrategyConfig
+from roll_core.spec.config import EngineRewardConfig, InferWorkerConfig, ModelArguments, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainProvider, exports_state, replays_experts
@@ -118,8 +118,9 @@ class StrategyCheck:
             able = [each.name for each in registry.providers(TrainProvider) if not each.forward_only]
             message = f"{provider.name} has no optimizer, but this role is trained"
             self.report(self.at_name, message, f"strategies that train: {', '.join(able)}", code="ROLL-C017")
-        platform = self.data.get("platform")
-        if isinstance(platform, str) and provider.platforms and platform not in provider.platforms:
+        given = self.data.get("platform")
+        platform = given.rpartition("/")[2] if isinstance(given, str) else ""
+        if platform and provider.platforms and platform not in provider.platforms:
             forward_only = getattr(provider, "forward_only", False)
             able = [
                 each.name
@@ -158,17 +159,23 @@ class StrategyCheck:
         strategy cannot checkpoint gradients."""
         provider, can, trains = self.provider, self.provider.capabilities, self.worker.kind == "train"
         raw = self.role.get("model_args")
-        model = raw if isinstance(raw, dict) else {}
-        at_model = (*self.path, "model_args")
-        if trains and not can.lora and _trains_adapters(model):
-            known = self.parts.registry.providers(TrainProvider)
-            able = [each.name for each in known if each.capabilities.lora and not each.forward_only]
-            message = f"{provider.name} cannot train adapters"
+        if raw is not None and not isinstance(raw, dict):
+            return
+        model, at_model = raw or {}, (*self.path, "model_args")
+        if not can.lora and _trains_adapters(model):
+            known = self.parts.registry.providers(type(provider))
+            able = [
+                each.name
+                for each in known
+                if each.capabilities.lora and not (trains and getattr(each, "forward_only", False))
+            ]
+            message = f"{provider.name} cannot {'train' if trains else 'load'} adapters"
             hint = f"strategies that can: {', '.join(able)}"
             self.report((*at_model, "lora_target"), message, hint, code="ROLL-C017")
-        dtype = model.get("dtype")
+        dtype = model.get("dtype", ModelArguments.model_fields["dtype"].default)
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in can.dtypes:
-            message = f"found {dtype}, but {provider.name} computes in {', '.join(can.dtypes)}"
+            found = dtype if "dtype" in model else f"the default {dtype}"
+            message = f"found {found}, but {provider.name} computes in {', '.join(can.dtypes)}"
             self.report((*at_model, "dtype"), message, code="ROLL-C017")
         key = "disable_gradient_checkpointing"
         if isinstance(can, InferCapabilities) or can.gradient_checkpointing or not trains:
@@ -176,7 +183,7 @@ class StrategyCheck:
         if model.get(key) is False:
             message = f"found false, but {provider.name} cannot checkpoint gradients"
             self.report((*at_model, key), message, "remove the key, or write true", code="ROLL-C017")
-        elif key not in model and (raw is None or isinstance(raw, dict)):
+        elif key not in model:
             self.role["model_args"] = model | {key: True}
 
     # -- slots, ranks and replicas -------------------------------------------------------------------------------------
@@ -275,11 +282,8 @@ class StrategyCheck:
         weight_format = strategy.weight_format()
         if self._set_computed("weight_format", weight_format) and weight_format != "dtype":
             self.role["weight_format"] = weight_format
-        roles = [each for each in self.data.values() if isinstance(each, dict)]
-        models = [each["model_args"] for each in roles if isinstance(each.get("model_args"), dict)]
-        if strategy.serves_adapters() and (self.keeps_weights or not any(map(_trains_adapters, models))):
-            trained = "its weights are not trained" if self.keeps_weights else "no role trains adapters"
-            message = f"makes {name} load adapters separately, but {trained}"
+        if strategy.serves_adapters() and (why := self._no_adapters()):
+            message = f"makes {name} load adapters separately, but {why}"
             hint = "set lora_target in the model_args of the trained role, or remove the key"
             self.report(self.at_config, message, hint, code="ROLL-C014")
         source = (self.policy_role,) if self.policy else self.path
@@ -301,6 +305,30 @@ class StrategyCheck:
             lengths = sum(lengths), 1
         self._try(strategy.check_lengths, *lengths, code="ROLL-C014", kind="value_error")
 
+    def _no_adapters(self) -> str:
+        """Reason why no role sends adapters to the engine; empty if one may. Without a policy, any role is possible."""
+        senders = [self.policy] if self.policy_role else [each for each in self.data.values() if isinstance(each, dict)]
+        models = [each["model_args"] for each in senders if isinstance(each.get("model_args"), dict)]
+        trainer = self._policy_strategy()
+        if self.keeps_weights:
+            return "its weights are not trained"
+        if not any(map(_trains_adapters, models)):
+            return "the role that sends its weights trains no adapters"
+        if self.policy and models[0].get("additional_target"):
+            return f"{self.policy_role} also trains the whole weights of additional_target"
+        if trainer is not None and not trainer.capabilities.adapter_export:
+            return f"{trainer.name} of {self.policy_role} exports merged weights only"
+        return ""
+
+    def _policy_strategy(self) -> TrainProvider | None:
+        """Strategy of the policy; None if there is no policy, or if its own key has a mistake."""
+        arguments = self.policy.get("strategy_args")
+        name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
+        try:
+            return self.parts.registry.find(TrainProvider, name) if isinstance(name, str) else None
+        except PluginError:
+            return None
+
     def _length(self, key: str) -> int:
         """A number of tokens as written; the default if the value is invalid."""
         given, default = self.data.get(key), RunConfig.model_fields[key].default
@@ -308,13 +336,8 @@ class StrategyCheck:
 
     def _check_weight_transport(self) -> None:
         """Check that a weight transport connects the policy's strategy to this engine."""
-        arguments = self.policy.get("strategy_args")
-        name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
-        if not isinstance(self.provider, InferProvider) or not isinstance(name, str):
-            return
-        try:
-            trainer = self.parts.registry.find(TrainProvider, name)
-        except PluginError:  # reported at the policy's own key
+        trainer = self._policy_strategy()
+        if trainer is None or not isinstance(self.provider, InferProvider):
             return
         for check in (weight_finding, separate_processes_finding):
             finding = check(self.parts.registry, trainer, self.provider, self.data, self.at_name)

@@ -34,10 +34,10 @@ from roll_core.runtime.workers.build import (
     role_config,
     separate_processes_reason,
     slots_per_worker,
-    vocab_size_of,
 )
+from roll_core.runtime.workers.strategy import model_vocab_size
 from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
-from roll_core.spec.providers import InferCapabilities, RewardProvider
+from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -103,15 +103,17 @@ async def start_roles(
     for role in roles:
         worker, group = configs[role.name], groups[role.name]
         domain = role.name.partition(".")[2]
-        if isinstance(worker, RewardConfig) and role.kind == "reward":
+        if isinstance(worker, RewardConfig) and worker.kind == "reward":
             rewards[domain] = reward = RewardRole(role.name, worker, group, redactor)
             await reward.start()
             continue
         if not role.library:
-            run.vocab_sizes[role.name] = vocab_size_of(model_spec(role, config, tokenizer), tokens=len(run.tokenizer))
-        capabilities = provider_of(role, worker, registry).capabilities
+            # A model can sample every row of its embedding, which is often padded beyond the tokenizer's ids.
+            rows = model_vocab_size(model_spec(role, config, tokenizer)) or 0
+            run.vocab_sizes[role.name] = max(rows, len(run.tokenizer))
+        provider = provider_of(role.name, config, registry)
         can_offload = offloads(role, config, registry, platform)
-        if isinstance(capabilities, InferCapabilities):
+        if isinstance(provider, InferProvider):
             poll_s = config.replica_timeout / POLLS_OF_LIFE
             run.infer_roles[role.name] = engine = GroupInferRole(
                 role.name,
@@ -120,7 +122,7 @@ async def start_roles(
                 leases=run.leases,
                 sleeps=can_offload,
                 receives_weights=bool(role.model_from),
-                capabilities=capabilities,
+                capabilities=provider.capabilities,
                 routing=config.router_args.router_name,
                 max_running=config.max_running_requests,
                 expand=config.is_num_return_sequences_expand,
@@ -139,9 +141,9 @@ async def start_roles(
                     function,
                     owner=owner,
                     generate=engine.generate_beside,
-                    seed=config.seed if capabilities.seeds else None,
+                    seed=config.seed if provider.capabilities.seeds else None,
                 )
-        else:
+        elif isinstance(provider, TrainProvider):
             run.train_roles[role.name] = trainer = GroupTrainRole(
                 role.name,
                 worker,
@@ -151,7 +153,7 @@ async def start_roles(
                 offloads=can_offload,
                 beside_engine=isinstance(worker, ModelRewardConfig),
                 averages=role.ema_decay is not None,
-                capabilities=capabilities,
+                capabilities=provider.capabilities,
             )
             await run.leases.start(trainer)
             if isinstance(worker, ModelRewardConfig):

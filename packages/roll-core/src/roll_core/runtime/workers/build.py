@@ -15,18 +15,15 @@ from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.platform import values_of
-from roll_core.runtime.workers.strategy import model_vocab_size
 from roll_core.spec.config import RewardConfig, StrategyConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.platform import HOST_BACKEND
 from roll_core.spec.providers import (
-    InferCapabilities,
     InferProvider,
     RewardProvider,
     TrainCapabilities,
     TrainProvider,
-    exports_state,
     replays_experts,
 )
 
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
-    from roll_core.spec.providers import Provider
     from roll_core.spec.train import TrainingSpec
 
 WORKERS = {
@@ -94,27 +90,17 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
     )
 
 
-def vocab_size_of(spec: ModelSpec, *, tokens: int) -> int:
-    """Number of ids that a model can sample: the rows of its embedding, or `tokens` if its config is not known.
-
-    Embeddings are often padded beyond the `tokens` of the tokenizer.
-    """
-    return max(tokens, model_vocab_size(spec) or 0)
-
-
 def _incomplete(where: str, key: str, message: str, hint: str) -> ConfigError:
     return ConfigError([ConfigProblem(where=where, key=key, message=message, hint=hint, code="ROLL-C011")])
 
 
 def separate_processes_reason(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> str:
     """Reason why some engine cannot receive its trainer's weights within one process; empty if all can."""
-    by_name = {role.name: role for role in roles}
+    names = {role.name for role in roles}
     for role in roles:
-        if role.kind != "generate" or role.model_from not in by_name:
+        if role.kind != "generate" or role.model_from not in names:
             continue
-        source = by_name[role.model_from]
-        trainer = provider_of(source, role_config(config, source.name), registry)
-        engine = provider_of(role, role_config(config, role.name), registry)
+        trainer, engine = (provider_of(name, config, registry) for name in (role.model_from, role.name))
         if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
             directory, wanted = config.model_update_dir, config.weight_transport
             if why := within_one_process(registry, trainer, engine, directory=directory, wanted=wanted):
@@ -125,27 +111,25 @@ def separate_processes_reason(roles: Sequence[RoleSpec], config: RunConfig, regi
 def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> LoraSpec | None:
     """LoRA adapters that a generating role receives unmerged; None if it receives whole weights.
 
-    Raises `UnsupportedError` if the config requests unmerged adapters that no role trains, or that their strategy
-    cannot export without the other weights.
+    Raises `UnsupportedError` if `model_from` cannot send adapters alone. `roll-core check` refuses that only for the
+    `policy_role`, because it does not know the role plan.
     """
-    worker = role_config(config, role.name)
-    provider = provider_of(role, worker, registry)
-    if role.kind != "generate" or not _settings(worker, provider).serves_adapters():
+    engine = provider_of(role.name, config, registry)
+    if not isinstance(engine, InferProvider) or not _settings(role.name, config, engine).serves_adapters():
         return None
-    asks = f"{role.name}: strategy_config requests unmerged adapters"
-    source = role_config(config, role.model_from) if role.model_from else None
-    lora = lora_spec(source.model_args) if source is not None else None
-    if source is None or lora is None:
-        raise UnsupportedError(f"{asks}, but {role.model_from or 'no role'} trains none (model_args.lora_target)")
-    if lora.extra_modules:
-        raise UnsupportedError(f"{asks}, but {role.model_from} also trains the full weights of additional_target")
-    trainer = registry.find(TrainProvider, source.strategy_args.strategy_name if source.strategy_args else "")
-    if not trainer.capabilities.adapter_export:
-        raise UnsupportedError(f"{asks}, but strategy {trainer.name} of {role.model_from} exports merged weights only")
+    lora = lora_spec(role_config(config, role.model_from).model_args) if role.model_from else None
+    trainer = provider_of(role.model_from, config, registry) if role.model_from else None
+    exports = isinstance(trainer, TrainProvider) and trainer.capabilities.adapter_export
+    if lora is None or lora.extra_modules or not exports:
+        raise UnsupportedError(
+            f"{role.name}: strategy_config requests unmerged adapters, but {role.model_from or 'no role'} sends none:"
+            " train lora_target there without additional_target, with a strategy that exports adapters"
+        )
     return lora
 
 
-def _settings(worker: WorkerConfig, provider: TrainProvider | InferProvider) -> StrategyConfig:
+def _settings(name: str, config: RunConfig, provider: TrainProvider | InferProvider) -> StrategyConfig:
+    worker = role_config(config, name)
     given = worker.strategy_args.strategy_config if worker.strategy_args else {}
     return strategy_config(provider, given, owner=provider.name)
 
@@ -199,22 +183,20 @@ def group_specs(
     environments = role_environments(config, registry)
     for role in roles:
         worker = role_config(config, role.name)
-        provider: Provider
-        if isinstance(worker, RewardConfig) and role.kind != worker.kind:
+        if role.kind != worker.kind:
             raise ContractError(
-                f"the pipeline's roles() has {role.name} with kind {role.kind!r}, but reward: {worker.reward} has"
-                f" kind {worker.kind!r}: use RoleSpec(kind=reward.kind, task='reward')"
+                f"the pipeline's roles() has {role.name} with kind {role.kind!r}, but its config has kind"
+                f" {worker.kind!r}: use RoleSpec(kind={worker.kind!r})"
             )
-        if isinstance(worker, RewardConfig) and worker.kind == "reward":
-            provider = registry.find(RewardProvider, worker.reward)
+        provider = provider_of(role.name, config, registry)
+        if isinstance(provider, RewardProvider):
             args: dict[str, Any] = {"config": worker.model_dump(mode="json")}
             env: dict[str, str] = {}
         else:
-            provider = provider_of(role, worker, registry)
             args = _model_args(role, worker, provider, config, registry, platform, tokenizer)
             on_slots = any(place.slots for place in places[role.name])
             args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
-            env = values_of(_settings(worker, provider).worker_environment())
+            env = values_of(_settings(role.name, config, provider).worker_environment())
         env |= {**config.system_envs, **worker.system_envs}
         specs.append(
             GroupSpec(
@@ -236,16 +218,10 @@ def role_environments(config: RunConfig, registry: Registry) -> dict[str, RoleEn
     """Python environments of the roles that have one of their own. Raises `UnknownProviderError`."""
     found = {}
     for name, role in config.roles().items():
-        if role.environment is None:
-            continue
-        strategy = role.strategy_args.strategy_name if role.strategy_args is not None else ""
-        provider: Provider
-        if isinstance(role, RewardConfig) and role.kind == "reward":
-            provider = registry.find(RewardProvider, role.reward)
-        else:
-            provider = registry.find(InferProvider if role.kind == "generate" else TrainProvider, strategy)
-        package = registry.package(provider)
-        found[name] = RoleEnvironment(config=role.environment, package=package, needs=provider.needs)
+        if role.environment is not None:
+            provider = provider_of(name, config, registry)
+            package = registry.package(provider)
+            found[name] = RoleEnvironment(config=role.environment, package=package, needs=provider.needs)
     return found
 
 
@@ -268,10 +244,10 @@ def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Reg
     """Slots per worker (tensor × pipeline parallel), for strategies that compute them from their configuration."""
     found: dict[str, int] = {}
     for role in roles:
-        worker = role_config(config, role.name)
-        if role.kind == "reward":
+        provider = provider_of(role.name, config, registry)
+        if isinstance(provider, RewardProvider):
             continue
-        slots = _settings(worker, provider_of(role, worker, registry)).slots_per_worker()
+        slots = _settings(role.name, config, provider).slots_per_worker()
         if slots is not None:
             found[role.name] = slots
     return found
@@ -282,20 +258,23 @@ def offloads(role: RoleSpec, config: RunConfig, registry: Registry, platform: Pl
 
     If slots have no memory of their own, engines still sleep, which frees memory. Offloading there would only copy.
     """
-    worker = role_config(config, role.name)
+    worker, provider = role_config(config, role.name), provider_of(role.name, config, registry)
     wanted = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
-    capabilities = provider_of(role, worker, registry).capabilities
-    if isinstance(capabilities, InferCapabilities):
-        return wanted and capabilities.sleeps
-    return wanted and capabilities.offload and not platform.slots_share_cores
+    if isinstance(provider, InferProvider):
+        return wanted and provider.capabilities.sleeps
+    offload = isinstance(provider, TrainProvider) and provider.capabilities.offload
+    return wanted and offload and not platform.slots_share_cores
 
 
-def provider_of(role: RoleSpec, worker: WorkerConfig, registry: Registry) -> TrainProvider | InferProvider:
-    """Provider of the strategy that a role's config names. Raises `ConfigError` if it names none."""
+def provider_of(name: str, config: RunConfig, registry: Registry) -> TrainProvider | InferProvider | RewardProvider:
+    """Provider of the strategy or the reward that a role's config names. Raises `ConfigError` if it names none."""
+    worker = role_config(config, name)
+    if isinstance(worker, RewardConfig) and worker.kind == "reward":
+        return registry.find(RewardProvider, worker.reward)
     if worker.strategy_args is None:
-        raise _incomplete(role.name, f"{role.name}.strategy_args", "is missing", "give a strategy_name")
-    name = worker.strategy_args.strategy_name
-    return registry.find(InferProvider, name) if role.kind == "generate" else registry.find(TrainProvider, name)
+        raise _incomplete(name, f"{name}.strategy_args", "is missing", "give a strategy_name")
+    kind: type[TrainProvider | InferProvider] = InferProvider if worker.kind == "generate" else TrainProvider
+    return registry.find(kind, worker.strategy_args.strategy_name)
 
 
 def _model_args(
@@ -311,10 +290,6 @@ def _model_args(
     if (served := served_adapters(role, config, registry)) is not None:
         model = replace(model, lora=served)
     _check_support(role, worker, provider, model, platform)
-    if role.kind == "train" and config.portable_checkpoints and not exports_state(provider):
-        raise UnsupportedError(
-            f"{role.name}: strategy {provider.name} does not export its training state; set portable_checkpoints: false"
-        )
     common = {
         "strategy_config": worker.strategy_args.strategy_config if worker.strategy_args else {},
         "model": model,
@@ -340,28 +315,18 @@ def _model_args(
 def _check_support(
     role: RoleSpec, worker: WorkerConfig, provider: TrainProvider | InferProvider, model: ModelSpec, platform: Platform
 ) -> None:
-    """Raise `UnsupportedError` before anything starts if the strategy or the platform does not support the role."""
+    """Raise `UnsupportedError` before anything starts if the platform or the pipeline's role plan needs something that
+    the strategy does not support. `StrategyCheck` has checked the rest."""
     strategy = f"{role.name}: strategy {provider.name}"
     capabilities = provider.capabilities
     if provider.platforms and platform.name not in provider.platforms:
         supported = ", ".join(provider.platforms)
         raise UnsupportedError(f"{strategy} supports platforms {supported}, but this run's platform is {platform.name}")
-    if model.dtype not in capabilities.dtypes:
-        supported = ", ".join(capabilities.dtypes)
-        raise UnsupportedError(f"{strategy} supports dtypes {supported}, but model_args.dtype is {model.dtype}")
-    if model.lora is not None and not capabilities.lora:
-        does = "serve" if role.kind == "generate" else "train"
-        raise UnsupportedError(f"{strategy} does not {does} adapters (model_args.lora_target)")
-    if model.gradient_checkpointing and not getattr(capabilities, "gradient_checkpointing", False):
-        key = f"{role.name}.model_args.disable_gradient_checkpointing"
-        raise UnsupportedError(f"{strategy} does not support gradient checkpointing; set {key}: true")
     if model.router_replay and not replays_experts(provider):
         does = "return the experts of each token" if role.kind == "generate" else "replay the engine's experts"
         raise UnsupportedError(f"{strategy} does not {does} (router_replay.mode)")
     if why := platform.supports(model.dtype):
         raise UnsupportedError(f"{role.name}: model_args.dtype {model.dtype}: {why}")
-    if role.kind == "train" and getattr(provider, "forward_only", False):
-        raise UnsupportedError(f"{strategy} computes forward passes only, but the role is trained")
     if role.library and not (isinstance(capabilities, TrainCapabilities) and capabilities.module_programs):
         raise UnsupportedError(f"{strategy} runs no module programs, which models of {role.library} need")
     if role.ema_decay is not None and not (isinstance(capabilities, TrainCapabilities) and capabilities.ema):
