@@ -12,15 +12,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from roll_core.cli.arguments import command_parser
 from roll_core.cli.run import summary, warnings_of
 from roll_core.config import load
-from roll_core.config.dump import to_yaml
+from roll_core.config.dump import Dumper, escape
 from roll_core.config.schema import members
 from roll_core.errors import ConfigError, PluginError, RunDirectoryError
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import ImporterProvider, PipelineProvider
+from roll_migrate.conversion import Verbatim
 from roll_migrate.rules import IMPORT_STATUSES
 
 if TYPE_CHECKING:
@@ -209,7 +212,34 @@ def written(config: dict[str, Any], schema: type[BaseModel], *, heading: str) ->
         {name: value for name, value in plain.items() if _declared(name, schema) != "run"},
         *({name: ordered[name]} for name in nested),
     ]
-    return "\n".join([f"# {heading}\n", *(to_yaml(block, compact=True) for block in blocks if block)])
+    return "\n".join([f"# {heading}\n", *(_to_yaml(block) for block in blocks if block)])
+
+
+class _CompactDumper(Dumper):
+    """Writes lists and mappings of scalars on one line, except at the top level."""
+
+    def serialize(self, node: yaml.Node) -> None:
+        if isinstance(node, yaml.CollectionNode):
+            node.flow_style = False
+        super().serialize(node)
+
+
+def _to_yaml(block: dict[str, Any]) -> str:
+    text: str = yaml.dump(
+        _escaped(block), Dumper=_CompactDumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
+    )
+    return text
+
+
+def _escaped(value: Any) -> Any:
+    """`value` with `${` read literally, except in interpolations."""
+    if isinstance(value, dict):
+        return {key: _escaped(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(each) for each in value]
+    if isinstance(value, Verbatim):
+        return str(value)
+    return escape(value) if isinstance(value, str) else value
 
 
 RANKS = {"run": 0, "pipeline": 1, "shared": 2, "": 3}

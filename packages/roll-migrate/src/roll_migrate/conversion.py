@@ -10,7 +10,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config.dump import Verbatim
 from roll_core.config.explain import show
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
@@ -55,6 +54,10 @@ class ImportedConfig:
     pipeline: str
     config: dict[str, Any]
     keys: tuple[ImportedKey, ...]
+
+
+class Verbatim(str):
+    """Text that is written unchanged: an interpolation to be resolved when the config is loaded."""
 
 
 @dataclass(slots=True, kw_only=True)

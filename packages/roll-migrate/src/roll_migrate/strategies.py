@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from roll_core.config.explain import findings
+from roll_core.config.mistakes import subject_of
 from roll_core.config.unknown_keys import suggest_key
 from roll_migrate.rules import value_at
 
@@ -49,14 +49,8 @@ def refusals(schema: type[StrategyConfig], keys: Mapping[str, Any]) -> dict[KeyP
 
 
 def _subject(found: Finding, rest: Mapping[str, Any]) -> KeyPath:
-    """Path of the key at fault; for a rule about several keys, the first existing key that its message names."""
-    if found.kind != "value_error":
-        return _of_mappings(found.path, rest)
-    for words in re.findall(r"[A-Za-z_][\w.]*", found.message):
-        path = (*found.path, *words.rstrip(".").split("."))
-        if isinstance(parent := value_at(rest, path[:-1]), dict) and path[-1] in parent:
-            return path
-    return found.path
+    """Path of the key at fault."""
+    return subject_of(found, rest) if found.kind == "value_error" else _of_mappings(found.path, rest)
 
 
 def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
-from roll_core.config.overrides import parse_settings
 from roll_core.data.encode import Encoder, tokenizer_texts
 from roll_core.data.rows import ENDINGS, first_rows, has_response, messages_of, read_rows, tools_of
 from roll_core.data.templates import control_tokens
@@ -31,6 +30,7 @@ from roll_tools.data_audit import (
     is_chat_data,
     sources,
 )
+from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

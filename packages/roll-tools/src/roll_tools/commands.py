@@ -125,7 +125,6 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
         each.add_argument(
             "--storage-option",
             metavar="KEY=VALUE",
-            type=_option,
             action="append",
             default=[],
             help="a key of checkpoint_store.storage_options, for URLs; the value is YAML; may be repeated",
@@ -167,8 +166,9 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
             settings=options.set,
         )
     from roll_tools.checkpoints import list_checkpoints, verify_checkpoints
+    from roll_tools.settings import parse_settings
 
-    store = dict(options.storage_option)
+    store = parse_settings(options.storage_option)
     if options.action == "list":
         return list_checkpoints(options.place, as_json=options.json, digests=options.verify, store=store)
     return verify_checkpoints(options.places, as_json=options.json, store=store)
@@ -291,20 +291,6 @@ def report(words: Sequence[str], registry: Registry) -> int:
         written = write_comparison(found, options.out or Path("comparison.html"))
     sys.stdout.write(f"{written}\n")
     return 0
-
-
-def _option(text: str) -> tuple[str, object]:
-    """Type of an argument: a key and its value, which is YAML."""
-    import yaml
-
-    key, found, value = text.partition("=")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
-        found = ""
-    if not key or not found:
-        raise argparse.ArgumentTypeError(f"found {text}, expected KEY=VALUE with a value in YAML")
-    return key, parsed
 
 
 def _columns(text: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from roll_core.config.overrides import parse_settings
 from roll_core.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -32,6 +31,7 @@ from roll_core.runtime.run.roles import PORTABLE
 from roll_core.spec.config import WorkerConfig
 from roll_core.spec.model import saved_model
 from roll_tools.checkpoints import checkpoint_stores
+from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import code_of, findings
-from roll_core.config.overrides import parse_settings
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
@@ -23,6 +22,7 @@ from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.spec.providers import EnvironmentProvider
 from roll_core.types import Reward
 from roll_tools.engine_player import EngineError
+from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
-from roll_core.config.schema import paths, sections
+from roll_core.config.schema import sections
 from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError
@@ -195,26 +195,11 @@ def _rewards(data: Mapping[Any, Any]) -> dict[KeyPath, RewardConfig]:
 
 def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, DataArguments]]:
     """Yield path and value of every valid `data_args` and `val_data_args`."""
-    for path in paths(schema):
-        if path[-1] not in ("data_args", "val_data_args"):
+    for path, _, raw in sections(schema, dict(data), DataArguments):
+        try:
+            yield path, DataArguments.model_validate(raw)
+        except ValidationError:  # the validation of the whole config reports it
             continue
-        for at, raw in _values_at(path, data):
-            try:
-                yield at, DataArguments.model_validate(raw)
-            except ValidationError:  # the validation of the whole config reports it
-                continue
-
-
-def _values_at(path: KeyPath, data: Any) -> Iterator[tuple[KeyPath, dict[Any, Any]]]:
-    """Yield the mappings at a path of the schema, in which `*` stands for any key."""
-    if not isinstance(data, dict):
-        return
-    if not path:
-        yield (), data
-        return
-    for key in [each for each in data if isinstance(each, str)] if path[0] == "*" else [path[0]]:
-        for at, value in _values_at(path[1:], data.get(key)):
-            yield (key, *at), value
 
 
 def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.overrides import apply_override, first_line, parse_overrides
 from roll_core.config.positions import REFERENCE, FileLayer, Interpolation, Positions
 from roll_core.config.source import mapping_source, read_source
-from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, ProviderConflictError, closest
+from roll_core.errors import ConfigError, ConfigProblem, PluginError, PluginLoadError, closest
 from roll_core.plugins.targets import data_file
 from roll_core.spec.providers import FragmentProvider
 
@@ -209,18 +209,11 @@ class _Composition:
             if block and not package:
                 self.blocks.add(file.stem)
             # A plugin's fragment in a role's package contributes the content of its block.
-            inside = block if self._is_from_plugin(file) and package else ()
+            inside = block if self.plugin_fragments.offer(file) and package else ()
             layers.append(FileLayer(package, self.sources[file], inside))
         if problems:
             raise ConfigError(problems)
         return layers
-
-    def _is_from_plugin(self, file: Path) -> bool:
-        """True if the file is a plugin's fragment. Raises `ConfigError` if several plugins offer it."""
-        try:
-            return self.plugin_fragments.offer(file)
-        except ProviderConflictError as error:
-            raise ConfigError([self._problem(str(error))]) from error
 
     def _explain(self, error: Exception) -> ConfigError:
         import yaml

@@ -56,12 +56,12 @@ def plugin_finding(path: KeyPath, error: PluginError) -> Finding:
     return Finding(path, message, hint, code=error.code)
 
 
-def findings(errors: Sequence[Any], data: Any, prefix: KeyPath = ()) -> list[Finding]:
+def findings(errors: Sequence[Any], data: Any) -> list[Finding]:
     """Mistakes, one per path: errors of a union's alternatives are merged into one."""
     by_path: dict[KeyPath, list[Any]] = {}
     for error in errors:
         by_path.setdefault(_path(error, data), []).append(error)
-    found = [_finding(prefix + path, group) for path, group in by_path.items()]
+    found = [_finding(path, group) for path, group in by_path.items()]
     # If an alternative of a union matches except for one of its items, that item has its own finding.
     above = {each.path[:depth] for each in found for depth in range(len(each.path))}
     return [each for each in found if not (each.shown and each.path in above)]

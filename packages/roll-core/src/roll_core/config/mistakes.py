@@ -9,6 +9,7 @@ validated again. Messages about removed keys are not repeated.
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -34,7 +35,7 @@ def validate_all(
 
     Raises `PluginLoadError` if the schema itself fails; `owner` names the plugin.
     """
-    rest = _copy(data)
+    rest = deepcopy(data)
     found: list[Finding] = []
     touched: set[str] = {path[-1] for path in broken}
     taken: set[KeyPath] = set(broken)
@@ -77,13 +78,15 @@ def _mentions(found: Finding, names: set[str]) -> bool:
     return any(name and re.search(rf"\b{re.escape(name)}\b", found.message) for name in names)
 
 
-def _copy(data: Any) -> Any:
-    """Copy of mappings and lists. Schema instances inside are not copied."""
-    if isinstance(data, dict):
-        return {key: _copy(each) for key, each in data.items()}
-    if isinstance(data, list):
-        return [_copy(each) for each in data]
-    return data
+def subject_of(found: Finding, data: Any) -> KeyPath:
+    """Path that a mistake in `data` is located at. A rule about several keys concerns a whole mapping. It is located at
+    the first key that the message names and the mapping contains."""
+    for words in re.findall(r"[A-Za-z_][\w.]*", found.message) if found.kind == "value_error" else ():
+        path = (*found.path, *words.rstrip(".").split("."))
+        parent = value_at(data, path[:-1])
+        if isinstance(parent, dict) and path[-1] in parent:
+            return path
+    return found.path
 
 
 def _is_leaf(data: Any, path: KeyPath) -> bool:

@@ -72,7 +72,7 @@ def parse_overrides(
             problems.append(_problem(text, f"{parsed.key_or_group!r} is not in the file's defaults list"))
         else:
             action: Literal["add", "set"] = "add" if parsed.is_add() else "set"
-            value = _plain(parsed.value())
+            value = parsed.value()
             values.append(Override(text, parsed.key_or_group, "delete" if parsed.is_delete() else action, value))
     return values, fragments
 
@@ -156,27 +156,6 @@ def _delete(cfg: DictConfig, override: Override) -> None:
     del parent[last]
 
 
-def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Values of `key=value` words by key, read as YAML: settings of a command that has no config. Raises
-    `ConfigError`."""
-    import yaml
-
-    found: dict[str, Any] = {}
-    problems: list[ConfigProblem] = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not key or not equals:
-            problems.append(_problem(word, "is not a setting", "a setting is written key=value"))
-            continue
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            problems.append(_problem(word, f"cannot be read: {first_line(error)}"))
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
 def first_line(error: BaseException) -> str:
     """First line of an error's message, which may be the name of its class."""
     if isinstance(error, RecursionError):
@@ -187,12 +166,3 @@ def first_line(error: BaseException) -> str:
 
 def _problem(text: str, message: str, hint: str = "") -> ConfigProblem:
     return ConfigProblem(COMMAND_LINE, text, message, hint, code="ROLL-C025")
-
-
-def _plain(value: Any) -> Any:
-    """Convert Hydra's own types to plain values."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, str) else value

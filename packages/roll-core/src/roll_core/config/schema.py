@@ -39,12 +39,16 @@ def sections(schema: Schema, data: dict[Any, Any], base: type[M]) -> Iterator[tu
         if not isinstance(value, dict):
             continue
         for member, is_mapping in members(field.annotation):
-            if not issubclass(member, base):
-                continue
-            if not is_mapping:
-                yield (name,), member, value
-            else:
-                yield from (((name, str(key)), member, each) for key, each in value.items() if isinstance(each, dict))
+            found: dict[KeyPath, Any] = {(name,): value}
+            if is_mapping:
+                found = {(name, str(key)): each for key, each in value.items()}
+            for path, each in found.items():
+                if not isinstance(each, dict):
+                    continue
+                if issubclass(member, base):
+                    yield path, member, each
+                for below, inner, values in sections(member, each, base):
+                    yield path + below, inner, values
 
 
 def schema_at(schema: Schema, path: KeyPath) -> Schema | None:

@@ -7,7 +7,6 @@ and an impossible batch size are reported together.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from roll_core.config.executors import check_executor
 from roll_core.config.explain import Finding, code_of, show
-from roll_core.config.mistakes import take_out, validate_all, value_at
+from roll_core.config.mistakes import subject_of, take_out, validate_all
 from roll_core.config.parts import Parts
 from roll_core.config.positions import COMMAND_LINE, KeyLocation
 from roll_core.config.schema import members, paths, schema_at, sections
@@ -294,7 +293,7 @@ def _problem(parts: Parts, found: Finding, schema: type[RunConfig]) -> tuple[Con
     if found.kind == "missing" or (found.path == ("pipeline",) and "pipeline" not in parts.composed.data):
         location = positions.key(found.path[:-1])
     else:
-        path = _subject(found, parts.composed.data)
+        path = subject_of(found, parts.composed.data)
         location = positions.key(path) if found.at_key else positions.value(path)
     message = found.message
     through = None if found.at_key else positions.through(found.path)
@@ -309,17 +308,6 @@ def _problem(parts: Parts, found: Finding, schema: type[RunConfig]) -> tuple[Con
     if found.kind == "invalid_key" and last in ("True", "False"):
         last = last.lower()  # as YAML spells it
     return ConfigProblem(str(location), ".".join((*above, last)), message, found.hint, code_of(found)), location
-
-
-def _subject(found: Finding, data: Any) -> KeyPath:
-    """Path to point at. A rule about several keys concerns a whole mapping. It is located at the first key that the
-    message names and the config contains."""
-    for words in re.findall(r"[A-Za-z_][\w.]*", found.message) if found.kind == "value_error" else ():
-        path = (*found.path, *words.rstrip(".").split("."))
-        parent = value_at(data, path[:-1])
-        if isinstance(parent, dict) and path[-1] in parent:
-            return path
-    return found.path
 
 
 def _restore_name(config: M, key: str, name: str) -> M:
