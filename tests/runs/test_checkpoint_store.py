@@ -113,6 +113,59 @@ def test_copies_keep_the_newest_and_the_best(tmp_path, url):
     assert not any("step-3" in name or "step-1" in name for name in MemoryFileSystem.store)
 
 
+def upload_in_turn(url, run, num_steps, *, required=True):
+    """Uploads `num_steps` checkpoints one after the other, of which one is retained; the steps in the store after each
+    upload, and all metrics."""
+    local, found, metrics = CheckpointStore(run / "checkpoints", keep=1), [], {}
+
+    async def upload():
+        async with CheckpointUploader(RemoteFolder(url, {}), local, run, required=required) as uploader:
+            for step in range(1, num_steps + 1):
+                uploader.submit(saved(local, step), None)
+                await uploader.finish()
+                found.append(steps(url))
+                metrics.update(uploader.take_metrics())
+
+    asyncio.run(upload())
+    return found, metrics
+
+
+def test_a_removal_that_was_cut_short_costs_no_other_copy_and_is_made_up(tmp_path, url, monkeypatch):
+    monkeypatch.setattr("roll_core.runtime.run.uploading.RETRY_S", (0.0, 0.0))
+    remove, failing = MemoryFileSystem.rm, [OSError("slow down")]
+
+    def throttled(self, path, **options):
+        if failing:
+            raise failing.pop()
+        remove(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", throttled)
+    assert upload_in_turn(url, tmp_path / "run", 3)[0] == [[1], [2], [3]]  # no manifest of step 1 is left
+    assert not any("step-1/" in name or "step-2/" in name for name in MemoryFileSystem.store)
+
+
+def test_a_required_store_in_which_nothing_can_be_removed_gets_each_checkpoint_once(tmp_path, url, monkeypatch):
+    monkeypatch.setattr("roll_core.runtime.run.uploading.RETRY_S", (0.0, 0.0))
+    put, written = MemoryFileSystem.put_file, []
+
+    def refuse(self, path):
+        raise PermissionError(path)
+
+    def put_file(self, lpath, rpath, **options):
+        written.append(rpath)
+        put(self, lpath, rpath, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    found, metrics = upload_in_turn(url, tmp_path / "run", 2)
+    assert found == [[1], [1, 2]]
+    assert "checkpoint_store/failures" not in metrics
+    assert [name.rpartition("/runs/")[2] for name in written if name.endswith("weights")] == [
+        "step-1/role/weights",
+        "step-2/role/weights",
+    ]
+
+
 def test_a_local_checkpoint_stays_until_it_is_uploaded(tmp_path, url):
     local = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
     folder = RemoteFolder(url, {})
@@ -135,11 +188,10 @@ def test_a_local_checkpoint_stays_until_it_is_uploaded(tmp_path, url):
             during = [each.step for each in local.list()]
             go_on.set()
             await uploader.finish()
-            saved(local, 4)
             return during
 
     assert asyncio.run(upload()) == [1, 2, 3]
-    assert [each.step for each in local.list()] == [4]
+    assert [each.step for each in local.list()] == [3]
     assert steps(url) == [3]
 
 

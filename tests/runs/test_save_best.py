@@ -115,6 +115,15 @@ def test_a_lost_best_checkpoint_is_not_compared_with(local_runs, scored):
     assert best(second)["step"] == 3
 
 
+def test_the_best_checkpoint_of_a_lost_disk_is_its_copy_in_the_store_and_not_the_download(tmp_path):
+    """The download is deleted once its weights are loaded."""
+    download = tmp_path / "resumed" / "checkpoints" / "step-2"
+    download.mkdir(parents=True)
+    saved = {"metric": "val/loss", "mode": "min", "value": 1.0, "step": 2, "path": str(tmp_path / "lost" / "step-2")}
+    found = BestCheckpoint.read(saved, download, "s3://bucket/sft/001-0a0b0c0d/step-2")
+    assert found.path == "s3://bucket/sft/001-0a0b0c0d/step-2"
+
+
 def test_an_evaluation_made_up_after_sigterm_can_be_the_best(local_runs, scored, monkeypatch):
     scored({1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0})
     evaluate = SFTPipeline.evaluate

@@ -168,7 +168,7 @@ class CheckpointStore:
             raise
         finally:
             _MINE.discard(working.name)
-        self._retire()
+        self.retire()
 
     @contextlib.asynccontextmanager
     async def writing_aside(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
@@ -182,6 +182,15 @@ class CheckpointStore:
             writing.__exit__(type(error), error, error.__traceback__)
             raise
         await _in_thread(lambda: writing.__exit__(None, None, None), stop)
+
+    def retire(self) -> None:
+        """Remove the oldest checkpoints beyond `keep`, except the best one and those in `pinned`."""
+        if not self.keep:
+            return
+        for checkpoint in self.list()[: -self.keep]:
+            if checkpoint.step == self.best or checkpoint.step in self.pinned:
+                continue
+            shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
 
     def sweep(self) -> None:
         """Remove incomplete checkpoints of processes that no longer exist."""
@@ -209,14 +218,6 @@ class CheckpointStore:
         aside = self._working(step, "old")
         os.rename(target, aside)
         return aside
-
-    def _retire(self) -> None:
-        if not self.keep:
-            return
-        for checkpoint in self.list()[: -self.keep]:
-            if checkpoint.step == self.best or checkpoint.step in self.pinned:
-                continue
-            shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
 
     def _full(self, step: int) -> str:
         free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
@@ -283,8 +284,8 @@ class BestCheckpoint:
     def read(cls, best: Mapping[str, Any] | None, beside: Path, origin: str = "") -> BestCheckpoint | None:
         """The best checkpoint that the state of the checkpoint `beside` names; None if it does not exist any more.
 
-        A run may have been moved: the checkpoint is also searched beside that checkpoint. A copy of a run whose disk
-        was lost has its best checkpoint beside the URL `origin`.
+        A run may have been moved: the checkpoint is also searched beside that checkpoint. If `beside` is a download of
+        the URL `origin`, it is deleted after the resume, and the best checkpoint is beside the URL.
         """
         try:
             found = cls(**best) if best else None
@@ -292,12 +293,13 @@ class BestCheckpoint:
                 return None
             if "://" in found.path:
                 return found
-            places = [Path(found.path), beside.parent / f"step-{int(found.step)}"]
+            step = int(found.step)
+            places = [Path(found.path)] if origin else [Path(found.path), beside.parent / f"step-{step}"]
         except (TypeError, ValueError):
             return None
         place = next((each for each in places if each.is_dir()), None)
         if place is None and origin:
-            return replace(found, path=f"{origin.rpartition('/')[0]}/step-{found.step}")
+            return replace(found, path=f"{origin.rpartition('/')[0]}/step-{step}")
         if place is None:
             logger.warning("the best checkpoint, %s with %s %g, does not exist", found.path, found.metric, found.value)
             return None

@@ -98,8 +98,9 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first, so that an interrupted removal leaves no complete one."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # an earlier removal was interrupted
             self._files.rm_file(f"{self._path}/{name}/{MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._path}/{name}", recursive=True)
 
     def read(self, name: str, file: str) -> bytes:

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll_core.errors import CheckpointError
+from roll_core.errors import CheckpointError, one_line
 from roll_core.runtime.cluster.concurrency import cancel_all, in_daemon_thread
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ RETRY_S = (1.0, 5.0)
 class CheckpointUploader:
     """Copies the checkpoints of one run in the background, one at a time. Lives on the run's event loop.
 
-    A failed upload is a warning, and an error of the next step if `required`. Local checkpoints are never removed by
-    it, and stay until their upload has ended.
+    A failed upload is a warning, and an error of the next step if `required`. Local checkpoints stay until their
+    upload has ended.
     """
 
     def __init__(self, folder: RemoteFolder, local: CheckpointStore, run: Path, *, required: bool) -> None:
@@ -81,9 +81,11 @@ class CheckpointUploader:
         return taken
 
     async def finish(self) -> None:
-        """Wait until no upload is pending. Raises `CheckpointError` if uploads are `required` and one failed."""
-        if self._task is not None:
-            await self._task
+        """Wait until no upload is pending, and remove the local checkpoints that were retained for their upload only.
+
+        No checkpoint may be in progress. Raises `CheckpointError` if uploads are `required` and one failed.
+        """
+        await self._wait()
         self.check()
 
     async def __aenter__(self) -> Self:
@@ -96,12 +98,17 @@ class CheckpointUploader:
         try:
             if error is None:
                 await self.finish()
-            elif self._task is not None and isinstance(error, Exception):
-                await self._task
+            elif isinstance(error, Exception):
+                await self._wait()
         finally:
             self._stop.set()
             if self._task is not None:
                 await cancel_all([self._task])
+
+    async def _wait(self) -> None:
+        if self._task is not None:
+            await self._task
+            await asyncio.to_thread(self._local.retire)
 
     async def _upload_pending(self) -> None:
         while self._pending:
@@ -122,24 +129,36 @@ class CheckpointUploader:
         for pause_s in (*RETRY_S, None):
             try:
                 await in_daemon_thread(partial(self._copy, checkpoint), name="roll-upload")
-                return
+                break
             except Exception as error:  # of the file system's package
                 if pause_s is None or self._stop.is_set():
                     raise
                 logger.info("step %d: the upload is tried again in %g s: %s", checkpoint.step, pause_s, error)
                 await asyncio.sleep(pause_s)
+        self._uploaded.append(checkpoint.step)
+        await in_daemon_thread(self._retire, name="roll-upload")
 
     def _copy(self, checkpoint: Checkpoint) -> None:
         self._folder.put_run(self._run, self._stop)
         self._folder.put_checkpoint(checkpoint.path, self._stop)
-        self._uploaded.append(checkpoint.step)
+
+    def _retire(self) -> None:
+        """Remove the oldest copies beyond `max_ckpt_to_keep`, except the best one.
+
+        A failed removal is a warning, and is repeated after the next upload.
+        """
         for step in self._uploaded[: -self._local.keep] if self._local.keep else ():
-            if step != self._best:
+            if step == self._best:
+                continue
+            try:
                 self._folder.remove(f"step-{step}")
-                self._uploaded = [each for each in self._uploaded if each != step]
+            except Exception as error:  # of the file system's package
+                logger.warning("%s/step-%d could not be removed: %s", self._folder.url, step, one_line(error))
+            else:
+                self._uploaded.remove(step)
 
     def _failed(self, what: str, error: Exception) -> None:
-        message = f"{what} not copied to {self._folder.url}: {type(error).__name__}: {error}"
+        message = f"{what} not copied to {self._folder.url}: {one_line(error)}"
         logger.warning("checkpoint_store: %s; local checkpoints are complete", message)
         self._error = CheckpointError(f"checkpoint_store: {message}")
         self._error.__cause__ = error
