@@ -14,7 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from roll_core.errors import RunFileError
 from roll_core.pipelines.sft import SFTPipeline
 from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
-from roll_core.runtime.records.run_files import LineWriter
+from roll_core.runtime.records.run_files import LineWriter, copy_lines
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
@@ -76,6 +76,15 @@ def test_a_full_disk_ends_a_run_with_one_error_and_a_closed_record(local_runs, m
     assert (result.outcome, record["outcome"], record["error"]["type"]) == ("failed", "failed", "RunFileError")
     assert not result.run_dir.export.exists()
     assert not any("Traceback" in said for said in (local_runs.screen.getvalue(), *capfd.readouterr()))
+
+
+def test_lines_that_cannot_be_copied_leave_no_file_behind(tmp_path, monkeypatch):
+    history = tmp_path / "before.jsonl"
+    history.write_text('{"step": 1}\n', encoding="utf-8")
+    monkeypatch.setattr("roll_core.runtime.records.run_files.encode", full)
+    with raises_error(RunFileError, "metrics.jsonl"):
+        copy_lines(history, tmp_path / "metrics.jsonl", lambda row: row)
+    assert list(tmp_path.iterdir()) == [history]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])

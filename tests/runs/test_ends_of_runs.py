@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import threading
 import time
@@ -20,9 +21,14 @@ import yaml
 from safetensors.torch import load_file
 
 from roll_core.cli.main import main
-from roll_core.errors import GuardTrippedError
+from roll_core.config import load
+from roll_core.config.secrets import Redactor
+from roll_core.errors import GuardTrippedError, UnsupportedError
 from roll_core.pipelines.rlvr import RLVRPipeline
+from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.run_files import read_lines
+from roll_core.runtime.run import summary
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
 from shared_tests.forked import Forked
@@ -151,6 +157,42 @@ def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_unint
         assert one == other
     weights, expected = (load_file(each.run_dir.export / "model.safetensors") for each in (resumed, whole))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("end", ["unsupported", "ctrl-c"])
+def test_an_export_that_was_cut_short_is_removed(local_runs, monkeypatch, end):
+    def export_part(strategy, path):
+        (path / "config.json").write_text("{}", encoding="utf-8")
+        if end == "unsupported":
+            raise UnsupportedError("no export of this model")
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # the driver has been cancelled, and this worker goes on
+        path.mkdir(exist_ok=True)
+        (path / "model.safetensors").write_bytes(b"")
+
+    monkeypatch.setattr(HFTrainStrategy, "export_model", export_part)
+    result = local_runs.run(local_runs.sft(max_steps=1, save_steps=0))
+    assert result.outcome == ("failed" if end == "unsupported" else "interrupted")
+    assert result.steps_done == 1
+    assert not result.run_dir.export.exists()
+
+
+def test_a_run_without_checkpoints_resumes_from_what_it_resumed_from(local_runs):
+    """`resume_from_checkpoint=true` would not find it: it is in another experiment, or in a store."""
+    path = local_runs.folder / "run.yaml"
+    path.write_text(yaml.safe_dump(local_runs.sft(), sort_keys=False), encoding="utf-8")
+    run = RunDir.create(local_runs.folder / "output", "sft")
+    origin = "s3://bucket/elsewhere/001-0a0b0c0d/step-10"
+    run.record.write_text(json.dumps({"outcome": "failed", "resumed_step": 10, "resumed_from": origin}))
+    loaded, argv = load(path, [], local_runs.registry), ["roll-core", "resume_from_checkpoint=true", "seed=3"]
+    ((_, before),) = summary.how_to_resume(loaded, argv, run, Redactor.of({}))
+    command, _, note = before.partition("   ")
+    assert shlex.split(command) == ["roll-core", "run", str(path), "seed=3", f"resume_from_checkpoint={origin}"]
+    assert "10" in note
+    with CheckpointStore(run.checkpoints).writing(11, {}):
+        pass
+    ((_, after),) = summary.how_to_resume(loaded, argv, run, Redactor.of({}))
+    assert shlex.split(after.partition("   ")[0])[-1] == "resume_from_checkpoint=true"
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["middle", "last"])

@@ -177,11 +177,14 @@ def copy_lines(source: Path, target: Path, change: Callable[[dict[str, Any]], di
     """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     with writing(target):
-        with temporary.open("wb") as stream:
-            for row in read_lines(source):
-                if (changed := change(row)) is not None:
-                    stream.write(encode(changed))
-        os.replace(temporary, target)
+        try:
+            with temporary.open("wb") as stream:
+                for row in read_lines(source):
+                    if (changed := change(row)) is not None:
+                        stream.write(encode(changed))
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def encode(row: Mapping[str, Any]) -> bytes:

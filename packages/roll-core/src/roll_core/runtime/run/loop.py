@@ -232,6 +232,8 @@ class _Driver:
         self.last_metrics: dict[str, float] = {}
         self.evaluation_due = False
         """True if SIGTERM or SIGHUP interrupted the evaluation of the last step, in this run or in the resumed run."""
+        self.exporting = False
+        """True if the export has begun and is not complete."""
 
     async def main(self) -> None:
         """Run from loading libraries to the final export and memory measurement."""
@@ -266,6 +268,7 @@ class _Driver:
             self._check_work_is_left(checkpoint, num_steps)
             self._open_metrics(checkpoint, stack)
             stack.push_async_callback(self.pipeline.close)  # after the roles are closed, so that no program runs
+            stack.callback(self._remove_incomplete_export)  # after the roles are closed, so that no worker writes it
             with ledger.stage("build roles"):
                 executor = await start_roles(run, self.pipeline, platform, self.record, self.redactor, stack)
                 await self.pipeline.setup(run)
@@ -563,12 +566,14 @@ class _Driver:
         name = self.pipeline.export_role()
         if self.config.export_model and name:
             with self.ledger.stage("export"):
-                try:
-                    with writing(self.run_dir.export):
-                        await run.train_role(name).export(self.run_dir.export)
-                except RunFileError:
-                    shutil.rmtree(self.run_dir.export, ignore_errors=True)  # remove the incomplete export
-                    raise
+                self.exporting = True
+                with writing(self.run_dir.export):
+                    await run.train_role(name).export(self.run_dir.export)
+                self.exporting = False
+
+    def _remove_incomplete_export(self) -> None:
+        if self.exporting:
+            shutil.rmtree(self.run_dir.export, ignore_errors=True)
 
     async def _measure_memory(self, run: ActiveRun) -> None:
         """Record the measured memory of train and infer roles.

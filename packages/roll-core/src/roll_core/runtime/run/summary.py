@@ -52,9 +52,10 @@ def how_to_resume(
     step = saved[-1].step if saved else record.get("resumed_step", 0)
     if not step:
         return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]
+    source = "true" if saved else record["resumed_from"]  # `true` does not search other experiments and URLs
     overrides = [each for each in argv[1:] if "=" in each and not each.startswith(("-", "resume_from_checkpoint="))]
     config = loaded.sources[0] if loaded.sources else relative(run_dir.config)
-    command = ["roll-core", "run", str(config), *overrides, "resume_from_checkpoint=true"]
+    command = ["roll-core", "run", str(config), *overrides, f"resume_from_checkpoint={source}"]
     return [("resume", f"{redactor.text(shlex.join(command))}   (step {step} is saved)")]
 
 
