@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from roll_core.runtime.records.record import read_record
-from roll_core.runtime.records.run_dir import RunDir
 from roll_testing.runs import Runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -148,7 +147,7 @@ def test_a_cell_shows_live_metrics_and_stop_ends_the_run_safely(tmp_path, kernel
     outputs, error, _ = kernel.execute(interrupted, interrupt_at="step=2/4000")
     assert error == "RunInterruptedError"
     assert "sft/002 · interrupted" in tables(outputs)[0]
-    record = read_record(RunDir.open(tmp_path / "output" / "sft" / "002").record)
+    record = read_record(tmp_path / "output" / "sft" / "002" / "run.json")
     assert record["outcome"] == "interrupted"
     steps = record["steps_done"] + 1
 
@@ -156,7 +155,7 @@ def test_a_cell_shows_live_metrics_and_stop_ends_the_run_safely(tmp_path, kernel
     outputs, error, _ = kernel.execute(resumed)
     assert error is None
     assert "sft/003 · finished" in tables(outputs)[0]
-    assert read_record(RunDir.open(tmp_path / "output" / "sft" / "003").record)["steps_done"] == steps
+    assert read_record(tmp_path / "output" / "sft" / "003" / "run.json")["steps_done"] == steps
 
 
 def test_without_a_notebook_live_metrics_are_lines(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,6 @@ import yaml
 import roll_core as roll
 from roll_core.cli.main import main
 from roll_core.runtime.records.record import read_record
-from roll_core.runtime.records.run_dir import RunDir
 from roll_testing.runs import Runs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,10 +147,10 @@ def test_the_slurm_script_saves_a_run_at_term_requeues_the_job_and_resumes(job, 
     first.send_signal(signal.SIGTERM)  # as SLURM does: to the script alone
     assert first.wait(120) == 75, (tmp_path / "log.txt").read_text()
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
-    saved = read_record(RunDir.open(metrics.parent).record)
+    saved = read_record(metrics.parent / "run.json")
     assert saved["outcome"] == "preempted"
     steps = saved["steps_done"] + 2
     assert job(f"max_steps={steps}").wait(180) == 0, (tmp_path / "log.txt").read_text()
-    resumed = read_record(RunDir.open(tmp_path / "output" / "sft" / "002").record)
+    resumed = read_record(tmp_path / "output" / "sft" / "002" / "run.json")
     assert (resumed["outcome"], resumed["steps_done"]) == ("finished", steps)
     assert resumed["resumed_step"] == saved["steps_done"]

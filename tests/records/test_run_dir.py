@@ -8,7 +8,7 @@ import pytest
 
 from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.records.run_dir import RunDir, find_checkpoint
+from roll_core.runtime.records.run_dir import RunDir, experiment_runs, find_checkpoint
 from roll_testing.errors import raises_error
 
 
@@ -28,9 +28,7 @@ def test_numbers_go_on_behind_gaps_and_beyond_three_digits(tmp_path: Path) -> No
     (tmp_path / "x" / "999").mkdir(parents=True)
     (tmp_path / "x" / "notes").mkdir()
     assert RunDir.create(tmp_path, "x").path.name == "1000"
-    latest = RunDir.latest(tmp_path / "x")
-    assert latest is not None
-    assert latest.path.name == "1000"
+    assert [run.path.name for run in experiment_runs(tmp_path / "x")] == ["999", "1000"]
 
 
 def test_latest_is_a_relative_link_to_the_newest_run(tmp_path: Path) -> None:
@@ -47,8 +45,7 @@ def test_a_file_system_without_links_is_no_obstacle(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "symlink_to", refuse)
     run = RunDir.create(tmp_path, "x")
     assert not (tmp_path / "x" / "latest").exists()
-    run.record.write_text("{}")
-    assert RunDir.open(tmp_path / "x").path == run.path
+    assert experiment_runs(tmp_path / "x") == [run]
 
 
 def test_processes_that_start_at_once_get_different_directories(tmp_path: Path) -> None:
@@ -69,18 +66,6 @@ def test_an_output_dir_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) 
     with raises_error(RunDirectoryError, "output_dir") as caught:
         RunDir.create(tmp_path / "file", "x")
     assert caught.value.exit_code == 2
-
-
-def test_open_takes_a_run_an_experiment_or_latest(tmp_path: Path) -> None:
-    RunDir.create(tmp_path, "x")
-    run = RunDir.create(tmp_path, "x")
-    run.config.write_text("pipeline: sft\n")
-    for path in (run.path, tmp_path / "x", tmp_path / "x" / "latest"):
-        assert RunDir.open(path).path == run.path
-    with raises_error(RunDirectoryError, tmp_path, "run.json"):
-        RunDir.open(tmp_path)
-    with raises_error(RunDirectoryError, "nowhere"):
-        RunDir.open(tmp_path / "nowhere")
 
 
 def test_resume_false_asks_for_nothing(tmp_path: Path) -> None:
@@ -113,7 +98,7 @@ def test_resume_from_a_path_takes_checkpoints_runs_and_experiments(tmp_path: Pat
     found = find_checkpoint(str(tmp_path / place), output_dir="elsewhere", exp_name="y")
     assert found is not None
     assert found.step == 4
-    assert found.state() == {"step": 4}
+    assert json.loads((found.path / "state.json").read_text()) == {"step": 4}
 
 
 def test_resume_from_a_damaged_checkpoint_names_the_file_and_a_good_one(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import roll_core as roll
 from roll_core.cli.main import main
 from roll_core.errors import ContractError, MissingRequirementError, PluginError, PluginHookError, RunInterruptedError
 from roll_core.runtime.records.record import read_record
-from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import read_metrics, repeatable
 from roll_testing.errors import raises_error
 from roll_testing.runs import Runs
@@ -51,7 +50,7 @@ def test_a_file_a_mapping_and_a_validated_config_train_as_the_command_does(sft, 
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(sft), encoding="utf-8")
     assert main(["run", str(path), "max_steps=3"]) == 0
-    command = read_metrics(RunDir.open(tmp_path / "output" / "sft").metrics)
+    command = read_metrics(tmp_path / "output" / "sft" / "latest" / "metrics.jsonl")
     assert [each["step"] for each in command] == [1, 2, 3]
     first = roll.run(path, ["max_steps=3"])
     validated = roll.check(sft, {"max_steps": 3}).config
@@ -165,9 +164,9 @@ def test_a_callback_that_raises_ends_the_run_with_its_name(sft, tmp_path, raised
 
     with pytest.raises(PluginHookError, match="Recorded") as error:
         roll.run(sft, callbacks=[Recorded(fail)])
-    run = RunDir.open(tmp_path / "output" / "sft")
-    assert read_record(run.record)["outcome"] == "failed"
-    assert str(run.path) in error.value.__notes__[0]
+    run = tmp_path / "output" / "sft" / "001"
+    assert read_record(run / "run.json")["outcome"] == "failed"
+    assert str(run) in error.value.__notes__[0]
 
 
 def test_a_sys_exit_of_a_part_becomes_an_error(sft, monkeypatch):
@@ -236,7 +235,7 @@ def test_ctrl_c_ends_the_run_and_restores_the_handlers(sft, tmp_path, default_si
         asyncio.run(cell()) if in_a_loop else roll.run(sft | {"max_steps": 5000}, callbacks=[Recorded(ask)])
     assert (asked == ["roll-run"]) == in_a_loop
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    assert read_record(RunDir.open(tmp_path / "output" / "sft").record)["outcome"] == "interrupted"
+    assert read_record(tmp_path / "output" / "sft" / "latest" / "run.json")["outcome"] == "interrupted"
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True])

@@ -12,7 +12,6 @@ import pytest
 from roll_core.cli.main import main
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import data_file
-from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import read_metrics
 from roll_core.spec.providers import PipelineProvider
 from shared_tests.docs import undocumented
@@ -85,7 +84,7 @@ def test_a_written_run_runs_at_once(kind, here, capfd):
     runs = sorted((here / folder / "output").glob("*/001"))
     assert len(runs) == len(configs)
     for run in runs:
-        last = read_metrics(RunDir.open(run).metrics)[-1]
+        last = read_metrics(run / "metrics.jsonl")[-1]
         assert last["step"] == 1
         assert undocumented(last) == []
         assert 0 <= last["val/score/mean"] <= 1  # the reward of the new folder scored the validation prompts

@@ -14,8 +14,9 @@ from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
-from roll_testing.errors import mentions
+from roll_testing.errors import mentions, raises_error
 from roll_tools import runs as command
+from roll_tools.open_run import open_run
 from roll_tools.runs import MetricsFollower
 from roll_tools.saved_record import config_hash
 
@@ -36,6 +37,18 @@ def make_run(output: Path, name: str = "grpo", *, steps: int = 3, asked: int = 5
 def listed(capsys: pytest.CaptureFixture[str], place: Path) -> dict[str, dict]:
     assert main(["runs", str(place), "--json"]) == 0
     return {"/".join(Path(row["run"]).parts[-2:]): row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_a_run_is_opened_by_its_path_its_experiment_or_latest(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "x")
+    run = RunDir.create(tmp_path, "x")
+    run.config.write_text("pipeline: sft\n")
+    for path in (run.path, tmp_path / "x", tmp_path / "x" / "latest"):
+        assert open_run(path).path == run.path
+    with raises_error(RunDirectoryError, tmp_path, "run.json"):
+        open_run(tmp_path)
+    with raises_error(RunDirectoryError, "nowhere"):
+        open_run(tmp_path / "nowhere")
 
 
 def test_runs_are_listed_with_state_step_and_newest_validation_score(tmp_path, capsys):

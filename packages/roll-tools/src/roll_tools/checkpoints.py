@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, NoCheckpointError
 from roll_core.runtime.records.checkpoints import STATE, BestCheckpoint, Checkpoint, CheckpointStore
-from roll_core.runtime.records.manifest import read_manifest, verify
-from roll_core.runtime.records.run_dir import RunDir, experiment_runs, is_run
+from roll_core.runtime.records.manifest import STEP, read_manifest, verify
+from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.run.checkpointing import SavedRun
+from roll_tools.open_run import is_run, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -116,17 +117,27 @@ def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
     runs = experiment_runs(path)
     if runs and not is_run(path):
         return [CheckpointStore(run.checkpoints) for run in runs]
-    return [CheckpointStore(RunDir.open(path).checkpoints)]
+    return [CheckpointStore(open_run(path).checkpoints)]
 
 
 def _named(place: Path) -> list[Checkpoint]:
     path = place.expanduser().absolute()
     if path.is_dir() and CheckpointStore.is_checkpoint(path):
-        return [Checkpoint.at(path)]
+        return [_unverified(path)]
     found = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
     if not found:
         raise NoCheckpointError(f"{place} has no checkpoint")
     return found
+
+
+def _unverified(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. The step comes from its name, else from its manifest, else it is 0."""
+    if match := STEP.fullmatch(path.name):
+        return Checkpoint(int(match[1]), path)
+    try:
+        return Checkpoint(read_manifest(path).step, path)
+    except CheckpointError:
+        return Checkpoint(0, path)
 
 
 def _remote_rows(url: str, store: Mapping[str, Any], *, digests: bool) -> Iterator[CheckpointRow]:

@@ -280,11 +280,11 @@ def report(words: Sequence[str], registry: Registry) -> int:
     options = parser.parse_args(words)
     if options.out and len(options.runs) == 1:
         parser.error("-o only with several runs: the report of one run is in its directory")
-    from roll_core.runtime.records.run_dir import RunDir
     from roll_tools.comparison import write_comparison
+    from roll_tools.open_run import open_run
     from roll_tools.page import write_report
 
-    found = [RunDir.open(run) for run in options.runs]
+    found = [open_run(run) for run in options.runs]
     if len(found) == 1:
         written = write_report(found[0].path)
     else:

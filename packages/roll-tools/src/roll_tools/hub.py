@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import MissingRequirementError, ModelError, RunDirectoryError
-from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.run_files import writing
 from roll_core.runtime.records.tracking import read_metrics
+from roll_tools.open_run import open_run
 from roll_tools.rendering import template
 from roll_tools.saved_record import read_state
+
+if TYPE_CHECKING:
+    from roll_core.runtime.records.run_dir import RunDir
 
 CARD = "README.md"
 _LIBRARIES = (
@@ -38,7 +41,7 @@ def push_model(place: Path, repo: str, *, model: Path | None, private: bool, dry
     `dry_run` writes the card and prints the files without any network access. Raises `RunDirectoryError` if there is
     no model, and `ModelError` if the upload fails.
     """
-    run = RunDir.open(place)
+    run = open_run(place)
     folder = (model or run.export).expanduser().absolute()
     library = next((name for file, name in _LIBRARIES if (folder / file).is_file()), None)
     if library is None:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
-from roll_core.runtime.records.run_dir import RunDir, experiment_runs, is_run
 from roll_core.runtime.records.run_files import number, safe
 from roll_core.runtime.records.tracking import read_metrics
+from roll_tools.open_run import open_run, runs_below
 from roll_tools.saved_record import SavedRecord, config_hash, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from roll_core.runtime.records.run_dir import RunDir
 
 SCORES = ("val/score/mean", "val/loss", "score/mean", "reward/mean", "train/loss", "loss")
 """Metrics of the column `score`; the first that the run has."""
@@ -69,24 +71,9 @@ def list_runs(place: Path, *, as_json: bool) -> int:
     return 0
 
 
-def runs_below(place: str | Path) -> list[RunDir]:
-    """The run at `place`, or the runs of an experiment or of a directory of experiments, oldest first per experiment.
-
-    Raises `RunDirectoryError` if `place` is not a directory.
-    """
-    path = Path(place).expanduser().absolute()
-    if not path.is_dir():
-        raise RunDirectoryError(f"{path} is not a directory: give the output_dir of runs, an experiment or a run")
-    if is_run(path):
-        return [RunDir(path.resolve())]
-    if runs := experiment_runs(path):
-        return runs
-    return [run for experiment in sorted(path.iterdir()) for run in experiment_runs(experiment)]
-
-
 def watch(place: Path) -> int:
     """Follow a run until it ends. Returns 0 if it finished or Ctrl-C ended the command, otherwise 1."""
-    run = RunDir.open(place)
+    run = open_run(place)
     console = Console()
     try:
         return _follow(run, console)

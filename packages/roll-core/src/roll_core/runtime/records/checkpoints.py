@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STATE = "state.json"
+"""File of a checkpoint with the `state` that was passed to `CheckpointStore.writing`."""
 
 _WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _MINE: set[str] = set()
@@ -58,28 +59,6 @@ class Checkpoint:
 
     def __str__(self) -> str:
         return self.origin or str(self.path)
-
-    @classmethod
-    def at(cls, path: Path) -> Checkpoint:
-        """The checkpoint at `path`, unverified. The step comes from its name, else from its manifest, else it is 0."""
-        match = STEP.fullmatch(path.name)
-        if match:
-            return cls(int(match[1]), path)
-        try:
-            return cls(read_manifest(path).step, path)
-        except CheckpointError:
-            return cls(0, path)
-
-    def state(self) -> dict[str, Any]:
-        """The `state` that was passed to `CheckpointStore.writing`. Raises `CheckpointError` if it cannot be read."""
-        file = self.path / STATE
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{file} is {type(found).__name__}, expected a mapping")
-        return found
 
 
 class CheckpointStore:

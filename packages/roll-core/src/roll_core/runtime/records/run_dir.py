@@ -13,13 +13,23 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError, closest
+from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 AUTO = "auto"
+
+
+class _Entry:
+    """Attribute of `RunDir`: the path of a file or directory with a fixed name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +64,6 @@ class RunDir:
         _point_latest_at(path)
         return cls(path)
 
-    @classmethod
-    def open(cls, path: str | Path) -> RunDir:
-        """The run at `path`, which is a run directory or the directory of an experiment (its newest run).
-
-        Raises `RunDirectoryError` if `path` is neither.
-        """
-        place = Path(path).expanduser().absolute()
-        if not place.is_dir():
-            close = closest(place.name, [each.name for each in place.parent.glob("*")])
-            raise RunDirectoryError(
-                f"{place} is not a directory: "
-                + (f"did you mean {close}?" if close else "give a run directory, such as output/grpo/latest")
-            )
-        if is_run(place):
-            return cls(place.resolve())
-        newest = cls.latest(place)
-        if newest is None:
-            raise RunDirectoryError(
-                f"{place} is not a run directory (run.json, config.yaml or metrics.jsonl) and contains none: give one,"
-                " such as output/grpo/latest"
-            )
-        return newest
-
-    @classmethod
-    def latest(cls, experiment: Path) -> RunDir | None:
-        """The newest run of an experiment; None if it has none."""
-        runs = experiment_runs(experiment)
-        return runs[-1] if runs else None
-
     @property
     def experiment(self) -> Path:
         """The directory of the run's experiment."""
@@ -93,64 +74,32 @@ class RunDir:
         """Experiment and number, such as `grpo/001`."""
         return f"{self.path.parent.name}/{self.path.name}"
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def record(self) -> Path:
-        """Record of the run; see `RunRecord`."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, one line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """First samples of each step, as text."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def images(self) -> Path:
-        """Images of samples, for runs that have any."""
-        return self.path / "images.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """Log of the run."""
-        return self.path / "log.txt"
-
-    @property
-    def report(self) -> Path:
-        """HTML report, a single file."""
-        return self.path / "report.html"
+    config = _Entry("config.yaml")
+    """The resolved configuration."""
+    record = _Entry("run.json")
+    """Record of the run; see `RunRecord`."""
+    metrics = _Entry("metrics.jsonl")
+    """Metrics, one line per step."""
+    samples = _Entry("samples.jsonl")
+    """First samples of each step, as text."""
+    images = _Entry("images.jsonl")
+    """Images of samples, for runs that have any."""
+    log = _Entry("log.txt")
+    """Log of the run."""
+    report = _Entry("report.html")
+    """HTML report, a single file."""
+    checkpoints = _Entry("checkpoints")
+    """Directory of the checkpoints `step-N/`."""
+    profile = _Entry("profile")
+    """Directory of timelines and memory snapshots."""
+    tokenizer = _Entry("tokenizer")
+    """Directory of the run's tokenizer."""
+    export = _Entry("export")
+    """Exported model in the format of transformers."""
 
     def uploads(self) -> list[Path]:
         """Existing files for trackers that store files: config, report and samples."""
         return [path for path in (self.config, self.report, self.samples) if path.is_file()]
-
-    @property
-    def checkpoints(self) -> Path:
-        """Directory of the checkpoints `step-N/`."""
-        return self.path / "checkpoints"
-
-    @property
-    def profile(self) -> Path:
-        """Directory of timelines and memory snapshots."""
-        return self.path / "profile"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Directory of the run's tokenizer."""
-        return self.path / "tokenizer"
-
-    @property
-    def export(self) -> Path:
-        """Exported model in the format of transformers."""
-        return self.path / "export"
 
 
 def find_checkpoint(
@@ -232,11 +181,6 @@ def _numbers(experiment: Path) -> list[int]:
     if not experiment.is_dir():
         return []
     return [int(p.name) for p in experiment.iterdir() if p.name.isdecimal() and p.name.isascii() and p.is_dir()]
-
-
-def is_run(path: Path) -> bool:
-    """True if `path` has a file of a run directory."""
-    return any((path / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl"))
 
 
 def _point_latest_at(run: Path) -> None:

@@ -10,6 +10,7 @@ has the run's state (`SavedRun`), beside the files of the strategies.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError
-from roll_core.runtime.records.checkpoints import Checkpoint
+from roll_core.runtime.records.checkpoints import STATE, Checkpoint
 from roll_core.runtime.records.manifest import is_inside
 from roll_core.spec.providers import TrainProvider
 
@@ -70,8 +71,8 @@ class SavedRun:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
         """Read the state of a checkpoint. Raises `CheckpointError` if it cannot be read or is no state of a run."""
-        state = checkpoint.state()
         try:
+            state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
             saved = cls(
                 pipeline=state["pipeline"],
                 pipeline_state=state["pipeline_state"],
@@ -89,7 +90,7 @@ class SavedRun:
             for name in saved.roles:
                 if not is_inside(name) or "/" in name:
                     raise TypeError(f"{name!r:.100} is not a name of a role")
-        except (KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{checkpoint.path}: state.json is not the state of a run: {error!r}") from error
         return saved
 

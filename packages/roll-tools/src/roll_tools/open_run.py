@@ -1,0 +1,53 @@
+"""The run directories that arguments of the commands name.
+
+A light module: `checkpoint list` imports neither pydantic nor rich.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from roll_core.errors import RunDirectoryError, closest
+from roll_core.runtime.records.run_dir import RunDir, experiment_runs
+
+
+def open_run(path: str | Path) -> RunDir:
+    """The run at `path`, which is a run directory or the directory of an experiment (its newest run).
+
+    Raises `RunDirectoryError` if `path` is neither.
+    """
+    place = Path(path).expanduser().absolute()
+    if not place.is_dir():
+        close = closest(place.name, [each.name for each in place.parent.glob("*")])
+        raise RunDirectoryError(
+            f"{place} is not a directory: "
+            + (f"did you mean {close}?" if close else "give a run directory, such as output/grpo/latest")
+        )
+    if is_run(place):
+        return RunDir(place.resolve())
+    if runs := experiment_runs(place):
+        return runs[-1]
+    raise RunDirectoryError(
+        f"{place} is not a run directory (run.json, config.yaml or metrics.jsonl) and contains none: give one, such as"
+        " output/grpo/latest"
+    )
+
+
+def runs_below(place: str | Path) -> list[RunDir]:
+    """The run at `place`, or the runs of an experiment or of a directory of experiments, oldest first per experiment.
+
+    Raises `RunDirectoryError` if `place` is not a directory.
+    """
+    path = Path(place).expanduser().absolute()
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path} is not a directory: give the output_dir of runs, an experiment or a run")
+    if is_run(path):
+        return [RunDir(path.resolve())]
+    if runs := experiment_runs(path):
+        return runs
+    return [run for experiment in sorted(path.iterdir()) for run in experiment_runs(experiment)]
+
+
+def is_run(path: Path) -> bool:
+    """True if `path` has a file of a run directory."""
+    return any((path / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl"))
