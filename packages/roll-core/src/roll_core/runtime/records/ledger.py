@@ -53,8 +53,7 @@ class _OpenStage:
 
     name: str
     parent: _OpenStage | None
-    children: int = 0
-    open: bool = True
+    """The stage in which this one was opened; it may have been closed since."""
 
 
 class Ledger:
@@ -78,7 +77,7 @@ class Ledger:
         self._clock = clock
         self._lock = threading.Lock()
         self._current: ContextVar[_OpenStage | None] = ContextVar("stage", default=None)
-        self._leaves: Counter[str] = Counter()
+        self._open: list[_OpenStage] = []
         self._seconds: dict[str, float] = {}
         self._entries: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -95,16 +94,12 @@ class Ledger:
     def stage(self, name: str) -> Iterator[None]:
         """Attribute the time inside to `name`, except for the time of nested stages."""
         parent = self._current.get()
-        while parent is not None and not parent.open:  # this task outlived the stage in which it was started
-            parent = parent.parent
-        stage = _OpenStage(name, parent)
         with self._lock:
+            while parent is not None and parent not in self._open:  # this task outlived the stage that started it
+                parent = parent.parent
+            stage = _OpenStage(name, parent)
             self._settle()
-            if parent is not None:
-                parent.children += 1
-                if parent.children == 1:
-                    self._drop(parent.name)
-            self._leaves[name] += 1
+            self._open.append(stage)
             self._entries[name] += 1
         self._current.set(stage)
         self._on_change(name)
@@ -114,16 +109,11 @@ class Ledger:
         finally:
             with self._lock:
                 self._settle()
-                stage.open = False
-                if not stage.children:
-                    self._drop(name)
-                current = ""
-                if parent is not None:
-                    parent.children -= 1
-                    if parent.open and not parent.children:
-                        self._leaves[parent.name] += 1
-                    current = parent.name if parent.open else ""
-                current = current or next(reversed(self._leaves), "")
+                self._open.remove(stage)
+                if parent is not None and parent in self._open:
+                    current = parent.name
+                else:
+                    current = next(reversed(self._innermost()), "")
             self._current.set(parent)
             self._on_change(current)
 
@@ -184,15 +174,14 @@ class Ledger:
         """Split the time since the last change equally among the stages that were innermost."""
         now = self._clock()
         elapsed, self._settled = now - self._settled, now
-        if elapsed > 0 and self._leaves:
-            part = elapsed / len(self._leaves)
-            for name in self._leaves:
-                self._seconds[name] = self._seconds.get(name, 0.0) + part
+        innermost = self._innermost()
+        for name in innermost if elapsed > 0 else ():
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed / len(innermost)
 
-    def _drop(self, name: str) -> None:
-        self._leaves[name] -= 1
-        if not self._leaves[name]:
-            del self._leaves[name]
+    def _innermost(self) -> list[str]:
+        """Names of the open stages in which no stage is open, in the order in which they were opened."""
+        parents = {id(stage.parent) for stage in self._open}
+        return list(dict.fromkeys(stage.name for stage in self._open if id(stage) not in parents))
 
 
 def process_age_s() -> float:
