@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from roll_core.data.tokenizers import EOS, PAD, make_tokenizer
-from roll_core.errors import DataError
+from roll_core.errors import DataError, ModelError
+from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import TokenizerConfig
 from roll_testing.errors import raises_error
 
@@ -84,3 +85,12 @@ def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
     config = TokenizerConfig(kind="bpe", vocab_size=260)
     with raises_error(DataError, "263"):
         make_tokenizer(config, TEXTS, tmp_path, control_tokens=["<a>", "<b>", "<c>", "<d>", "<e>"])
+
+
+def test_a_tokenizer_whose_loading_fails_without_a_message_is_an_error_of_the_model(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    with raises_error(ModelError, tmp_path, "OSError"):
+        load_tokenizer(str(tmp_path))

@@ -15,7 +15,7 @@ from roll_core.errors import ConfigError, ConfigProblem, DataError, ModelError, 
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.runtime.cluster.executors.base import Failure, Member, located
-from roll_core.runtime.records.known_errors import advise
+from roll_core.runtime.run.summary import advise
 from roll_core.spec.providers import KnownErrorsProvider
 from roll_executor_ray.exit_causes import exit_cause
 from roll_testing.errors import mentions

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,6 @@ class Guards:
         """`on_event` is called for each guard that trips, before any exception is raised."""
         self.config = config
         self.step = 0
-        self.counts: Counter[str] = Counter()
         self._stretches: dict[str, _Stretch] = {}
         self._on_event = on_event
 
@@ -129,7 +127,6 @@ class Guards:
             return
         if fatal:
             action = "error"
-        self.counts[guard_id] += 1
         stretch = self._stretches.get(guard_id)
         if stretch is None or not stretch.last <= self.step <= stretch.last + 1:
             stretch = self._stretches[guard_id] = _Stretch(self.step, self.step)

@@ -19,7 +19,6 @@ from roll_core.runtime.records.run_files import LineWriter, copy_lines, number, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from roll_core.spec.pipeline import TraceContext, Tracker
 
@@ -125,23 +124,11 @@ class Trackers:
             for name, factory in factories.items():
                 with _errors_of(name, "could not be opened"):
                     trackers._open[name] = factory()
-        except TrackerError as error:
-            trackers.__exit__(type(error), error, None)
+        except TrackerError:
+            with contextlib.suppress(TrackerError):
+                trackers.close()
             raise
         return trackers
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except TrackerError as failure:
-            if error is None:
-                raise
-            logger.warning("%s", failure)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Log the resolved config, without secrets, to all trackers. Raises `TrackerError` at the first failure."""

@@ -161,7 +161,7 @@ def execute(
                 return advice, outcome, events.run_recorded(run_dir.path)
 
         ledger.observe = contextlib.nullcontext  # a tracker that fails must not prevent the report
-        with ignoring_stop_signals(), driver.trackers:
+        with ignoring_stop_signals(), contextlib.closing(driver.trackers):
             advice, outcome, written = completed()
             try:
                 driver.trackers.finish(failed=error is not None, files=run_dir.uploads())

@@ -22,6 +22,7 @@ import contextvars
 import logging
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,33 +100,20 @@ class StopSignals:
             await cancel_all([working, requested])
 
     def _run_on_a_thread(self, main: Coroutine[Any, Any, None]) -> None:
-        failure: list[BaseException] = []
-        done = threading.Event()
-
-        def work() -> None:
-            try:
-                asyncio.run(self._guarded(main))
-            except BaseException as error:  # raised in the calling thread
-                failure.append(error)
-            finally:
-                done.set()
-
-        # Notebooks route the output of a thread to its cell by context variables.
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="roll-run")
-        thread.start()
-        while not done.is_set():
-            try:
-                # A signal that the system delivers to another thread does not wake this one.
-                done.wait(_SIGNAL_POLL_S)
-            except KeyboardInterrupt:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-                    if self._loop is None:
-                        self._on_sigint()
-                    else:
-                        self._loop.call_soon_threadsafe(self._on_sigint)
-        thread.join()
-        if failure:
-            raise failure[0]
+        with ThreadPoolExecutor(1, "roll-run") as pool:
+            # Notebooks route the output of a thread to its cell by context variables.
+            running = pool.submit(contextvars.copy_context().run, asyncio.run, self._guarded(main))
+            while not running.done():
+                try:
+                    # A signal that the system delivers to another thread does not wake this one.
+                    wait([running], _SIGNAL_POLL_S)
+                except KeyboardInterrupt:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+                        if self._loop is None:
+                            self._on_sigint()
+                        else:
+                            self._loop.call_soon_threadsafe(self._on_sigint)
+            running.result()
 
     async def _guarded(self, main: Coroutine[Any, Any, None]) -> None:
         self._task = asyncio.current_task()

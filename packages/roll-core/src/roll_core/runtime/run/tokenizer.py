@@ -10,7 +10,7 @@ from roll_core.data.encode import tokenizer_texts
 from roll_core.data.rows import are_chats
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.errors import ConfigError, ConfigProblem, ModelError
+from roll_core.errors import ConfigError, ConfigProblem, ModelError, one_line
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.model import is_hub_id
 
@@ -61,10 +61,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"cannot load a tokenizer from {path}: {first_line}; set tokenizer.kind, or name the directory or hub id of"
-            " a model with a tokenizer"
+            f"cannot load a tokenizer from {path}: {one_line(error)}; set tokenizer.kind, or name the directory or hub"
+            " id of a model with a tokenizer"
         ) from error
     return tokenizer
 
