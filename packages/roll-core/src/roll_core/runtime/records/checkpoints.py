@@ -153,14 +153,10 @@ class CheckpointStore:
     async def writing_aside(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
         """As `writing`, but the exit flushes and digests in a thread, without blocking the event loop. Cancellable."""
         stop = threading.Event()
-        writing = self.writing(step, state, stop=stop)
-        path = writing.__enter__()
-        try:
-            yield path
-        except BaseException as error:
-            writing.__exit__(type(error), error, error.__traceback__)
-            raise
-        await _in_thread(lambda: writing.__exit__(None, None, None), stop)
+        with contextlib.ExitStack() as stack:
+            yield stack.enter_context(self.writing(step, state, stop=stop))
+            writing = stack.pop_all()
+        await _in_thread(writing.close, stop)
 
     def retire(self) -> None:
         """Remove the oldest checkpoints beyond `keep`, except the best one and those in `pinned`."""

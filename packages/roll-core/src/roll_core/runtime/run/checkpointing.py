@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from roll_core.runtime.records.manifest import is_inside
 from roll_core.spec.providers import TrainProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -216,18 +216,21 @@ class RunSaver:
             best=asdict(self.best) if self.best is not None else None,
         )
         async with AsyncExitStack() as writing:
-            path = await writing.enter_async_context(self._writing(run.step, asdict(saved)))
-            unfinished = []
-            for name, role in trained.items():
-                if await role.save(path / name, portable=portable):
-                    unfinished.append(role)
-            if unfinished:
-                self._finishing = asyncio.create_task(_finish(unfinished, writing.pop_all()))
+            path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
+            unfinished = [role for name, role in trained.items() if await role.save(path / name, portable=portable)]
+            self._finishing = asyncio.create_task(self._finish(run.step, unfinished, writing.pop_all()))
+        if not unfinished:
+            await self._wait()
 
-    @asynccontextmanager
-    async def _writing(self, step: int, state: Mapping[str, Any]) -> AsyncIterator[Path]:
-        async with self._store.writing_aside(step, state) as path:
-            yield path
+    async def _finish(self, step: int, roles: Sequence[GroupTrainRole], writing: AsyncExitStack) -> None:
+        """Finish saving on the roles that left files, then complete the checkpoint.
+
+        The exit of `writing` completes it, or removes it if a rank fails.
+        """
+        from roll_core.runtime.cluster.concurrency import gather
+
+        async with writing:
+            await gather([role.finish_save() for role in roles])
         self._completed(Checkpoint(step, self._store.path(step)), self.best)
 
     async def _wait(self) -> None:
@@ -251,14 +254,6 @@ class RunSaver:
             (failure,) = await asyncio.gather(self._finishing, return_exceptions=True)
             if failure is not None:
                 log.warning("the last checkpoint is incomplete: %s", failure or "the run was stopped")
-
-
-async def _finish(roles: Sequence[GroupTrainRole], writing: AsyncExitStack) -> None:
-    """Finish saving on every role. The exit of `writing` completes the checkpoint, or removes it if a rank fails."""
-    from roll_core.runtime.cluster.concurrency import gather
-
-    async with writing:
-        await gather([role.finish_save() for role in roles])
 
 
 def _with_absolute_paths(model: ModelSpec) -> dict[str, Any]:
