@@ -9,8 +9,8 @@ import pytest
 from roll_core.cli import main as cli
 from roll_core.errors import NoCheckpointError, RunDirectoryError
 from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.records.remote_checkpoints import RemoteFolder
 from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.run.checkpoint_store import RemoteFolder
 from roll_core.runtime.run.checkpointing import SavedRole, SavedRun
 from roll_testing.errors import mentions
 
@@ -195,7 +195,7 @@ def test_storage_options_reach_the_file_system_of_a_store(run, tmp_path, monkeyp
             found.append(options)
             super().__init__(url, {})
 
-    monkeypatch.setattr("roll_core.runtime.records.remote_checkpoints.RemoteFolder", Recorded)
+    monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RemoteFolder", Recorded)
     url = f"file://{tmp_path}/store/x/001-0a"
     for checkpoint in CheckpointStore(run.checkpoints).list():
         RemoteFolder(url, {}).put_checkpoint(checkpoint.path, threading.Event())

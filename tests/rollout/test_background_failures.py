@@ -40,7 +40,7 @@ TASKS = {
     ("rollout/scoring.py", "_scored"),
     ("run/checkpointing.py", "_save"),
     ("run/stopping.py", "unless_requested"),
-    ("run/uploading.py", "submit"),
+    ("run/checkpoint_store.py", "submit"),
     ("weights/broadcaster.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }

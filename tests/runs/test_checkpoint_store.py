@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from roll_core.config import load
 from roll_core.errors import CheckpointError, ConfigError, NoCheckpointError
 from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint, CheckpointStore
-from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
-from roll_core.runtime.run.uploading import CheckpointUploader
+from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
 from shared_tests.forked import Forked
 
 
@@ -46,7 +45,7 @@ def full(monkeypatch):
             put(self, lpath, rpath, **kwargs)
 
         monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-        monkeypatch.setattr("roll_core.runtime.run.uploading.RETRY_S", (0.0,))
+        monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RETRY_S", (0.0,))
 
     return fail
 
@@ -131,7 +130,7 @@ def upload_in_turn(url, run, num_steps, *, required=True):
 
 
 def test_a_removal_that_was_cut_short_costs_no_other_copy_and_is_made_up(tmp_path, url, monkeypatch):
-    monkeypatch.setattr("roll_core.runtime.run.uploading.RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RETRY_S", (0.0, 0.0))
     remove, failing = MemoryFileSystem.rm, [OSError("slow down")]
 
     def throttled(self, path, **options):
@@ -145,7 +144,7 @@ def test_a_removal_that_was_cut_short_costs_no_other_copy_and_is_made_up(tmp_pat
 
 
 def test_a_required_store_in_which_nothing_can_be_removed_gets_each_checkpoint_once(tmp_path, url, monkeypatch):
-    monkeypatch.setattr("roll_core.runtime.run.uploading.RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RETRY_S", (0.0, 0.0))
     put, written = MemoryFileSystem.put_file, []
 
     def refuse(self, path):

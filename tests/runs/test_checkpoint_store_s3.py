@@ -8,8 +8,7 @@ import fsspec
 import pytest
 
 from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
-from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
-from roll_core.runtime.run.uploading import CheckpointUploader
+from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
 
 pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from roll_core.runtime.records.manifest import Manifest
-    from roll_core.runtime.records.remote_checkpoints import RemoteFolder
+    from roll_core.runtime.run.checkpoint_store import RemoteFolder
 
 ROLE = ("strategy", "world_size", "weight_version", "portable")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -145,7 +145,7 @@ def _remote_rows(url: str, store: Mapping[str, Any], *, digests: bool) -> Iterat
 
     Raises `NoCheckpointError` if there is none.
     """
-    from roll_core.runtime.records.remote_checkpoints import RemoteFolder, store_errors
+    from roll_core.runtime.run.checkpoint_store import RemoteFolder, store_errors
 
     folder = RemoteFolder(url, store)
     with store_errors(url):

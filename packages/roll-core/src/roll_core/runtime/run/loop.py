@@ -51,7 +51,6 @@ from roll_core.runtime.records.ledger import Ledger
 from roll_core.runtime.records.logs import run_logging
 from roll_core.runtime.records.manifest import read_manifest
 from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run
-from roll_core.runtime.records.remote_checkpoints import RemoteFolder, fetch_newest
 from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import ImagesFile, SamplesFile, explained, writing
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
@@ -59,11 +58,11 @@ from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
+from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
 from roll_core.runtime.run.checkpointing import RunSaver, check_fits, load_run
 from roll_core.runtime.run.profiling import StepProfiler
 from roll_core.runtime.run.stopping import StopSignals, ignoring_stop_signals
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
-from roll_core.runtime.run.uploading import CheckpointUploader
 from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
