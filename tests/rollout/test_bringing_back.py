@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
@@ -23,11 +24,14 @@ class NoWorkers:
     survives_all = True
 
 
+POLLED = partial(RequestQueue, progress_s=1.0)
+
+
 class Role(GroupInferRole):
     """Its first replica dies after `life_s`, and so does each of those that it is brought back with."""
 
     def __init__(self, *lives_s):
-        super().__init__("actor_infer", WorkerConfig(), NoWorkers(), progress_s=1.0, restart=self.publish_to_a_new_one)
+        super().__init__("actor_infer", WorkerConfig(), NoWorkers(), queue=POLLED, restart=self.publish_to_a_new_one)
         self.lives_s = iter(lives_s)
         self.brought_back = -1
 
@@ -134,7 +138,7 @@ def test_one_who_gives_up_waiting_leaves_nothing_behind():
 @pytest.mark.parametrize("published", [False, True])
 def test_without_a_publisher_it_loads_its_own_weights_unless_others_were_published_to_it(published):
     async def main():
-        role = GroupInferRole("judge", WorkerConfig(), NoWorkers(), progress_s=1.0)
+        role = GroupInferRole("judge", WorkerConfig(), NoWorkers(), queue=POLLED)
         replica = engine("0")
         role.queue.add(replica)
         if published:

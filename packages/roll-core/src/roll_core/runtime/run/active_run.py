@@ -29,7 +29,7 @@ from roll_core.spec.pipeline import NamedPart, Rollouts, Run
 from roll_core.spec.providers import InferProvider, PipelineProvider, Provider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import Literal
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.recording import BatchFacts, Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
-    from roll_core.runtime.run.weight_sync import WeightSyncController
     from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, RolloutPlan, Split
     from roll_core.spec.rollout import Prompt, RolloutProgram
@@ -106,7 +105,8 @@ class ActiveRun(Run):
         """True if groups may be generated ahead of the batch that is trained on."""
         self._replayed: dict[str, ReplayedRole] = {}
         """Roles whose rollouts are replayed from another run's recording, by name."""
-        self.weight_sync: WeightSyncController
+        self.sync_weights: Callable[[str, str], Awaitable[dict[str, float]]]
+        """`WeightSyncController.publish`. Set by `start_roles`."""
         self.guards = guards
         self.registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
         self._images, self._recorder = images, recorder
@@ -165,12 +165,7 @@ class ActiveRun(Run):
             replayed.weight_version = self.train_role(source).weight_version
             return
         with self.stage("weight_sync"):
-            self.log(await self.weight_sync.publish(source, target))
-
-    async def restart(self, target: str) -> None:
-        """Publish again to an engine that has lost all replicas."""
-        with self.stage("weight_sync"):
-            self.log(await self.weight_sync.republish(target))
+            self.log(await self.sync_weights(source, target))
 
     @override
     async def rollout(

@@ -21,6 +21,7 @@ from roll_core.runtime.rollout.model_rewards import (
     model_input,
     reply_encoder,
 )
+from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
@@ -123,13 +124,16 @@ async def start_roles(
                 sleeps=can_offload,
                 receives_weights=bool(role.model_from),
                 capabilities=provider.capabilities,
-                routing=config.router_args.router_name,
-                max_running=config.max_running_requests,
-                expand=config.is_num_return_sequences_expand,
-                progress_s=poll_s if chosen.in_process else min(PROGRESS_S, poll_s),
-                timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
-                find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
-                restart=partial(run.restart, role.name) if role.model_from else None,
+                queue=partial(
+                    RequestQueue,
+                    routing=config.router_args.router_name,
+                    max_running=config.max_running_requests,
+                    expand=config.is_num_return_sequences_expand,
+                    progress_s=poll_s if chosen.in_process else min(PROGRESS_S, poll_s),
+                    timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
+                    find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
+                ),
+                restart=partial(run.publish_weights, "", role.name) if role.model_from else None,
             )
             await run.leases.start(engine)
             if isinstance(worker, EngineRewardConfig):
@@ -166,7 +170,7 @@ async def start_roles(
     if rewards:
         run.rewards = RewardRouter(rewards, {domain: reward.config.tag_included for domain, reward in rewards.items()})
     stack.push_async_callback(run.close)
-    run.weight_sync = WeightSyncController(run, roles, registry, record, in_process=chosen.in_process)
+    run.sync_weights = WeightSyncController(run, roles, registry, record, in_process=chosen.in_process).publish
     return executor
 
 

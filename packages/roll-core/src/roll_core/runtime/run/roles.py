@@ -21,7 +21,7 @@ from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.rollout.queue import RequestQueue
-from roll_core.runtime.rollout.replicas import NO_TIMEOUTS, WorkerReplica
+from roll_core.runtime.rollout.replicas import WorkerReplica
 from roll_core.runtime.workers.infer import InferWorker, join_readings
 from roll_core.runtime.workers.train import TrainWorker, combine
 from roll_core.spec.pipeline import InferRole, ScoredSequences, TrainRole, UpdateResult
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import WorkerCall, WorkerGroup
     from roll_core.runtime.cluster.memory_use import MemoryUse
-    from roll_core.runtime.rollout.replicas import HealthTimeouts, Routing
-    from roll_core.runtime.rollout.requests import FindStop
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats
@@ -338,15 +336,10 @@ class GroupInferRole(InferRole):
         sleeps: bool = False,
         receives_weights: bool = False,
         capabilities: InferCapabilities | None = None,
-        routing: Routing = "least_loaded",
-        max_running: int | None = None,
-        expand: bool = False,
-        find_stop: FindStop | None = None,
-        progress_s: float = 0.0,
-        timeouts: HealthTimeouts = NO_TIMEOUTS,
+        queue: Callable[..., RequestQueue] = RequestQueue,
         restart: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Wrap a worker group and create its `RequestQueue`, which takes the arguments not described here.
+        """Wrap a worker group. `queue` constructs its `RequestQueue` of the replicas and `survives_all`.
 
         `leases` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
         roles and lose their weights. They sleep only if `receives_weights`: if a role publishes weights to them.
@@ -359,18 +352,12 @@ class GroupInferRole(InferRole):
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
         self._waiting: set[int] = set()
         """Ranks of restarted workers that have no weights yet."""
-        self.queue = RequestQueue(
+        self._leases, self._sleeps, self._receives_weights = leases or SlotLeases(), sleeps, receives_weights
+        self.queue = queue(
             self._replicas.values(),
-            routing=routing,
-            max_running=max_running,
-            expand=expand,
-            find_stop=find_stop,
-            progress_s=progress_s,
-            timeouts=timeouts,
             survives_all=lambda: (restart is not None or not self._receives_weights) and group.survives_all,
         )
         self._restart, self._restarting = restart, asyncio.Lock()
-        self._leases, self._sleeps, self._receives_weights = leases or SlotLeases(), sleeps, receives_weights
         self.weight_version = 0
         self.scorers: list[str] = []
         """Reward models that share its slots. They are on the slots during rollouts."""

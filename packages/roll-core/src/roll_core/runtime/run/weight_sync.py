@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,15 +29,11 @@ from roll_core.runtime.workers.train import TrainWorker
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedTokenizerBase
-
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.cluster.leases import SlotLeases
-    from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.record import RunRecord
-    from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
+    from roll_core.runtime.run.active_run import ActiveRun
+    from roll_core.runtime.run.roles import GroupInferRole
     from roll_core.runtime.weights.broadcaster import SyncReport
-    from roll_core.spec.config import RunConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.transport import DeviceFacts
     from roll_core.types import TokenIds
@@ -48,29 +44,6 @@ DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 PROBE_TOKENS = 32
 ATTEMPTS = 3
 """Maximum number of publishes of one version, if replicas exit or hang during a publish."""
-
-
-class SyncedRun(Protocol):
-    """The part of a run that `WeightSyncController` uses."""
-
-    config: RunConfig
-    step: int
-    guards: Guards
-    leases: SlotLeases
-    tokenizer: PreTrainedTokenizerBase
-    busy_roles: set[str]
-
-    def train_role(self, name: str) -> GroupTrainRole:
-        """The train role `name`, which trains or scores."""
-        ...
-
-    def engine(self, name: str) -> GroupInferRole:
-        """The infer role `name`."""
-        ...
-
-    def vocab_size(self, role: str) -> int:
-        """Size of the vocabulary of a role's model."""
-        ...
 
 
 @dataclass
@@ -92,7 +65,7 @@ class WeightSyncController:
     """Publishes weights between the roles of a run. Constructed once roles run; connects two at their first publish."""
 
     def __init__(
-        self, run: SyncedRun, roles: Sequence[RoleSpec], registry: Registry, record: RunRecord, *, in_process: bool
+        self, run: ActiveRun, roles: Sequence[RoleSpec], registry: Registry, record: RunRecord, *, in_process: bool
     ) -> None:
         self._run, self._registry, self._record, self._in_process = run, registry, record, in_process
         self._roles = {role.name: role for role in roles}
@@ -101,8 +74,12 @@ class WeightSyncController:
     async def publish(self, source: str, target: str) -> dict[str, float]:
         """Publish the weights of `source` to `target` and return the metrics.
 
+        An empty `source` is the role that `target` was last connected to, for an engine that has lost all replicas.
         Does nothing, and returns no metrics, if all replicas of `target` are alive and have the current weights.
         """
+        if not source:
+            connected = (trainer for trainer, engine in reversed(self._links) if engine == target)
+            source = next(connected, self._roles[target].model_from)
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
         engine = self._run.engine(target)
@@ -115,11 +92,6 @@ class WeightSyncController:
         async with self._run.leases.take({source: WEIGHTS, target: ENGINE}):
             link = link or await self._connect(source, target)
             return await self._publish(link, source, target, version)
-
-    async def republish(self, target: str) -> dict[str, float]:
-        """Publish to an engine that has lost all replicas, from the role that published to it last."""
-        sources = [source for source, engine in self._links if engine == target]
-        return await self.publish(sources[-1] if sources else self._roles[target].model_from, target)
 
     async def _publish(self, link: _Link, source: str, target: str, version: int) -> dict[str, float]:
         guards = self._run.guards
