@@ -110,9 +110,10 @@ def test_long_columns_are_cut(tmp_path: Path, open_file: Callable[..., SamplesFi
 
 
 def test_a_resumed_run_keeps_the_samples_before_its_step(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
-    old = open_file(tmp_path / "old.jsonl")
+    (tmp_path / "before").mkdir()
+    old = open_file(tmp_path / "before" / "new.jsonl")
     for step in range(1, 5):
         old.write(step, [sample(step, 0)])
-    new = open_file(tmp_path / "new.jsonl", history=tmp_path / "old.jsonl", resumed_step=2)
+    new = open_file(tmp_path / "new.jsonl", history=tmp_path / "before", resumed_step=2)
     new.write(3, [sample(33, 0)])
     assert [row["group"] for row in rows(tmp_path / "new.jsonl")] == ["1/0", "2/0", "33/0"]

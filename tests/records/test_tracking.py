@@ -79,24 +79,26 @@ def test_a_metric_cannot_take_the_name_of_a_field(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old, new = (tmp_path / run / "metrics.jsonl" for run in ("001", "002"))
+    old.parent.mkdir()
+    new.parent.mkdir()
     file = MetricsFile(old)
     for step in range(6):
         file.log(step, {"loss": float(step)})
     file.close()
-    file = MetricsFile(new, history=old, resumed_step=3)
+    file = MetricsFile(new, history=old.parent, resumed_step=3)
     file.log(4, {"loss": 40.0})
     file.close()
     assert [(row["step"], row["loss"]) for row in read_metrics(new)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
-    file = MetricsFile(old, history=old, resumed_step=2)  # in place, as well
+    file = MetricsFile(old, history=old.parent, resumed_step=2)  # in place, as well
     file.log(3, {"loss": 30.0})
     file.close()
     assert [(row["step"], row["loss"]) for row in read_metrics(old)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["new.jsonl", "old.jsonl"]
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and p not in (old, new)] == []
 
 
 def test_a_resumed_run_without_history_begins_with_nothing(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "m.jsonl", history=tmp_path / "gone.jsonl", resumed_step=3)
+    file = MetricsFile(tmp_path / "m.jsonl", history=tmp_path / "gone", resumed_step=3)
     file.log(4, {"loss": 1.0})
     file.close()
     assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [4]
@@ -189,8 +191,11 @@ def test_every_tracker_gets_the_end_of_the_run_before_it_is_closed(breaks: str) 
 
 @pytest.mark.parametrize(("steps", "lost"), [((1, 2, 3, 4), None), ((0, 1, 4), "2–3"), ((1,), "2–4"), ((), "1–4")])
 def test_a_gap_in_the_metrics_before_a_resumed_run_is_warned_of(tmp_path, caplog, steps, lost) -> None:
-    history = tmp_path / "history.jsonl"
-    history.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps) + '{"step": 5, "lo')
+    history = tmp_path / "before"
+    history.mkdir()
+    (history / "m.jsonl").write_text(
+        "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps) + '{"step": 5, "lo'
+    )
     with caplog.at_level("WARNING"):
         MetricsFile(tmp_path / "m.jsonl", history=history, resumed_step=4).close()
     assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == list(steps)
@@ -199,8 +204,9 @@ def test_a_gap_in_the_metrics_before_a_resumed_run_is_warned_of(tmp_path, caplog
 
 
 def test_what_is_logged_again_for_the_resumed_step_joins_its_line(tmp_path: Path) -> None:
-    history = tmp_path / "history.jsonl"
-    history.write_text('{"step": 1, "time": 7.5, "loss": 1.0, "time/step": 2.0}\n')
+    history = tmp_path / "before"
+    history.mkdir()
+    (history / "m.jsonl").write_text('{"step": 1, "time": 7.5, "loss": 1.0, "time/step": 2.0}\n')
     file = MetricsFile(tmp_path / "m.jsonl", history=history, resumed_step=1)
     file.log(1, {"val/loss": 0.5, "time/step": 1.5, "time/evaluation": 1.0})
     file.log(2, {"loss": 0.9})

@@ -72,8 +72,11 @@ def test_the_direction_comes_from_the_config_or_else_from_the_name(written, expe
     metric = BestMetric(BestCheckpointConfig.model_validate(written), "here")
     assert metric.mode == expected
     before = BestCheckpoint(metric=metric.metric, mode=metric.mode, value=1.0, step=1, path="x")
-    higher, lower = (metric.improved(2, {metric.metric: value}, before) for value in (2.0, 0.5))
-    assert (higher, lower) == ((2.0, None) if expected == "max" else (None, 0.5))
+    found = [metric.improved(2, {metric.metric: value}, before, "y") for value in (2.0, 0.5)]
+    better, other = found if expected == "max" else reversed(found)
+    value = 2.0 if expected == "max" else 0.5
+    assert (better.value, better.step, better.path) == (value, 2, "y")
+    assert other is None
 
 
 def test_list_summary_and_report_name_the_best_checkpoint(local_runs, scored, capsys):

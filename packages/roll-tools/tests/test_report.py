@@ -194,12 +194,13 @@ def test_grids_of_images_are_in_the_page_with_their_captions(tmp_path: Path) -> 
 
 
 def test_a_resumed_run_continues_the_images_up_to_its_checkpoint(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first, second = tmp_path / "before" / "images.jsonl", tmp_path / "images.jsonl"
+    first.parent.mkdir()
     images = ImagesFile(first)
     for step in (0, 2, 4):
         images.write(step, [b"x"], ["a"], split="val")
     images.close()
-    resumed = ImagesFile(second, history=first, resumed_step=2)
+    resumed = ImagesFile(second, history=first.parent, resumed_step=2)
     resumed.write(3, [b"y"], ["b"], split="val")
     resumed.close()
     assert [row["step"] for row in read_lines(second)] == [0, 2, 3]

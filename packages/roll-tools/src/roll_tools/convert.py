@@ -122,7 +122,7 @@ def _model_of(checkpoint: Checkpoint, role: SavedRole, base_model: str | None, *
         raise CheckpointError(f"{checkpoint.path}: its model cannot be read: {error!r}") from error
     if base_model is not None:
         model = replace(model, path=base_model, random_init=None)
-    tokenizer = checkpoint.path.parent.parent / "tokenizer"
+    tokenizer = checkpoint.run / "tokenizer"
     return replace(
         model,
         trust_remote_code=trust_remote_code,  # a checkpoint must not enable remote code

@@ -60,6 +60,11 @@ class Checkpoint:
     def __str__(self) -> str:
         return self.origin or str(self.path)
 
+    @property
+    def run(self) -> Path:
+        """Directory of the run that wrote it, or of the files that were downloaded with it."""
+        return self.path.parent.parent
+
 
 class CheckpointStore:
     """The checkpoints of one run. One process writes; any process may read."""
@@ -282,30 +287,37 @@ class BestCheckpoint:
 
 
 class BestMetric:
-    """Compares the metric of `save_best` between steps."""
+    """Compares the metric of `save_best` between steps. Without `save_best`, no step is the best."""
 
-    def __init__(self, config: BestCheckpointConfig, source: str) -> None:
+    def __init__(self, config: BestCheckpointConfig | None, source: str) -> None:
         """`source`: the config that messages name."""
-        self.metric = config.metric
-        self.mode = config.mode or ("min" if is_lower_better(config.metric) else "max")
+        self.metric = config.metric if config is not None else ""
+        self.mode = (config is not None and config.mode) or ("min" if is_lower_better(self.metric) else "max")
         self._source = source
         self._seen = False
         self._offered: list[str] | None = None
         """Metrics of the first step that should have had the metric and lacked it."""
 
-    def resumed(self, best: BestCheckpoint | None) -> BestCheckpoint | None:
-        """`best` if it was measured by this metric; otherwise None."""
+    def resumed(self, checkpoint: Checkpoint, saved: Mapping[str, Any] | None) -> BestCheckpoint | None:
+        """The best checkpoint that the state of `checkpoint` names, `saved`. None if this is not its metric."""
+        if not self.metric:
+            return None
+        best = BestCheckpoint.read(saved, checkpoint.path, checkpoint.origin)
         if best is not None and (best.metric, best.mode) != (self.metric, self.mode):
             logger.info("save_best: the best checkpoint by %s (%s) is not retained further", best.metric, best.mode)
             return None
         return best
 
-    def improved(self, step: int, metrics: Mapping[str, float], best: BestCheckpoint | None) -> float | None:
-        """The value at `step` if it is better than `best`; otherwise None.
+    def improved(
+        self, step: int, metrics: Mapping[str, float], best: BestCheckpoint | None, path: str
+    ) -> BestCheckpoint | None:
+        """The checkpoint of `step` at `path` if its value is better than that of `best`; otherwise None.
 
         Equal values do not improve, so the earlier step stays the best. NaN and infinities never do. Step 0, the
         initial model, is not compared: it is no checkpoint.
         """
+        if not self.metric:
+            return None
         if self.metric not in metrics:
             evaluated = any(name.startswith("val/") for name in metrics)
             if not self._seen and (evaluated if self.metric.startswith("val/") else step > 0):
@@ -319,7 +331,9 @@ class BestMetric:
         if step == 0:
             return None
         sign = 1 if self.mode == "max" else -1
-        return value if best is None or sign * value > sign * best.value else None
+        if best is not None and sign * value <= sign * best.value:
+            return None
+        return BestCheckpoint(metric=self.metric, mode=self.mode, value=value, step=step, path=path)
 
     def check(self) -> None:
         """Raise `ConfigError` if the first evaluation, or step, did not have the metric."""

@@ -192,7 +192,7 @@ def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
 
     Searches the experiment of the checkpoint and the experiment of the run `current`.
     """
-    writer = checkpoint.path.parent.parent
+    writer = checkpoint.run
     for run in (run for experiment in {writer.parent, current.experiment} for run in experiment_runs(experiment)):
         record = read_record(run.record)
         at_step = record.get("outcome") == "finished" and record.get("steps_done") == checkpoint.step

@@ -116,12 +116,12 @@ class LineWriter:
     def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
         """Open `path` for appending. If its last line is truncated, a line break is written first.
 
-        A resumed run first copies the lines of `history` up to `resumed_step`. `history` is the file of the run that
-        this one continues, or `path` itself.
+        A resumed run first copies the lines of its predecessor's file up to `resumed_step`. `history` is the directory
+        of the run that this one continues.
         """
         self.path = path
         if history is not None:
-            copy_lines(history, path, lambda row: row if _step(row) <= resumed_step else None)
+            copy_lines(history / path.name, path, lambda row: row if _step(row) <= resumed_step else None)
         self._open()
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -320,7 +320,7 @@ class ImagesFile:
         """`history` and `resumed_step` are as for `LineWriter`."""
         self.path = path
         self._file: LineWriter | None = None
-        if history is not None and history.exists():
+        if history is not None and (history / path.name).exists():
             self._file = LineWriter(path, history=history, resumed_step=resumed_step)
 
     def write(self, step: int, images: Sequence[bytes], captions: Sequence[str], *, split: str) -> None:

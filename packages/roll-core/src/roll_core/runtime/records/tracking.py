@@ -40,7 +40,7 @@ class MetricsFile(LineWriter):
         self._copied = {row["step"] for row in read_lines(path)} if history is not None else set()
         if history is not None and (lost := set(range(1, resumed_step + 1)) - self._copied):
             message = "%s lacks %d of the %d steps before this run. The curves of this run lack them too: steps %s"
-            logger.warning(message, history, len(lost), resumed_step, ranges(lost))
+            logger.warning(message, history / path.name, len(lost), resumed_step, ranges(lost))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of step `step`, or extend the line that was copied for it from `history`.

@@ -44,7 +44,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.concurrency import cancel_all, in_daemon_thread
 from roll_core.runtime.cluster.memory_use import by_process
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.records.checkpoints import BestCheckpoint, BestMetric, CheckpointStore
+from roll_core.runtime.records.checkpoints import BestMetric, CheckpointStore
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards
 from roll_core.runtime.records.ledger import Ledger
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import Executor
-    from roll_core.runtime.records.checkpoints import Checkpoint
+    from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint
     from roll_core.runtime.records.logs import RunLogging
     from roll_core.runtime.records.record import Outcome
     from roll_core.spec.pipeline import Pipeline, Tracker
@@ -192,47 +192,42 @@ def execute(
     )
 
 
+@dataclass(eq=False)
 class _Driver:
     """State of one run while it executes. `main` and the methods below it are in the order of events."""
 
-    pipeline: Pipeline[Any]
-    guards: Guards
-    metrics_file: MetricsFile
+    loaded: LoadedConfig
+    registry: Registry
+    events: Events
+    run_dir: RunDir
+    record: RunRecord
+    ledger: Ledger
+    console: Console
+    redactor: Redactor
+    logs: RunLogging
+    pipeline: Pipeline[Any] = field(init=False)
+    guards: Guards = field(init=False)
+    metrics_file: MetricsFile = field(init=False)
+    uploader: CheckpointUploader | None = None
+    profiler: StepProfiler | None = None
+    trackers: Trackers = field(default_factory=Trackers)
+    """Closed after the report is written, so that they can upload it."""
+    steps_done: int = 0
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    evaluation_due: bool = False
+    """True if SIGTERM or SIGHUP interrupted the evaluation of the last step, in this run or in the resumed run."""
+    exporting: bool = False
+    """True if the export has begun and is not complete."""
 
-    def __init__(
-        self,
-        loaded: LoadedConfig,
-        registry: Registry,
-        events: Events,
-        run_dir: RunDir,
-        record: RunRecord,
-        ledger: Ledger,
-        console: Console,
-        redactor: Redactor,
-        logs: RunLogging,
-    ) -> None:
-        self.config, self.provider = loaded.config, loaded.pipeline
-        self.registry, self.events, self.run_dir, self.record = registry, events, run_dir, record
-        self.ledger, self.console, self.redactor, self.logs = ledger, console, redactor, logs
-        self.best_metric: BestMetric | None = None
-        if self.config.save_best is not None:
-            source = str(loaded.sources[0]) if loaded.sources else str(run_dir.config)
-            self.best_metric = BestMetric(self.config.save_best, source)
+    def __post_init__(self) -> None:
+        self.config, self.provider = self.loaded.config, self.loaded.pipeline
+        source = self.loaded.sources[0] if self.loaded.sources else self.run_dir.config
+        self.best_metric = BestMetric(self.config.save_best, str(source))
         self.stop = StopSignals(self.config.preemption_timeout)
-        self.store = CheckpointStore(run_dir.checkpoints, self.config.max_ckpt_to_keep)
-        self.uploader: CheckpointUploader | None = None
-        self.profiler: StepProfiler | None = None
-        self.file_checks = [logs.check]
+        self.store = CheckpointStore(self.run_dir.checkpoints, self.config.max_ckpt_to_keep)
+        self.file_checks = [self.logs.check]
         """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the
         end."""
-        self.trackers = Trackers()
-        """Closed after the report is written, so that they can upload it."""
-        self.steps_done = 0
-        self.last_metrics: dict[str, float] = {}
-        self.evaluation_due = False
-        """True if SIGTERM or SIGHUP interrupted the evaluation of the last step, in this run or in the resumed run."""
-        self.exporting = False
-        """True if the export has begun and is not complete."""
 
     async def main(self) -> None:
         """Run from loading libraries to the final export and memory measurement."""
@@ -278,10 +273,8 @@ class _Driver:
                 with ledger.stage("resume"):
                     saved = await load_run(run, self.pipeline, checkpoint)
                     self.evaluation_due = saved.evaluation_due and bool(config.eval_steps)
-                    if self.best_metric is not None:
-                        found = BestCheckpoint.read(saved.best, checkpoint.path, checkpoint.origin)
-                        best = self.best_metric.resumed(found)
-                        self._record_best(best)
+                    best = self.best_metric.resumed(checkpoint, saved.best)
+                    self._record_best(best)
                     if checkpoint.origin:
                         shutil.rmtree(checkpoint.path, ignore_errors=True)
             if resumed_step >= num_steps:  # no step will run, so no new metrics replace these
@@ -375,12 +368,10 @@ class _Driver:
         samples = SamplesFile(
             run_dir.samples,
             lambda ids: "" if tokenizer is None else str(tokenizer.decode(ids.tolist())),
-            history=history / run_dir.samples.name if history else None,
+            history=history,
             resumed_step=resumed_step,
         )
-        images = ImagesFile(
-            run_dir.images, history=history / run_dir.images.name if history else None, resumed_step=resumed_step
-        )
+        images = ImagesFile(run_dir.images, history=history, resumed_step=resumed_step)
         for file in (samples, images):
             stack.callback(file.close)
             self.file_checks.append(file.check)
@@ -416,11 +407,7 @@ class _Driver:
         """Open `metrics.jsonl` and the trackers."""
         config, run_dir = self.config, self.run_dir
         history, resumed_step = _history(checkpoint)
-        self.metrics_file = MetricsFile(
-            run_dir.metrics,
-            history=history / run_dir.metrics.name if history else None,
-            resumed_step=resumed_step,
-        )
+        self.metrics_file = MetricsFile(run_dir.metrics, history=history, resumed_step=resumed_step)
         stack.callback(self.metrics_file.close)
         self.file_checks.append(self.metrics_file.check)
         if history is not None and (ids := history / TRACKERS).is_dir():
@@ -449,12 +436,11 @@ class _Driver:
             if metrics and not self.evaluation_due:
                 metrics |= await run.engine_metrics() | ledger.step_times()
                 self._record(run.step, metrics)
-                best = self._improved(run.step, metrics, saver.best, resumed)
+                best = self.best_metric.improved(run.step, metrics, saver.best, str(resumed))
                 if best is not None:  # the resumed checkpoint itself
                     saver.best = best
                     self._record_best(best)
-                if self.best_metric is not None:
-                    self.best_metric.check()
+                self.best_metric.check()
         while run.step < num_steps:
             if self.stop.requested:
                 # SIGTERM or SIGHUP arrived before or during the save of this step.
@@ -471,12 +457,11 @@ class _Driver:
             self.console.step(run.step, metrics)
             self.events.step_finished(run, run.step, metrics)
             self._check_files()
-            best = self._improved(run.step, metrics, saver.best, self.store.path(run.step))
+            best = self.best_metric.improved(run.step, metrics, saver.best, str(self.store.path(run.step)))
             due = config.save_steps and (run.step % config.save_steps == 0 or last)
             if best is not None or due or self.stop.requested:
                 await saver.save(evaluation_due=self.evaluation_due, best=best)
-            if self.best_metric is not None:
-                self.best_metric.check()
+            self.best_metric.check()
         await self._finish_saving(run, saver)
         if self.evaluation_due:
             raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left")
@@ -529,15 +514,6 @@ class _Driver:
             with run.stage("upload"):
                 await self.uploader.finish()
 
-    def _improved(
-        self, step: int, metrics: Mapping[str, float], best: BestCheckpoint | None, path: object
-    ) -> BestCheckpoint | None:
-        """The checkpoint of this step at `path`, if `save_best` makes it the best one; otherwise None."""
-        metric = self.best_metric
-        if metric is None or (value := metric.improved(step, metrics, best)) is None:
-            return None
-        return BestCheckpoint(metric=metric.metric, mode=metric.mode, value=value, step=step, path=str(path))
-
     def _completed(self, checkpoint: Checkpoint, best: BestCheckpoint | None) -> None:
         """Called with each complete checkpoint and the best one so far."""
         self._record_best(best)
@@ -589,7 +565,7 @@ class _Driver:
 
 def _history(checkpoint: Checkpoint | None) -> tuple[Path | None, int]:
     """Run directory and step of the checkpoint from which the run resumes; None and 0 for a new run."""
-    return (checkpoint.path.parent.parent, checkpoint.step) if checkpoint is not None else (None, 0)
+    return (checkpoint.run, checkpoint.step) if checkpoint is not None else (None, 0)
 
 
 async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:
