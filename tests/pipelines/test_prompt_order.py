@@ -1,13 +1,15 @@
 """Which prompts a step takes."""
 
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.errors import DataError
-from roll_core.pipelines.prompt_order import PromptOrder, apportion
+from roll_core.pipelines.prompt_order import PromptOrder, mean_counts
+from roll_core.spec.pipeline import batch_counts
 from roll_core.spec.rollout import Prompt
 from roll_testing.errors import raises_error
 
@@ -22,15 +24,40 @@ def rows(**counts: int) -> list[Prompt]:
 
 def batch(order: PromptOrder, step: int) -> list[Prompt]:
     """What a step takes where nothing is left out."""
-    return [order.prompt(tag, step * count + place) for tag, count in order.counts.items() for place in range(count)]
+    *before, counts = islice(batch_counts(order.counts), step + 1)
+    begins = sum(map(Counter, before), Counter())
+    return [order.prompt(tag, begins[tag] + place) for tag, count in counts.items() for place in range(count)]
 
 
-@given(st.integers(1, 300), st.dictionaries(st.text(max_size=3), st.floats(0.01, 10), min_size=1, max_size=6))
-def test_shares_add_up_to_the_batch_and_miss_the_exact_share_by_less_than_one(size, weights):
-    counts = apportion(size, weights)
-    assert sum(counts.values()) == size
-    total = sum(weights.values())
-    assert all(abs(counts.get(tag, 0) - size * weight / total) < 1 for tag, weight in weights.items())
+weights_by_tag = st.dictionaries(st.text(max_size=3), st.floats(0.001, 10), min_size=1, max_size=6)
+
+
+@given(st.integers(1, 300), weights_by_tag)
+def test_batches_have_their_size_and_miss_the_exact_shares_of_all_steps_by_about_one_group(size, weights):
+    total, means = Counter(), mean_counts(size, weights)
+    for step, counts in enumerate(islice(batch_counts(means), 30), start=1):
+        assert sum(counts.values()) == size
+        assert min(counts.values()) >= 0
+        total.update(counts)
+        shares = {tag: step * size * weight / sum(weights.values()) for tag, weight in weights.items()}
+        assert all(abs(total[tag] - share) < 1.1 for tag, share in shares.items())
+
+
+def test_a_domain_with_less_than_one_prompt_per_batch_is_in_some_batches():
+    order = PromptOrder(rows(a=999, b=1), size=128, shares={}, seed=0)
+    tags = Counter(prompt.tag for step in range(125) for prompt in batch(order, step))
+    assert tags == {"a": 125 * 128 - 16, "b": 16}  # a thousandth of 16000
+
+
+def test_equal_shares_of_more_domains_than_a_batch_has_prompts_reach_all_of_them():
+    counts = islice(batch_counts(mean_counts(128, dict.fromkeys(map(str, range(200)), 1.0))), 25)
+    assert set(sum(map(Counter, counts), Counter()).values()) == {25 * 128 // 200}
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9))
+def test_shares_that_divide_the_batch_are_the_same_in_every_batch(counts, divisor):
+    means = mean_counts(sum(counts.values()), {tag: number / divisor for tag, number in counts.items()})
+    assert list(islice(batch_counts(means), 50)) == [counts] * 50
 
 
 def test_domains_get_the_share_that_was_asked_for():

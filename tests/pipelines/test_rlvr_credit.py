@@ -15,9 +15,10 @@ import pytest
 import torch
 import yaml
 
+from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
 from roll_core.errors import UnsupportedError
 from roll_core.pipelines.config import RLVRConfig
-from roll_core.pipelines.experience import Experience, sample_metrics
+from roll_core.pipelines.experience import Experience, correct, sample_metrics
 from roll_core.pipelines.plans import rlvr as plan
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.plugins.loader import load_plugins
@@ -822,6 +823,26 @@ def test_a_correction_that_leaves_no_token_leaves_the_sample_out():
     correction = {"filters": [{"enabled": True, "agg_type": "sequence"}]}
     _, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.5)}, train_infer_correction=correction)
     assert [sequence.id for sequence in sequences] == ["0/1"]
+
+
+def test_a_filter_keeps_rows_whose_stream_is_trained():
+    samples = [replace(sample(0, i, float(i)), logprobs=np.full(2, -9.0, dtype=np.float32)) for i in range(3)]
+    experience = Experience.of([Group(id="0", samples=tuple(samples))])
+    rows = [np.full(4, number, dtype=np.float32) for number in (-0.5, 0.0)]
+    experience = experience.with_rows(old_logprobs=[rows[0]] * 3, advantages=[rows[1]] * 3)
+    echo = [{"echo": np.array([0, weight, 0, 0], dtype=np.float32)} for weight in (1, 0)]
+    sequences = [replace(each, streams=it) for each, it in zip(experience.sequences, [*echo, {}], strict=True)]
+    correction = TrainInferCorrectionConfig(filters=[{"enabled": True}])
+    corrected, _ = correct(replace(experience, sequences=tuple(sequences)), correction)
+    assert [each.id for each in corrected.sequences] == ["0/0"]
+    assert not corrected.mask_T.any()
+
+
+def test_a_step_without_a_token_in_the_loss_learns_nothing_and_says_so():
+    masked = [replace(sample(0, i, float(i)), loss_mask=np.zeros(2, dtype=bool)) for i in range(2)]
+    run, sequences = step([Group(id="0", samples=tuple(masked))])
+    assert [name for name, _ in run.tripped] == ["all_groups_filtered"]
+    assert sequences == []
 
 
 def test_a_batch_from_which_everything_was_left_out_learns_nothing_and_says_so():

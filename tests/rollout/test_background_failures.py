@@ -133,7 +133,7 @@ async def rewards_of_a_group():
 
     scheduler = RolloutScheduler(plan(), RequestQueue([engine("0", base_s=1e-6)]), score, seed=1)
     scheduler._changed = SimpleNamespace(set=boom)
-    scheduler._wanted = True
+    scheduler._begin(0)
     scheduler._admit()
 
 

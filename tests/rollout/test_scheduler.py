@@ -71,6 +71,36 @@ def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurr
     in_virtual_time(main)
 
 
+@pytest.mark.parametrize(
+    ("ahead", "concurrent", "first_ready"),
+    [(0.0, False, False), (0.5, False, True), (1.0, True, False), (2.5, True, False)],
+)
+def test_tags_with_fractional_means_are_in_their_batches_and_never_older_than_allowed(ahead, concurrent, first_ready):
+    means = {"a": 5.25, "b": 0.5, "c": 0.25}
+    expected = ["aaaaab", "aaaaaa", "aaaaac", "aaaaab"]  # due after step 2: 15.75 - 11 of a, 1.5 - 1 of b, 0.75 of c
+
+    async def main():
+        queue, tags = fleet(), []
+        chosen = plan(counts=means, ahead=ahead, concurrent=concurrent, first_ready=first_ready)
+        scheduler = RolloutScheduler(chosen, queue, None, seed=1)
+        for step in range(20):
+            groups, facts = await scheduler.batch(step)
+            check(groups)
+            tags.append("".join(group.id[0] for group in groups))
+            assert max(facts.ages) <= math.ceil(ahead)
+            assert facts.stale == 0
+            if step in (4, 11):  # a run that resumes here has the same batches
+                state, _ = scheduler.state(), await scheduler.close()
+                scheduler = RolloutScheduler(chosen, queue, None, seed=1)
+                scheduler.load_state(state)
+            await train(queue)
+        await scheduler.close()
+        assert ["".join(sorted(each)) for each in tags] == expected * 5
+        check_requests(queue, scheduler)
+
+    in_virtual_time(main)
+
+
 def test_generation_ahead_saves_the_time_in_which_engines_would_wait():
     async def seconds(**given):
         queue = fleet()

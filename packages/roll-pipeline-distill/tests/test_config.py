@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 
@@ -11,7 +12,9 @@ from roll_core.data.rows import Rows
 from roll_core.errors import ConfigError, DataError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.config import DataArguments
+from roll_core.types import Group, Reward, Sample
 from roll_pipeline_distill.config import DistillConfig
+from roll_pipeline_distill.pipeline import DistillPipeline
 from roll_testing.errors import mentions, raises_error
 
 ROLE = {"model_args": {"random_init": {"model_type": "qwen3"}}, "device_mapping": [0]}
@@ -26,6 +29,7 @@ ON_MEGATRON = {
     "actor_train": ROLE
     | {"strategy_args": {"strategy_name": "megatron_train"}, "data_args": {"file_name": "rows.jsonl"}}
 }
+HALF = {"generating_args": {"temperature": 0.5}}
 FROM_TEACHER = {"distill_data": "teacher", "actor_infer": None, "teacher_infer": ENGINE}
 
 
@@ -73,6 +77,8 @@ def loaded(tmp_path, registry):
         ({"actor_infer": None}, "distill_data"),
         ({"task_coef": 1.0}, "task_coef"),
         ({"difficulty_mask": True}, "difficulty_mask"),
+        ({"positive_nll_coef": 0.1}, "positive_nll_coef"),
+        ({"logprob_temperature": 1.0, "actor_infer": ENGINE | HALF, "ppo_epochs": 2}, "logprob_temperature"),
         ({"js_beta": 1.0}, "js_beta"),
         ({"teachers": {}}, "teachers"),
         ({"critic": ROLE | {"strategy_args": {"strategy_name": "hf_train"}}}, "critic"),
@@ -125,6 +131,30 @@ def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, 
     with pytest.raises(ConfigError) as caught:
         loaded(**keys)
     assert any(located in f"{problem.key} {problem.message}" for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(("keys", "kept"), [({}, ["0", "1"]), ({"difficulty_mask": True}, ["0"])])
+def test_samples_need_a_reward_only_if_something_reads_it(loaded, keys, kept):
+    rewards = {"only": {"reward": "math_rule", "world_size": 1}}
+    pipeline = DistillPipeline(loaded(rewards=rewards, **keys).config)
+    given = [Reward(value=0.5), Reward(value=None, failure="broke")]
+    samples = [
+        Sample(
+            id=str(at),
+            group_id="g",
+            prompt_ids=np.array([7]),
+            response_ids=np.array([8]),
+            logprobs=np.zeros(1, dtype=np.float32),
+            loss_mask=np.ones(1, dtype=bool),
+            versions=np.zeros(1, dtype=np.int32),
+            finish_reason="stop",
+            reward=reward,
+        )
+        for at, reward in enumerate(given)
+    ]
+    experience = pipeline._experience([Group(id="g", samples=tuple(samples))])
+    assert [each.id for each in experience.samples] == kept
+    assert pipeline._kept(experience).all()
 
 
 @pytest.mark.parametrize(

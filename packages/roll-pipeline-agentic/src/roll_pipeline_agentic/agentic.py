@@ -17,16 +17,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
 from roll_core.data.rollouts import rows
 from roll_core.errors import ContractError, DataError, PluginLoadError
-from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, apportion
+from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, mean_counts
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.pipelines.stages import score_metrics
 from roll_core.spec.environment import Environment
+from roll_core.spec.pipeline import batch_counts
 from roll_core.spec.providers import AgentProvider, EnvironmentProvider
 from roll_core.spec.rollout import Prompt
 from roll_pipeline_agentic.agents import AgentHost
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 
 class EpisodeOrder(PromptOrder):
-    """Endless sequence of episodes per tag. `counts` is the number of groups per tag in a batch."""
+    """Endless sequence of episodes per tag. `counts` is the mean number of groups per tag in a batch."""
 
-    def __init__(self, counts: Mapping[str, int], tasks: Mapping[str, Rows], *, seed: int, split: str = "") -> None:
+    def __init__(self, counts: Mapping[str, float], tasks: Mapping[str, Rows], *, seed: int, split: str = "") -> None:
         """`tasks` are the rows of tags with data. The split `val/` keeps their order."""
         self.counts, self.split, self.tasks = dict(counts), split, tasks
         self.orders = {
@@ -167,7 +167,7 @@ class AgenticPipeline(RLVRPipeline):
             data = (entry.val_data_args if split else None) or entry.data_args
             if data is not None:
                 tasks[tag] = run.rows(data)
-        return EpisodeOrder(apportion(num_groups, shares), tasks, seed=self.config.seed, split=split)
+        return EpisodeOrder(mean_counts(num_groups, shares), tasks, seed=self.config.seed, split=split)
 
     def _episodes(self, run: Run, manager: EnvManagerConfig) -> Episodes:
         return Episodes(
@@ -192,11 +192,7 @@ class AgenticPipeline(RLVRPipeline):
 
     @override
     def _chosen(self, run: Run, experience: Experience) -> Experience:
-        chosen = super()._chosen(run, with_echo(experience) if self.config.echo_coef else experience)
-        has_loss = [
-            row.loss_mask.any() or any(weights.any() for weights in row.streams.values()) for row in chosen.sequences
-        ]
-        return chosen if all(has_loss) else chosen.keep_rows(torch.tensor(has_loss))
+        return super()._chosen(run, with_echo(experience) if self.config.echo_coef else experience).with_loss()
 
     @override
     def _rollout_plan(self) -> RolloutPlan:
@@ -229,7 +225,8 @@ class AgenticPipeline(RLVRPipeline):
         if manager is None or order is None:
             return {}
         await run.publish_weights("actor_train", "actor_infer")
-        prompts = [order.prompt(tag, position) for tag, number in order.counts.items() for position in range(number)]
+        counts = next(batch_counts(order.counts))
+        prompts = [order.prompt(tag, position) for tag, number in counts.items() for position in range(number)]
         params = manager.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         program = partial(EpisodeGroup, self._episodes(run, manager))
         groups = await run.rollout("actor_infer", prompts, params, n=manager.group_size, split="val", program=program)

@@ -72,6 +72,8 @@ CREDIT_KEYS = frozenset(
     )
 )
 """Keys that only the advantages of task rewards read."""
+REWARD_KEYS = frozenset(("difficulty_mask", "error_max_len_clip", "positive_nll_coef"))
+"""Keys whose masks and terms read rewards, with and without `task_coef`."""
 Between = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -213,9 +215,8 @@ class DistillConfig(RLVRConfig):
             raise ValueError(
                 "task_coef weighs rewards of the student's rollouts: configure rewards, and distill_data student or mix"
             )
-        if not self.rewards and (self.difficulty_mask or self.error_max_len_clip):
-            key = "difficulty_mask" if self.difficulty_mask else "error_max_len_clip"
-            raise ValueError(f"{key} reads rewards, but none are configured: remove it, or configure rewards")
+        if not self.rewards and (readers := self._set_among(REWARD_KEYS)):
+            raise ValueError(f"{readers[0]} reads rewards, but none are configured: remove it, or configure rewards")
         return self
 
     @model_validator(mode="after")
@@ -410,6 +411,11 @@ class DistillConfig(RLVRConfig):
                 f"kd_objective is {self.objective} with kd_support sampled: samples of the {self.distill_data} estimate"
                 f" only {expected}; set kd_support: full, teacher_topk or student_topk"
             )
+        if self.logprob_temperature is not None:
+            raise ValueError(
+                f"logprob_temperature is {self.logprob_temperature:g}, but logprobs of student and teacher have"
+                f" kd_temperature, {self.temperature:g}: remove logprob_temperature"
+            )
         one_temperature = sampled or self.task_coef != 0
         if one_temperature and self.kd_temperature not in (None, self.sampling_temperature):
             raise ValueError(
@@ -568,6 +574,11 @@ class DistillConfig(RLVRConfig):
     def trains_policy(self) -> bool:
         """True if rollouts are trained on with a policy loss."""
         return self.on_policy and (self.placement == "advantage" or self.task_coef != 0)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """True if the credit or a mask reads the rewards of rollouts."""
+        return bool(self.task_coef or self._set_among(REWARD_KEYS))
 
     @property
     def sampling_temperature(self) -> float:

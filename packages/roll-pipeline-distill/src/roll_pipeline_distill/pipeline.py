@@ -19,10 +19,9 @@ import torch
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy, Objective
-from roll_core.data.pack import sequence_of
 from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem
-from roll_core.pipelines.experience import Experience, without_experts
+from roll_core.pipelines.experience import Experience
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.pipelines.stages import Validation, log_update
@@ -159,8 +158,14 @@ class DistillPipeline(RLVRPipeline):
 
     @override
     def _experience(self, groups: Sequence[Group]) -> Experience:
-        """Samples of a batch. They need a reward only if it is part of the credit."""
-        return super()._experience(groups) if self.config.task_coef else _unscored(groups, self.config.replays_experts)
+        """Samples of a batch. They need a reward only if the credit or a mask reads it."""
+        config = self.config
+        return Experience.of(
+            groups,
+            routed_experts=config.replays_experts,
+            min_group_size=config.min_group_size,
+            scored=config.reads_rewards,
+        )
 
     @override
     async def _taught(self, run: Run, experience: Experience) -> Experience:
@@ -225,16 +230,6 @@ def _weighted(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
     """Sequences whose trained tokens have weight 1 in the distillation term."""
     return tuple(
         replace(each, streams={**each.streams, STREAM: each.loss_mask.astype(np.float32)}) for each in sequences
-    )
-
-
-def _unscored(groups: Sequence[Group], routed_experts: bool) -> Experience:
-    """All samples with at least one response token, whether or not they have a reward."""
-    samples = [(at, each) for at, group in enumerate(groups) for each in group.samples if len(each.response_ids)]
-    sequences = tuple(sequence_of(sample, group=at) for at, sample in samples)
-    return Experience(
-        samples=tuple(sample for _, sample in samples),
-        sequences=sequences if routed_experts else without_experts(sequences),
     )
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from roll_core.spec.providers import Provider
 
-NormType = Literal["batch", "group", "running"]
-
 
 def num_workers(role: WorkerConfig) -> int:
     """Number of workers of a role: from its `device_mapping`, else its `world_size`, else 1."""
@@ -209,12 +207,12 @@ class RLVRConfig(RewardRunConfig):
     """Lambda of GAE: trade-off between bias and variance."""
     critic_lambd: Fraction | None = None
     """Lambda of the critic's regression target (decoupled GAE, arXiv:2503.01491). Default: `lambd`."""
-    norm_mean_type: NormType | None = None
+    norm_mean_type: Literal["batch", "group", "running"] | None = None
     """Samples whose mean reward is subtracted: the batch, the group, or all batches so far.
 
     Null subtracts nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
     """
-    norm_std_type: NormType | None = None
+    norm_std_type: Literal["batch", "group", "running"] | None = None
     """Samples whose standard deviation divides rewards: the batch, the group, or all batches so far.
 
     Null divides by nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.

@@ -42,19 +42,26 @@ class Experience:
     """`Group.baseline` of each sample; None if a group has none."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, routed_experts: bool = False, min_group_size: int = 1) -> Experience:
+    def of(
+        cls,
+        groups: Sequence[Group],
+        *,
+        routed_experts: bool = False,
+        min_group_size: int = 1,
+        scored: bool = True,
+    ) -> Experience:
         """Samples of `groups` that have a reward and at least one response token, with the rows of their rollouts.
 
-        Failed samples are dropped. So are groups with fewer than `min_group_size` remaining samples, or with a failed
-        baseline. Each player of a group is a group of its own. With `routed_experts`, rows keep the experts that the
-        engine chose.
+        Failed samples are dropped, unless `scored` is false: samples then need no reward. So are groups with fewer than
+        `min_group_size` remaining samples, or with a failed baseline. Each player of a group is a group of its own.
+        With `routed_experts`, rows keep the experts that the engine chose.
         """
         samples: list[Sample] = []
         baselines: list[Sample | None] = []
         sequences: list[TrainSequence] = []
         compared = [(group, members) for group in groups for members in group.by_player()]
         for index, (group, members) in enumerate(compared):
-            valid = [each for each in members if score_of(each) is not None and len(each.response_ids)]
+            valid = [each for each in members if len(each.response_ids) and (not scored or score_of(each) is not None)]
             comparable = group.baseline is None or score_of(group.baseline) is not None
             if len(valid) >= min_group_size and comparable:
                 for sample in valid:
@@ -168,6 +175,11 @@ class Experience:
             baselines=None if baselines is None else tuple(baselines[i] for i in samples),
         )
 
+    def with_loss(self) -> Experience:
+        """Keep only the rows with a token in the loss mask or in a stream of weights."""
+        has_loss = [each.loss_mask.any() or any(row.any() for row in each.streams.values()) for each in self.sequences]
+        return self.keep_rows(torch.tensor(has_loss, dtype=torch.bool))
+
     def in_units(self) -> Experience:
         """Keep the rows of each rollout in one microbatch, for losses with a statistic of whole rollouts."""
         return replace(self, sequences=tuple(replace(each, unit=each.rollout) for each in self.sequences))
@@ -200,7 +212,7 @@ def components_of(sample: Sample) -> dict[str, float]:
 def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """Apply `train_infer_correction`: weights multiply advantages, filters reduce the loss mask.
 
-    Returns the corrected batch and metrics. Rows without any remaining token are dropped.
+    Returns the corrected batch and metrics. Rows without any remaining token are dropped, unless they have a stream.
     """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     advantages_T = experience.flat("advantages")
@@ -244,8 +256,7 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     corrected = experience.with_flat(advantages=advantages_T)
     if any(each.enabled for each in config.filters):
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
-        masks = corrected.rows_of(kept_T)
-        corrected = corrected.with_rows(loss_mask=masks).keep_rows(torch.tensor([bool(mask.any()) for mask in masks]))
+        corrected = corrected.with_rows(loss_mask=corrected.rows_of(kept_T)).with_loss()
     return corrected, metrics
 
 

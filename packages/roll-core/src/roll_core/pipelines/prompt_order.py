@@ -56,7 +56,7 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 class PromptOrder:
-    """Prompts of a run. `counts` is the number of prompts per tag in a batch of `size`."""
+    """Prompts of a run. `counts` is the mean number of prompts per tag in a batch of `size`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PromptOrder:
                 f" {', '.join(repr(tag) for tag in sorted(by_tag))}"
             )
         weights = shares or {tag: float(len(rows)) for tag, rows in by_tag.items()}
-        self.counts = apportion(size, weights)
+        self.counts = mean_counts(size, weights)
         self.rows = {tag: by_tag[tag] for tag in self.counts}
         self.orders = {
             tag: RowOrder(len(rows), seed=stable_seed(seed, "domain", tag)) for tag, rows in self.rows.items()
@@ -95,20 +95,12 @@ class PromptOrder:
         return replace(prompt, id=f"{prompt.id}/{position // len(rows)}", row=prompt.id)
 
 
-def apportion(size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Split `size` into integers in proportion to `weights` (largest remainders). Tags with 0 are omitted.
-
-    Raises `DataError` if all weights are 0.
-    """
+def mean_counts(size: int, weights: Mapping[str, float]) -> dict[str, float]:
+    """Split `size` in proportion to `weights`. Tags with 0 are omitted. Raises `DataError` if all weights are 0."""
     total = math.fsum(weights.values())
     if total <= 0:
         raise DataError("domain_interleave_probs are all 0: at least one domain needs a share")
-    exact = {tag: size * weight / total for tag, weight in weights.items()}
-    counts = {tag: math.floor(share) for tag, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda tag: (counts[tag] - exact[tag], tag))
-    for tag in by_remainder[: size - sum(counts.values())]:
-        counts[tag] += 1
-    return {tag: count for tag, count in counts.items() if count}
+    return {tag: size * weight / total for tag, weight in weights.items() if weight}
 
 
 def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[str, str]:

@@ -178,6 +178,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 reason = f"no group has {config.min_group_size} responses with a reward (min_group_size)"
             run.guard("all_groups_filtered", False, f"no reward signal at {{steps}}: {reason}")
             return
+        if not experience.mask_T.any():
+            run.guard(
+                "all_groups_filtered", False, "no token to train on at {steps}: the loss masks exclude all tokens"
+            )
+            return
         with run.stage("logprobs"):
             experience, entropy_T = await self._score(run, experience)
             experience = await self._taught(run, experience)

@@ -307,7 +307,7 @@ class DataArguments(Config):
     error. Otherwise a name from the docs. A named template is exported with the tokenizer."""
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
     """Fraction of each domain in a batch, by tag or by the key in `rewards` that scores its tags. Default: the
-    fractions in the data."""
+    fractions in the data. Remainders carry over: a domain with half a prompt per batch is in every second batch."""
     max_samples: PositiveInt | None = None
     """Use only the first `max_samples` rows."""
 

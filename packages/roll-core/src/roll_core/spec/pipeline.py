@@ -10,9 +10,13 @@ so `step` reads like the algorithm's pseudo-code, and everything that pipelines 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from roll_core.errors import ContractError, UnsupportedError
@@ -21,7 +25,7 @@ from roll_core.spec.platform import ROLE_KINDS, RoleKind
 from roll_core.spec.providers import TASKS, Provider, Task, TrainCapabilities
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -129,8 +133,9 @@ class UpdateResult:
 class RolloutPlan:
     """How a pipeline's batches of groups are made; see docs/rollouts.md."""
 
-    counts: Mapping[str, int]
-    """Groups per batch by tag, in batch order."""
+    counts: Mapping[str, float]
+    """Mean number of groups per batch by tag, in batch order. A fraction is the share of batches with one more group
+    (`batch_counts`). The sum is the size of each batch."""
     params: SamplingParams
     n: int
     """Samples per group."""
@@ -166,6 +171,23 @@ class RolloutPlan:
     `roles`, and nothing is scored."""
     program: Callable[[], RolloutProgram] | None = None
     """Creates the rollout program of each group; None for a single turn."""
+
+
+def batch_counts(means: Mapping[str, float]) -> Iterator[dict[str, int]]:
+    """Number of groups of each tag in the batch of step 0, 1, ..., whose mean over the steps is `means`.
+
+    Each batch rounds what is due: the sum of the means until this step, less the groups of earlier batches. Largest
+    remainders are rounded up, so that the size of batches is always the sum of the means. A tag with a mean of 0.1 is
+    in every tenth batch. Means that are integers are the counts of each batch.
+    """
+    size = round(math.fsum(means.values()))
+    given: Counter[str] = Counter()
+    for step in count(1):
+        due = {tag: step * mean - given[tag] for tag, mean in means.items()}
+        groups = ((number - left, tag) for tag, left in due.items() for number in range(math.ceil(left)))
+        chosen = Counter(tag for _, tag in nsmallest(size, groups))
+        given += chosen
+        yield {tag: chosen[tag] for tag in means}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

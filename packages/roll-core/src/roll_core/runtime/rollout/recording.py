@@ -106,7 +106,7 @@ class BatchTerms:
     def of(cls, plan: RolloutPlan) -> Self:
         """The terms of a rollout plan."""
         return cls(
-            rollout_batch_size=sum(plan.counts.values()),
+            rollout_batch_size=round(sum(plan.counts.values())),
             num_return_sequences_in_group=plan.n,
             temperature=plan.params.temperature,
         )

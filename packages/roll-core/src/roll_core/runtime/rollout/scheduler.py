@@ -7,6 +7,8 @@
 
 With `first_ready` a batch takes the groups that finish first. The next batch takes the groups that were passed over.
 
+`count` is the tag's number of groups in the batch of the step, see `roll_core.spec.pipeline.batch_counts`.
+
 A group queue contains at most the requested batch and `ahead` more. A group is therefore trained on at most
 `ceil(ahead)` steps after it was started. Groups start late enough to satisfy this bound, so none is discarded.
 
@@ -18,10 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from bisect import bisect
+from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointMismatchError, ContractError
@@ -37,9 +40,10 @@ from roll_core.runtime.rollout.recording import (
     saved_outputs,
 )
 from roll_core.runtime.rollout.requests import PAUSED
+from roll_core.spec.pipeline import batch_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from roll_core.runtime.rollout.program import Scorer
@@ -87,13 +91,13 @@ class GroupQueue:
     """
 
     tag: str
-    count: int
-    """Groups per batch."""
-    extra: int
-    """Maximum number of groups beyond the requested batch."""
-    limit: int
-    """Maximum number of prompts that may join for one batch."""
     first_ready: bool = False
+    counts: Sequence[int] = (0,)
+    """Groups in the requested batch, and in those that may be generated ahead of it."""
+    extra: int = 0
+    """Maximum number of groups beyond the requested batch."""
+    limit: int = 0
+    """Maximum number of prompts that may join for one batch."""
     next: int = 0
     """Position of the next prompt to join."""
     tried: int = 0
@@ -105,11 +109,10 @@ class GroupQueue:
     _blocking: GroupSlot | None = None
     """An unfinished group that the batch needs, so that `is_complete` rarely searches for one."""
 
-    @classmethod
-    def of(cls, tag: str, count: int, plan: RolloutPlan) -> GroupQueue:
-        """Create an empty queue with the limits of `plan`."""
-        extra = math.floor(plan.ahead * count)
-        return cls(tag, count, extra, math.ceil(plan.max_tries * count) + extra, plan.first_ready)
+    @property
+    def count(self) -> int:
+        """Groups in the requested batch."""
+        return self.counts[0]
 
     @property
     def is_complete(self) -> bool:
@@ -124,8 +127,11 @@ class GroupQueue:
             self._blocking = next((slot for slot in needed if slot.group is None), None)
         return self._blocking is None
 
-    def begin(self) -> None:
-        """Begin a batch: reset the count of joined prompts and mark the queued groups as `waited`."""
+    def begin(self, counts: Sequence[int], plan: RolloutPlan) -> None:
+        """Begin a batch: set its limits, reset the count of joined prompts and mark the queued groups as `waited`."""
+        _, *later = self.counts = counts
+        self.extra = math.floor(plan.ahead * sum(later) / len(later)) if later else 0
+        self.limit = math.ceil(plan.max_tries * self.count) + self.extra
         self.tried, self._blocking = 0, None
         for slot in self.slots.values():
             slot.waited = True
@@ -189,7 +195,12 @@ class RolloutScheduler:
         `serve` awaits a coroutine within the lease, and restarts the replicas if none is alive."""
         self.plan = plan
         self._requests, self._scorer, self._seed, self._lease = requests, scorer, seed, lease
-        self._queues = [GroupQueue.of(tag, count, plan) for tag, count in plan.counts.items()]
+        self._queues = [GroupQueue(tag, plan.first_ready) for tag in plan.counts]
+        self._batches = batch_counts(plan.counts)
+        self._upcoming: deque[Mapping[str, int]] = deque(maxlen=1 + math.ceil(plan.ahead))
+        """Groups by tag of the batch of the step and of those that may be generated ahead of it."""
+        self._until = 0
+        """Step after those of `_upcoming`."""
         self._serve = serve
         self._tasks: set[asyncio.Task[None]] = set()
         self._step = 0
@@ -206,9 +217,7 @@ class RolloutScheduler:
 
         Raises the first error of an engine, a program or a reward worker, including those since the last batch.
         """
-        self._step, self._wanted = step, True
-        for queue in self._queues:
-            queue.begin()
+        self._begin(step)
         async with self._lease():
             try:
                 self._drop_stale()
@@ -316,6 +325,15 @@ class RolloutScheduler:
     def _all(self) -> Iterator[tuple[GroupQueue, GroupSlot]]:
         return ((queue, slot) for queue in self._queues for slot in queue.slots.values())
 
+    def _begin(self, step: int) -> None:
+        """Begin the batch of a step in all queues."""
+        self._step, self._wanted = step, True
+        until = step + 1 + math.ceil(self.plan.ahead)
+        self._upcoming.extend(islice(self._batches, until - self._until))
+        self._until = until
+        for queue in self._queues:
+            queue.begin([counts[queue.tag] for counts in self._upcoming], self.plan)
+
     def _resume(self) -> None:
         """Continue or start the groups that have waited since the last batch."""
         for _, slot in self._all():
@@ -388,9 +406,10 @@ class RolloutScheduler:
             return
         bound = math.ceil(self.plan.ahead)
         for queue in self._queues:
+            ends = list(accumulate(queue.counts))
             for at, slot in enumerate(queue.slots.values()):
                 begun = slot.group is not None or slot.rollout is not None or slot.saved is not None
-                if begun and self._step + at // queue.count - slot.born > bound:
+                if begun and self._step + bisect(ends, at) - slot.born > bound:
                     self._cancel(slot)
                     queue.restart(slot, self._step)
                     self._counts["stale"] += 1
