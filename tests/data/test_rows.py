@@ -47,7 +47,7 @@ def test_every_format_gives_the_same_rows(tmp_path, ending):
     assert [dict(row.values) for row in rows] == expected
     assert [row.id for row in rows] == ["0", "1", "2"]
     assert [row.tag for row in rows] == ["sum", "odd", "product"]
-    assert rows[-1].where == f"rows.{ending} row 3"
+    assert rows[-1].where == f"{tmp_path / 'rows'}.{ending} row 3"
     assert rows.columns == ("prompt", "response", "tag", "answer")
 
 
@@ -63,7 +63,7 @@ def test_text_in_a_csv_stays_text(tmp_path):
 def test_files_are_read_in_order_up_to_max_samples(tmp_path):
     one, two = write(tmp_path / "b.jsonl"), write(tmp_path / "a.jsonl", ROWS[:2])
     rows = read_rows(DataArguments(file_name=[one, two], max_samples=4))
-    assert [row.where for row in rows] == ["b.jsonl row 1", "b.jsonl row 2", "b.jsonl row 3", "a.jsonl row 1"]
+    assert [row.where for row in rows] == [f"{one} row 1", f"{one} row 2", f"{one} row 3", f"{two} row 1"]
 
 
 def test_a_changed_file_is_read_anew_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -91,6 +91,8 @@ def test_ids_come_from_their_column_and_must_differ(tmp_path):
         ("a.json", "[]", ()),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', ("row 2", "JSON")),
         ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', ("row 2",)),
+        ("a.json", '[{"prompt": "a"}]\n[{"prompt": "b"}]\n', ()),
+        ("a.csv", "prompt,response,prompt\na,b,c\n", ("'prompt'",)),
         ("a.parquet", "not a parquet file", ("parquet",)),
         ("a.txt", "x", ("format",)),
     ],
@@ -100,6 +102,14 @@ def test_files_that_cannot_be_read_say_where(tmp_path, name, content, facts):
     with raises_error(DataError, *facts) as caught:
         read_rows(DataArguments(file_name=str(tmp_path / name)))
     assert name in str(caught.value)
+
+
+def test_rows_of_files_with_one_name_are_told_apart_by_their_folders(tmp_path):
+    paths = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        paths.append(write(tmp_path / folder / "rows.jsonl", [{"prompt": folder}]))
+    assert [row.where for row in read_rows(DataArguments(file_name=paths))] == [f"{path} row 1" for path in paths]
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path):

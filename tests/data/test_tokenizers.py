@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from roll_core.data.tokenizers import EOS, PAD, make_tokenizer
+from roll_core.data.tokenizers import EOS, PAD, make_tokenizer, stored_tokenizer
 from roll_core.errors import DataError, ModelError
 from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import TokenizerConfig
@@ -27,6 +27,29 @@ def made(tmp_path_factory):
         kind: make_tokenizer(TokenizerConfig(kind=kind, vocab_size=300), TEXTS, folder / kind)
         for kind in ("char", "byte", "bpe")
     }
+
+
+def test_only_a_model_without_the_files_has_no_tokenizer(made, tmp_path):
+    assert stored_tokenizer(str(tmp_path)) is None
+    made["byte"].save_pretrained(tmp_path)
+    assert stored_tokenizer(str(tmp_path)).get_vocab() == made["byte"].get_vocab()
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
+    with raises_error(ModelError, str(tmp_path)):
+        stored_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_hub_that_cannot_be_reached_is_no_model_without_a_tokenizer(monkeypatch, missing):
+    def unreachable(*args, **given):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *args, **given: None if missing else unreachable())
+    if missing:
+        assert stored_tokenizer("acme/reward") is None
+    else:
+        with raises_error(ModelError, "acme/reward"):
+            stored_tokenizer("acme/reward")
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])

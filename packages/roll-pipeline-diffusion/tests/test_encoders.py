@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from roll_core.data.rows import read_rows
 from roll_core.errors import DataError, ModelError, NonFiniteError
+from roll_core.spec.config import DataArguments
 from roll_core.spec.model import ModelSpec
 from roll_pipeline_diffusion.cache import ArrayCache, files_identity, key_of
 from roll_pipeline_diffusion.decoding import LatentDecoder, from_uint8, to_uint8
 from roll_pipeline_diffusion.encoders import ImageEncoder, WordEncoder, given_conditioning
 from roll_pipeline_diffusion.models.description import FlowDescription, describe
+from roll_pipeline_diffusion.rows import folder_of
 from roll_testing.errors import raises_error
 
 
@@ -202,3 +205,12 @@ def test_a_directory_without_a_vae_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "VQModel"}')
     with raises_error(ModelError, "VQModel", "AutoencoderKL"):
         LatentDecoder(directory=str(tmp_path)).decode(torch.zeros(1, 4, 2, 2))
+
+
+def test_files_of_a_row_are_in_the_folder_of_its_own_file(tmp_path: Path) -> None:
+    names = [str(tmp_path / folder / "rows.jsonl") for folder in ("a", "b")]
+    for name in names:
+        Path(name).parent.mkdir()
+        Path(name).write_text('{"prompt": "x"}\n', encoding="utf-8")
+    data = DataArguments(file_name=names)
+    assert [folder_of(row, data) for row in read_rows(data)] == [tmp_path / "a", tmp_path / "b"]

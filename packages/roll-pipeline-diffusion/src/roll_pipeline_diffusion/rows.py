@@ -110,4 +110,4 @@ def image_file(row: Row, data: DataArguments, column: str) -> Path:
 def folder_of(row: Row, data: DataArguments) -> Path:
     """Directory of the file that a row is from."""
     names = [Path(each) for each in file_names(data)]
-    return next((each.parent for each in names if row.where.startswith(f"{each.name} row ")), names[0].parent)
+    return next((each.parent for each in names if row.where.startswith(f"{each} row ")), names[0].parent)

@@ -13,6 +13,7 @@ import io
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
@@ -53,7 +54,7 @@ class Row:
     id: str
     tag: str
     where: str
-    """Location such as `train.jsonl row 12`, counted from 1."""
+    """Location such as `data/train.jsonl row 12`, counted from 1, with the path as in `file_name`."""
     values: Mapping[str, Any]
 
 
@@ -61,7 +62,7 @@ class Rows(list[Row]):
     """All rows of some files, in order. Raises `DataError` for duplicate ids."""
 
     def __init__(self, files: Iterable[tuple[str, Sequence[Values]]], data: DataArguments) -> None:
-        """`files` are pairs of a file's name and its rows."""
+        """`files` are pairs of a file's path and its rows."""
         columns: dict[str, None] = {}
         for name, rows in files:
             for number, values in enumerate(rows, start=1):
@@ -93,7 +94,7 @@ def read_rows(data: DataArguments) -> Rows:
     for path in map(Path, names):
         found = list(islice(_rows_of(path, data.dataset_type), left))
         columns = dict.fromkeys(column for values in found for column in values)
-        files.append((path.name, [{column: values.get(column) for column in columns} for values in found]))
+        files.append((str(path), [{column: values.get(column) for column in columns} for values in found]))
         left = None if left is None else left - len(found)
     rows = Rows(files, data)
     if not len(rows):
@@ -110,7 +111,7 @@ def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
         return None
     if not found:
         raise DataError(f"{path}: no rows")
-    return Rows([(path.name, found)], data)
+    return Rows([(str(path), found)], data)
 
 
 def text_of(row: Row, column: str, rows: Rows) -> str:
@@ -328,6 +329,8 @@ def _items(path: Path, text: str) -> Iterator[str]:
             at = _after_space(text, at + 1)
         elif text[at : at + 1] != "]":
             raise DataError(f"{path}: row {number} is followed by neither a comma nor the end of the list")
+    if text[at + 1 :].strip():
+        raise DataError(f"{path}: there is text after the end of the list: write one object per line, or one list")
 
 
 def _nesting(text: str) -> int:
@@ -359,8 +362,10 @@ def _csv_rows(path: Path) -> Iterator[Values]:
                     )
                 if number:
                     yield dict(zip(header, record, strict=False))
-                else:
-                    header = record
+                    continue
+                header = record
+                if twice := [name for name, times in Counter(header).items() if name and times > 1]:
+                    raise DataError(f"{path}: the header has column {twice[0]!r} more than once: rename one of them")
         except csv.Error as error:
             raise DataError(f"{path}: line {records.line_num} is not CSV: {error}") from error
 

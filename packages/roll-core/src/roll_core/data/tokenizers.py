@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.errors import DataError
+from roll_core.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,16 +29,32 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 
 
 def stored_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Tokenizer of the model at a directory or hub id; None if it has none."""
+    """Tokenizer of the model at a directory or hub id; None if it has none.
+
+    Raises `ModelError` if it has one that cannot be loaded, and if the Hub cannot be reached.
+    """
     # transformers makes an empty tokenizer for a directory without one.
     if Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    def exists(name: str) -> bool:
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False) is not None
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, ImportError):
+            if any(exists(name) for name in TOKENIZER_FILES):
+                raise
+            return None
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(
+            f"the tokenizer of {path} cannot be loaded: {error}; check its files, or set trust_remote_code"
+        ) from error
     return tokenizer
 
 
