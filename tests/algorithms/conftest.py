@@ -55,7 +55,6 @@ def lay_out(
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         lengths=lengths,
         loss_mask_T=torch.tensor([bool(m) for mask in masks for m in mask], dtype=torch.bool),
-        groups_S=torch.tensor(groups, dtype=torch.int64),
         rollouts_S=torch.tensor(rollouts, dtype=torch.int64),
         rollout_tokens_S=torch.tensor([rollout_tokens[each] for each in rollouts], dtype=torch.int64),
         units_S=torch.tensor([-1 - at for at in range(len(masks))], dtype=torch.int64),

@@ -39,7 +39,6 @@ def test_a_microbatch_by_hand():
     assert micro.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert micro.lengths == (3, 1, 2)
     assert micro.loss_mask_T.tolist() == [False, True, True, False, False, True]
-    assert micro.groups_S.tolist() == [4, 5, 4]
     assert micro.advantages_T.tolist() == [0, 0.5, 0.25, 9, 0, -1]
     assert micro.old_logprobs_T is None
     assert micro.totals == Totals(tokens=3, sequences=2, rollouts=2, groups=1, max_length=1)

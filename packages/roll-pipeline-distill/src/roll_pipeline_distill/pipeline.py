@@ -168,9 +168,12 @@ class DistillPipeline(RLVRPipeline):
         )
 
     @override
-    async def _taught(self, run: Run, experience: Experience) -> Experience:
+    async def _score(self, run: Run, experience: Experience) -> tuple[Experience, torch.Tensor | None]:
+        """Add the scores of `rlvr`, and the logprobs of the teachers."""
+        experience, entropy_T = await super()._score(run, experience)
         sources = [Source.of_sample(experience.samples[at]) for at in experience.rollouts_B.tolist()]
-        return replace(experience, sequences=tuple(await self.teachers.teach(run, experience.sequences, sources)))
+        taught = await self.teachers.teach(run, experience.sequences, sources)
+        return replace(experience, sequences=tuple(taught)), entropy_T
 
     @override
     def _credit(self, run: Run, experience: Experience) -> Experience:

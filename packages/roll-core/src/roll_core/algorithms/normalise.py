@@ -5,13 +5,12 @@ S sequences, T flat tokens, G groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from roll_core.algorithms._segments import dense, require_finite, sums_by
-from roll_core.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,15 +54,6 @@ class RunningMoments:
         """Unbiased standard deviation; 0 for fewer than two values."""
         return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
 
-    def state(self) -> dict[str, float]:
-        """State as plain values for a checkpoint."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, float]) -> RunningMoments:
-        """Rebuild the moments from the result of `state`."""
-        return cls(count=int(state["count"]), mean=float(state["mean"]), squares=float(state["squares"]))
-
 
 class RewardNormaliser:
     """Normalise rewards to `(R - mean) / (std + epsilon)`, then clamp them to `± clip`.
@@ -106,13 +96,13 @@ class RewardNormaliser:
             rewards = divide_by_std(rewards, std_S, self.epsilon)
         return clip(rewards, self.clip).float()
 
-    def state(self) -> dict[str, dict[str, float]]:
+    def state(self) -> dict[str, dict[str, Any]]:
         """Running statistics by domain, as plain values for a checkpoint."""
-        return {name: moments.state() for name, moments in self._running.items()}
+        return {name: asdict(moments) for name, moments in self._running.items()}
 
-    def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the value returned by `state`."""
-        self._running = {name: RunningMoments.from_state(each) for name, each in state.items()}
+        self._running = {name: RunningMoments(**each) for name, each in state.items()}
 
     def _statistics(
         self, kind: NormType, rewards_S: Tensor, groups_S: Tensor, domain_S: Tensor, names: Sequence[str]
@@ -154,8 +144,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, epsilon: float = WHITEN_EPSILON) ->
     `NonFiniteError`.
     """
     values_N = values_T[mask_T].double()
-    if not torch.isfinite(values_N).all():
-        raise NonFiniteError("cannot whiten: some masked values are NaN or infinite")
+    require_finite("values to whiten", values_N)
     white_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=values_T.device)
     if values_N.numel() > 1:
         variance = values_N.var(unbiased=True)

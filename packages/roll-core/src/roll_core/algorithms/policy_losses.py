@@ -19,7 +19,7 @@ Sequence-level losses also raise it for a microbatch with only some rows of a ro
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Found = tuple["Tensor", "dict[str, Tensor]"]
 """Loss and metrics per token."""
+OptionsT = TypeVar("OptionsT", bound=options.PolicyLossOptions)
 
 # -- ratios per token --------------------------------------------------------------------------------------------------
 
@@ -45,9 +46,7 @@ def ppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Foun
     arXiv:2503.14476 §3.1). With `dual_clip` c > 1, the loss is at most `-c A` where `A < 0` (arXiv:1912.09729).
     ROLL's dual clip has c = 1 + 2 `pg_clip`; verl's is on by default (c = 3); TRL's `delta` bounds `r` for both signs.
     """
-    given = options.PPOOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
+    _, _, log_ratio_T, advantages_T = _inputs(options.PPOOptions, logprobs_T, micro, params)
     loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
     if params.dual_clip is not None:
         bound_T = -params.dual_clip * advantages_T
@@ -66,9 +65,8 @@ def vanilla(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> 
     replaces such groups makes it 1. verl's is part of its estimator `gpg` and counts rewards other than 0. verl's and
     SkyRL's `vanilla` is PPO, ROLL's is this loss.
     """
-    given = options.PolicyLossOptions(**params.options)
-    metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
-    return -_advantages(micro) * _masked(logprobs_T, micro), metrics
+    _, own_T, log_ratio_T, advantages_T = _inputs(options.PolicyLossOptions, logprobs_T, micro, params)
+    return -advantages_T * own_T, _ratio_metrics(log_ratio_T)
 
 
 def cispo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -78,12 +76,11 @@ def cispo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     `bounds: relative`: `low = 1 - clip_low`, `high = 1 + clip_high`, as in verl, NeMo-RL and SkyRL. TRL has only an
     absolute upper bound. ROLL's `cispo` is relative with 0.1 and 0.1, its `tis` absolute with 0 and 1.
     """
-    given = options.CISPOOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.CISPOOptions, logprobs_T, micro, params)
     low, high = given.interval
     ratio_T = log_ratio_T.detach().exp()
     metrics = _ratio_metrics(log_ratio_T) | {"clipfrac": ((ratio_T < low) | (ratio_T > high)).float()}
-    return -ratio_T.clamp(low, high) * _advantages(micro) * _masked(logprobs_T, micro), metrics
+    return -ratio_T.clamp(low, high) * advantages_T * own_T, metrics
 
 
 def sapo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -92,10 +89,8 @@ def sapo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     `L = -(4 / tau) sigmoid(tau (r - 1)) A` with `tau_pos` where `A > 0` and `tau_neg` elsewhere. At `r = 1` the
     gradient is the policy gradient. verl and TRL are equal; verl always aggregates by `seq-mean-token-mean`.
     """
-    given = options.SAPOOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
-    tau_T = _by_sign(advantages_T > 0, given.tau_pos, given.tau_neg)
+    given, _, log_ratio_T, advantages_T = _inputs(options.SAPOOptions, logprobs_T, micro, params)
+    tau_T = torch.where(advantages_T > 0, given.tau_pos, given.tau_neg)
     gate_T = (4.0 / tau_T) * torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0))
     return -gate_T * advantages_T, _ratio_metrics(log_ratio_T)
 
@@ -127,7 +122,7 @@ def dppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
             rest_ratio_T = (rest_q_T + given.probability_epsilon) / (rest_p_T + given.probability_epsilon)
             divergence_T = behaviour_T.exp() * (behaviour_T - log_p_T) + rest_q_T * rest_ratio_T.log()
         moved_T = torch.sign(advantages_T) == torch.sign(log_p_T - behaviour_T)
-        delta_T = _by_sign(advantages_T > 0, given.delta_high, given.delta_low)
+        delta_T = torch.where(advantages_T > 0, given.delta_high, given.delta_low)
         dropped_T = moved_T & (divergence_T > delta_T)
         weight_T = log_ratio_T.exp().clamp(max=given.ratio_high) * ~dropped_T
     return -weight_T * advantages_T * logprobs_T, _ratio_metrics(log_ratio_T) | {"clipfrac": dropped_T.float()}
@@ -139,10 +134,9 @@ def dro(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Foun
     `L = -A logprob + beta / 2 (logprob - old_logprob)²`, without a clamp. The papers' penalty is of a whole response;
     per token as in verl, Tinker, and ROLL's `kimi15`, whose tau is `beta`. prime-rl's coefficient is `2 beta`.
     """
-    given = options.DROOptions(**params.options)
-    metrics = _ratio_metrics(log_ratio(logprobs_T, micro, given.log_ratio_clamp))
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.DROOptions, logprobs_T, micro, params)
     distance_T = log_ratio(logprobs_T, micro, None)
-    return -_advantages(micro) * _masked(logprobs_T, micro) + 0.5 * given.beta * distance_T.square(), metrics
+    return -advantages_T * own_T + 0.5 * given.beta * distance_T.square(), _ratio_metrics(log_ratio_T)
 
 
 def raft_plus_plus(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -152,9 +146,8 @@ def raft_plus_plus(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossPara
     0 and 1, `max(A, 0)` is the paper's indicator of the best responses, except in groups without a correct one, which
     the paper's indicator includes. ROLL's documented recipe keeps negative advantages.
     """
-    given = options.RAFTOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    positive_T = _advantages(micro).clamp(min=0.0)
+    _, _, log_ratio_T, advantages_T = _inputs(options.RAFTOptions, logprobs_T, micro, params)
+    positive_T = advantages_T.clamp(min=0.0)
     loss_T, metrics = _clipped(log_ratio_T.exp(), positive_T, params.pg_clip_low, params.pg_clip_high)
     return loss_T, _ratio_metrics(log_ratio_T) | metrics
 
@@ -170,8 +163,7 @@ def gspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     `log s` to at most 10, TRL not at all. verl's `gspo` is `gspo_token` here: gradients are equal if all tokens of a
     sequence have the same advantage.
     """
-    given = options.GSPOOptions(**params.options)
-    return _gspo(logprobs_T, micro, given)
+    return _gspo(logprobs_T, micro, params)
 
 
 def gspo_token(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -180,8 +172,7 @@ def gspo_token(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) 
     `s_t = sg(s) p / sg(p)` with the token's probability `p`, so each token's own advantage weighs its gradient. For
     advantages that differ within a sequence.
     """
-    given = options.GSPOOptions(**params.options)
-    return _gspo(logprobs_T, micro, given, per_token=True)
+    return _gspo(logprobs_T, micro, params, per_token=True)
 
 
 def luspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -190,8 +181,7 @@ def luspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     It removes GSPO's preference for short correct responses. `gspo` with `loss_agg_mode: seq-mean-token-sum` is the
     same objective. TRL has the same weights.
     """
-    given = options.GSPOOptions(**params.options)
-    loss_T, metrics = _gspo(logprobs_T, micro, given)
+    loss_T, metrics = _gspo(logprobs_T, micro, params)
     return loss_T * _rollout_lengths(micro), metrics
 
 
@@ -203,9 +193,7 @@ def gmpo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     tokens that have already moved in the direction of their advantage. verl's `geo_mean` is equal for rows of one
     advantage, as a mean over the rows of a microbatch.
     """
-    given = options.GMPOOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
+    given, _, log_ratio_T, advantages_T = _inputs(options.GMPOOptions, logprobs_T, micro, params)
     below_T, above_T = log_ratio_T.clamp(min=-given.clip_low), log_ratio_T.clamp(max=given.clip_high)
     clipped_T = torch.where(advantages_T < 0, below_T, above_T)
     log_mean_T = _rollout_means(clipped_T, micro)
@@ -222,16 +210,14 @@ def vespo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     elsewhere. `log w` is clamped, too; TRL's lower clamp is log 1e-8. TRL also multiplies `w` by the correction of the
     engine's logprobs; here `train_infer_correction` weighs advantages.
     """
-    given = options.VESPOOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.VESPOOptions, logprobs_T, micro, params)
     with torch.no_grad():
         log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
-        k_T = _by_sign(advantages_T >= 0, given.k_pos, given.k_neg)
-        lambda_T = _by_sign(advantages_T >= 0, given.lambda_pos, given.lambda_neg)
+        k_T = torch.where(advantages_T >= 0, given.k_pos, given.k_neg)
+        lambda_T = torch.where(advantages_T >= 0, given.lambda_pos, given.lambda_neg)
         phi_T = (lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp()).exp()
     metrics = _ratio_metrics(log_ratio_T) | {"sequence_weight": phi_T}
-    return -phi_T * advantages_T * _masked(logprobs_T, micro), metrics
+    return -phi_T * advantages_T * own_T, metrics
 
 
 def topr(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -241,16 +227,14 @@ def topr(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     elsewhere. `w` is the product of `r` over the sequence (`level: sequence`, the paper) or `r` (`level: token`, ROLL).
     The paper's sign is that of the reward, here the advantage's.
     """
-    given = options.TOPROptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.TOPROptions, logprobs_T, micro, params)
     with torch.no_grad():
         log_w_T = log_ratio_T
         if given.level == "sequence":
             log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
         truncated_T = given.negative_weight * log_w_T.exp().clamp(given.clip_low, given.clip_high)
         weight_T = torch.where(advantages_T > 0, given.positive_weight, truncated_T)
-    return -weight_T * advantages_T * _masked(logprobs_T, micro), _ratio_metrics(log_ratio_T)
+    return -weight_T * advantages_T * own_T, _ratio_metrics(log_ratio_T)
 
 
 # -- covariances -------------------------------------------------------------------------------------------------------
@@ -267,11 +251,9 @@ def clip_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) ->
     normalized advantages is. Logprobs are compared with those of the same sequence. A hash of the row's id and the
     position replaces the random choice; other rows of a rollout lead to another choice.
     """
-    given = options.ClipCovOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.ClipCovOptions, logprobs_T, micro, params)
     loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
-    covariance_T = _covariance(logprobs_T, advantages_T, micro)
+    covariance_T = _covariance(own_T, advantages_T, micro)
     chosen_T = (covariance_T > given.cov_low) & (covariance_T < given.cov_high) & (metrics["clipfrac"] == 0)
     chosen_T &= _uniform(micro) < given.probability
     metrics["cov_clipfrac"] = chosen_T.float()
@@ -285,10 +267,8 @@ def kl_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> F
     verl penalize a fixed share of the tokens with the highest covariance, verl per microbatch and rank. A threshold
     does not depend on the split. Without old logprobs the penalty and its gradient are 0.
     """
-    given = options.KLCovOptions(**params.options)
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
-    advantages_T = _advantages(micro)
-    chosen_T = _covariance(logprobs_T, advantages_T, micro) > given.cov_threshold
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.KLCovOptions, logprobs_T, micro, params)
+    chosen_T = _covariance(own_T, advantages_T, micro) > given.cov_threshold
     penalty_T = torch.where(chosen_T, given.kl_coef * log_ratio_T.abs(), 0.0)
     metrics = _ratio_metrics(log_ratio_T) | {"cov_klfrac": chosen_T.float()}
     return -log_ratio_T.exp() * advantages_T + penalty_T, metrics
@@ -304,6 +284,14 @@ def log_ratio(logprobs_T: Tensor, micro: MicroBatch, clamp: float | None) -> Ten
     return log_ratio_T if clamp is None else log_ratio_T.clamp(-clamp, clamp)
 
 
+def _inputs(
+    schema: type[OptionsT], logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams
+) -> tuple[OptionsT, Tensor, Tensor, Tensor]:
+    """Options, and of each token: logprob, `log r` and advantage, 0 outside the mask."""
+    given = schema(**params.options)
+    return given, _masked(logprobs_T, micro), log_ratio(logprobs_T, micro, given.log_ratio_clamp), _advantages(micro)
+
+
 def _masked(values_T: Tensor, micro: MicroBatch) -> Tensor:
     """Values in the loss, 0 elsewhere: values outside the mask are arbitrary and may be NaN."""
     return torch.where(micro.loss_mask_T, values_T, 0.0)
@@ -315,10 +303,6 @@ def _advantages(micro: MicroBatch) -> Tensor:
     return _masked(micro.advantages_T, micro)
 
 
-def _by_sign(positive_T: Tensor, one: float, other: float) -> Tensor:
-    return torch.where(positive_T, one, other)
-
-
 def _clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Found:
     """PPO's clipped surrogate, and the tokens whose gradient the clip removes."""
     low, high = 1.0 - clip_low, 1.0 + clip_high
@@ -328,14 +312,13 @@ def _clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: 
     return loss_T, {"clipfrac_low": below_T, "clipfrac_high": above_T, "clipfrac": below_T + above_T}
 
 
-def _gspo(logprobs_T: Tensor, micro: MicroBatch, given: options.GSPOOptions, *, per_token: bool = False) -> Found:
-    log_ratio_T = log_ratio(logprobs_T, micro, given.log_ratio_clamp)
+def _gspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams, *, per_token: bool = False) -> Found:
+    given, own_T, log_ratio_T, advantages_T = _inputs(options.GSPOOptions, logprobs_T, micro, params)
     log_mean_T = _rollout_means(log_ratio_T, micro)
     metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
     if per_token:
-        own_T = _masked(logprobs_T, micro)
         log_mean_T = log_mean_T.detach() + own_T - own_T.detach()
-    loss_T, clips = _clipped(log_mean_T.exp(), _advantages(micro), given.clip_low, given.clip_high)
+    loss_T, clips = _clipped(log_mean_T.exp(), advantages_T, given.clip_low, given.clip_high)
     return loss_T, metrics | clips
 
 
@@ -372,9 +355,8 @@ def _rollout_lengths(micro: MicroBatch) -> Tensor:
     return micro.rollout_tokens_S[micro.segments_T]
 
 
-def _covariance(logprobs_T: Tensor, advantages_T: Tensor, micro: MicroBatch) -> Tensor:
-    logprobs_T = _masked(logprobs_T.detach(), micro)
-    return advantages_T * (logprobs_T - _rollout_means(logprobs_T, micro))
+def _covariance(own_T: Tensor, advantages_T: Tensor, micro: MicroBatch) -> Tensor:
+    return advantages_T * (own_T.detach() - _rollout_means(own_T.detach(), micro))
 
 
 def _uniform(micro: MicroBatch) -> Tensor:

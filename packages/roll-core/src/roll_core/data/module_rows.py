@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,54 +70,52 @@ def output_rows(outputs: Mapping[str, Tensor], num_rows: int) -> list[Mapping[st
     return [{name: array[at] for name, array in arrays.items()} for at in range(num_rows)]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedProgram:
-    """A program whose outputs are checked. Raises `ContractError`, which names the program and its package."""
+def checked_program(program: ModuleProgram) -> ModuleProgram:
+    """The program with checked outputs. Raises `ContractError`, which names the program and its package."""
+    import torch
 
-    program: ModuleProgram
-
-    def __call__(self, module: ProgramModule, batch: ModuleBatch) -> Mapping[str, Tensor]:
-        """Outputs of the program."""
-        import torch
-
-        found: Any = self.program(module, batch)
+    def checked(module: ProgramModule, batch: ModuleBatch) -> Mapping[str, Tensor]:
+        found: Any = program(module, batch)
         if not isinstance(found, Mapping):
-            raise ContractError(f"{program_name(self.program)} returned {type(found).__name__}, expected a mapping")
+            raise ContractError(f"{program_name(program)} returned {type(found).__name__}, expected a mapping")
         for name, tensor in found.items():
             if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (len(batch.ids),):
-                shape = f"shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise ContractError(
-                    f"{program_name(self.program)}: output {name!r} has {shape}; expected a tensor"
+                    f"{program_name(program)}: output {name!r} has {_described(tensor)}; expected a tensor"
                     f" [{len(batch.ids)}, ...] with a first dimension of the batch's rows"
                 )
         return found
 
+    return checked
 
-@dataclass(frozen=True, slots=True)
-class CheckedLoss:
-    """A loss whose result is checked, like `CheckedProgram`. Strategies check that it is finite."""
 
-    loss: ModuleLoss
+def checked_loss(loss: ModuleLoss) -> ModuleLoss:
+    """The loss with a checked result, like `checked_program`. Strategies check that it is finite."""
+    import torch
 
-    def __call__(self, module: ProgramModule, batch: ModuleBatch) -> LossOutput:
-        """Result of the loss."""
-        import torch
-
-        found: Any = self.loss(module, batch)
+    def checked(module: ProgramModule, batch: ModuleBatch) -> LossOutput:
+        found: Any = loss(module, batch)
         if not isinstance(found, LossOutput):
-            raise ContractError(f"{program_name(self.loss)} returned {type(found).__name__}, expected a LossOutput")
+            raise ContractError(f"{program_name(loss)} returned {type(found).__name__}, expected a LossOutput")
         if not isinstance(found.loss, torch.Tensor) or found.loss.ndim:
-            shape = (
-                f"shape {list(found.loss.shape)}" if isinstance(found.loss, torch.Tensor) else type(found.loss).__name__
+            raise ContractError(
+                f"{program_name(loss)}: the loss has {_described(found.loss)}; expected a scalar tensor"
             )
-            raise ContractError(f"{program_name(self.loss)}: the loss has {shape}; expected a scalar tensor")
         for name, value in found.metrics.items():
             if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 raise ContractError(
-                    f"{program_name(self.loss)}: metric {name!r} is {type(value).__name__}; expected a number or a"
-                    " scalar tensor"
+                    f"{program_name(loss)}: metric {name!r} has {_described(value)}; expected a number or a scalar"
+                    " tensor"
                 )
         return found
+
+    return checked
+
+
+def _described(value: object) -> str:
+    """Shape of a tensor or array, or another value's type."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"shape {list(shape)}"
 
 
 def program_name(program: object) -> str:

@@ -308,7 +308,6 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         lengths=lengths,
         loss_mask_T=flat("loss_mask", np.bool_),
-        groups_S=torch.tensor([each.group for each in batch], dtype=torch.int64),
         rollouts_S=torch.tensor(_keys([each.rollout for each in batch]), dtype=torch.int64),
         rollout_tokens_S=torch.tensor(
             [

@@ -185,7 +185,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             return
         with run.stage("logprobs"):
             experience, entropy_T = await self._score(run, experience)
-            experience = await self._taught(run, experience)
         with run.stage("advantages"):
             experience = self._credit(run, experience)
             chosen = self._chosen(run, experience if entropy_T is None else self._on_top_entropy(experience, entropy_T))
@@ -227,10 +226,6 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         config = self.config
         experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
         return experience if config.same_temperature else experience.without_behaviour()
-
-    async def _taught(self, run: Run, experience: Experience) -> Experience:
-        """Add the logprobs of teachers, in the pipeline `distill`."""
-        return experience
 
     async def _score(self, run: Run, experience: Experience) -> tuple[Experience, torch.Tensor | None]:
         """Add logprobs of the current policy, logprobs of the reference, and values of the critic.

@@ -59,8 +59,6 @@ class MicroBatch:
     """Lengths of the S sequences, as Python integers."""
     loss_mask_T: Tensor
     """bool, tokens that contribute to the loss; never True at a sequence's first token."""
-    groups_S: Tensor
-    """int64, index of each sequence's group in the whole batch."""
     rollouts_S: Tensor
     """int64, index of each sequence's rollout in the whole batch; distinct negative numbers for sequences that are
     rollouts of their own."""

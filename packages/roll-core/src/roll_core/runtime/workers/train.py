@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.data.module_rows import CheckedLoss, CheckedProgram, module_batches, output_rows
+from roll_core.data.module_rows import checked_loss, checked_program, module_batches, output_rows
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
@@ -128,7 +128,7 @@ class TrainWorker(SendingWorker):
         """Run a program over this rank's share; returns the outputs of each row."""
         batches = module_batches(rows, max_rows=self.limits.infer_sequences)
         found: dict[int, Mapping[str, NDArray[np.generic]]] = {}
-        outputs = self.strategy.run_module([batch for _, batch in batches], CheckedProgram(program))
+        outputs = self.strategy.run_module([batch for _, batch in batches], checked_program(program))
         for (indices, _), each in zip(batches, outputs, strict=True):
             found.update(zip(indices, output_rows(each, len(indices)), strict=True))
         return [found[at] for at in range(len(rows))]
@@ -138,7 +138,7 @@ class TrainWorker(SendingWorker):
     ) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step, like `update`."""
         batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows, epoch=epoch)
-        metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], CheckedLoss(loss)))
+        metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], checked_loss(loss)))
         return metrics, self.strategy.optimizer_step()
 
     def _micros(
