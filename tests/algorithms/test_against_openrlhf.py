@@ -18,7 +18,7 @@ from ragged import Ragged, assert_same
 
 from roll_core.algorithms import advantages
 from roll_core.algorithms.correction import importance_weights, inside
-from roll_core.algorithms.correction_options import CorrectionFilterConfig
+from roll_core.algorithms.correction_options import CorrectionFilterConfig, ImportanceWeightConfig
 from roll_core.algorithms.kl import KLController, approx_kl
 from roll_core.algorithms.losses import CrossEntropy, KLTerm, Objective, ValueObjective
 from roll_core.algorithms.normalise import RewardNormaliser
@@ -102,7 +102,8 @@ def inputs(ragged):
 def test_weights_of_tokens_are_openrlhfs(openrlhf, ragged, mode):
     """`clip` is TIS with a lower bound, `mask` is IcePop."""
     outside = "truncate" if mode == "clip" else "mask"
-    weights = importance_weights(*inputs(ragged), level="token", lower_bound=0.7, upper_bound=1.4, outside=outside)
+    config = ImportanceWeightConfig(lower_bound=0.7, upper_bound=1.4, outside=outside)
+    weights = importance_weights(config, *inputs(ragged))
     weighted = replace(ragged, fields=ragged.fields | {"advantages": ragged.advantages * ragged.padded(weights)})
     given = {"is_correction_level": "token", "is_correction_mode": mode, "is_correction_threshold": [0.7, 1.4]}
     assert_same(weighted.loss("ppo"), policy(openrlhf, ragged, **given))
@@ -111,7 +112,7 @@ def test_weights_of_tokens_are_openrlhfs(openrlhf, ragged, mode):
 def test_the_mask_of_sequences_is_openrlhfs(openrlhf, ragged):
     """It keeps sequences by the mean log-ratio, and weighs tokens by their own ratio; ours has one level for both."""
     kept = inside(CorrectionFilterConfig(agg_type="geometric", ratio_low=0.9, ratio_high=1.1), *inputs(ragged))
-    weights = kept * importance_weights(*inputs(ragged), level="token", upper_bound=1e9)
+    weights = kept * importance_weights(ImportanceWeightConfig(upper_bound=1e9), *inputs(ragged))
     weighted = replace(ragged, fields=ragged.fields | {"advantages": ragged.advantages * ragged.padded(weights)})
     given = {"is_correction_level": "seq", "is_correction_mode": "mask", "is_correction_threshold": [0.9, 1.1]}
     assert_same(weighted.loss("ppo")[0], policy(openrlhf, ragged, **given)[0])

@@ -17,7 +17,7 @@ from ragged import Ragged, assert_same
 from roll_core.algorithms import advantages
 from roll_core.algorithms.aggregate import Aggregation, aggregate
 from roll_core.algorithms.correction import importance_weights, inside, normalise_weights
-from roll_core.algorithms.correction_options import CorrectionFilterConfig
+from roll_core.algorithms.correction_options import CorrectionFilterConfig, ImportanceWeightConfig
 from roll_core.algorithms.kl import KLController, approx_kl
 from roll_core.algorithms.losses import KLTerm, Objective, ValueObjective
 from roll_core.algorithms.normalise import whiten
@@ -176,12 +176,11 @@ def test_kl_cov_is_verls_if_the_threshold_selects_its_share(verl, seed):
 
 def weights_of(ragged):
     return importance_weights(
+        ImportanceWeightConfig(upper_bound=1.5),
         ragged.flat(ragged.old),
         ragged.flat(ragged.engine),
         ragged.rollouts["mask_T"],
         ragged.rollouts["segments_T"],
-        level="token",
-        upper_bound=1.5,
     )
 
 
@@ -437,7 +436,7 @@ def test_importance_weights_are_verls(verl, ragged, level, threshold, normalised
     )
     inputs = correction_inputs(ragged)
     bounds = {"lower_bound": 0.7, "outside": "mask"} if isinstance(threshold, str) else {}
-    ours = importance_weights(*inputs, level=level, upper_bound=1.5, **bounds)
+    ours = importance_weights(ImportanceWeightConfig(weight_type=level, upper_bound=1.5, **bounds), *inputs)
     if normalised:
         ours = normalise_weights(ours, *inputs[2:], level)
     assert_same(ragged.padded(ours), matrix(ragged, found))

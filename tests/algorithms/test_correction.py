@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.algorithms.correction import importance_weights, inside, normalise_weights, off_policy_mask
-from roll_core.algorithms.correction_options import CorrectionFilterConfig
+from roll_core.algorithms.correction_options import CorrectionFilterConfig, ImportanceWeightConfig
 
 # Two sequences: prompt, two turns with a tool's token between them; prompt, two tokens.
 MASK = torch.tensor([False, True, True, False, True, False, True, True])
@@ -18,8 +18,12 @@ BEHAVIOUR = torch.full((8,), -1.0)
 OLD = BEHAVIOUR + D
 
 
+def weigh(*batch, level, **bounds):
+    return importance_weights(ImportanceWeightConfig(weight_type=level, **bounds), *batch)
+
+
 def weights(level, bound=100.0):
-    return importance_weights(OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=bound)
+    return weigh(OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=bound)
 
 
 @pytest.mark.parametrize(
@@ -45,20 +49,20 @@ def test_weights_are_truncated_from_above_and_never_raised():
 
 def test_equal_policies_have_weights_of_exactly_one():
     for level in ("token", "segment", "geometric", "sequence"):
-        found = importance_weights(OLD, OLD, MASK, SEGMENTS, level=level, upper_bound=1.2)
+        found = weigh(OLD, OLD, MASK, SEGMENTS, level=level, upper_bound=1.2)
         assert found[MASK].eq(1).all()
 
 
 def test_what_stands_off_the_mask_is_not_looked_at():
     spoilt = torch.where(MASK, OLD, torch.nan)
     for level in ("token", "segment", "geometric", "sequence"):
-        found = importance_weights(spoilt, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=9.0)
-        assert torch.equal(found, importance_weights(OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=9.0))
+        found = weigh(spoilt, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=9.0)
+        assert torch.equal(found, weigh(OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=9.0))
 
 
 def test_a_ratio_of_any_size_is_a_number():
     far = BEHAVIOUR + 500
-    assert importance_weights(far, BEHAVIOUR, MASK, SEGMENTS, level="sequence", upper_bound=2.0)[MASK].eq(2).all()
+    assert weigh(far, BEHAVIOUR, MASK, SEGMENTS, level="sequence", upper_bound=2.0)[MASK].eq(2).all()
     assert (
         inside(
             CorrectionFilterConfig(agg_type="sequence", ratio_low=0.5, ratio_high=2.0), far, BEHAVIOUR, MASK, SEGMENTS
@@ -94,7 +98,7 @@ def test_bands_keep_what_lies_within_bounds_included():
 def test_an_empty_mask_is_no_error():
     none = torch.zeros_like(MASK)
     for level in ("token", "segment", "geometric", "sequence"):
-        found = importance_weights(OLD, BEHAVIOUR, none, SEGMENTS, level=level, upper_bound=1.0)
+        found = weigh(OLD, BEHAVIOUR, none, SEGMENTS, level=level, upper_bound=1.0)
         assert not normalise_weights(found, none, SEGMENTS, level).any()
         assert not inside(
             CorrectionFilterConfig(agg_type=level, ratio_enabled=False, k2_max=1.0), OLD, BEHAVIOUR, none, SEGMENTS
@@ -104,9 +108,9 @@ def test_an_empty_mask_is_no_error():
 
 def test_masked_weights_are_the_ratio_within_the_bounds_and_zero_outside():
     def found(level, low, high):
-        return importance_weights(
-            OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, lower_bound=low, upper_bound=high, outside="mask"
-        )[MASK].tolist()
+        return weigh(OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, lower_bound=low, upper_bound=high, outside="mask")[
+            MASK
+        ].tolist()
 
     # IcePop: exp(0.3) = 1.35 and exp(0.2) = 1.22 are above 1.2, exp(-0.4) = 0.67 is below 0.7.
     assert found("token", 0.7, 1.2) == pytest.approx([math.exp(0.1), 0, 0, 0, math.exp(-0.1)], rel=1e-5)
@@ -116,13 +120,13 @@ def test_masked_weights_are_the_ratio_within_the_bounds_and_zero_outside():
 
 
 def test_truncated_weights_have_a_lower_bound():
-    found = importance_weights(OLD, BEHAVIOUR, MASK, SEGMENTS, level="token", lower_bound=0.8, upper_bound=1.2)
+    found = weigh(OLD, BEHAVIOUR, MASK, SEGMENTS, level="token", lower_bound=0.8, upper_bound=1.2)
     assert found[MASK].tolist() == pytest.approx([math.exp(0.1), 1.2, 0.8, 1.2, math.exp(-0.1)], rel=1e-5)
 
 
 def test_the_clamp_of_log_ratios_bounds_weights():
-    given = {"level": "sequence", "upper_bound": 1e9, "log_ratio_clamp": 0.05}
-    found = importance_weights(OLD, BEHAVIOUR, MASK, SEGMENTS, **given)
+    config = ImportanceWeightConfig(weight_type="sequence", upper_bound=1e9)
+    found = importance_weights(config, OLD, BEHAVIOUR, MASK, SEGMENTS, log_ratio_clamp=0.05)
     assert found[MASK].tolist() == pytest.approx([1, 1, 1, math.exp(0.05), math.exp(0.05)], rel=1e-5)
 
 
@@ -195,7 +199,7 @@ def test_levels_agree_with_loops_over_the_sequences(sequences):
         expected["sequence"] += [sum(drawn)] * len(drawn)
     zeros = torch.zeros_like(d)
     for level, logs in expected.items():
-        found = importance_weights(d, zeros, mask, segments, level=level, upper_bound=1e9)[mask]
+        found = weigh(d, zeros, mask, segments, level=level, upper_bound=1e9)[mask]
         assert found.log().tolist() == pytest.approx([max(-20.0, min(20.0, x)) for x in logs], abs=1e-4)
 
 
@@ -240,7 +244,7 @@ def test_bands_and_masks_agree_with_loops_over_tokens(sequences, level):
         ]
     if level != "max":
         given = {"level": level, "lower_bound": 0.5, "upper_bound": 2.0, "outside": "mask"}
-        found = importance_weights(d, zeros, mask, segments, **given)
+        found = weigh(d, zeros, mask, segments, **given)
         ratios = [math.exp(over(span, float)) for span in spans]
         if all(clear(ratio, 0.5) and clear(ratio, 2.0) for ratio in ratios):
             weights = [ratio if 0.5 <= ratio <= 2 else 0.0 for ratio in ratios]

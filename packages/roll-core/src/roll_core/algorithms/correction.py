@@ -38,36 +38,31 @@ from roll_core.algorithms.kl import LOG_RATIO_CLAMP
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_core.algorithms.correction_options import CorrectionFilterConfig
+    from roll_core.algorithms.correction_options import CorrectionFilterConfig, ImportanceWeightConfig
 
 FilterLevel = Level | Literal["max"]
-Outside = Literal["truncate", "mask"]
 
 
 def importance_weights(
+    config: ImportanceWeightConfig,
     old_T: Tensor,
     behaviour_T: Tensor,
     mask_T: Tensor,
     segments_T: Tensor,
     *,
-    level: Level,
-    upper_bound: float,
-    lower_bound: float = 0.0,
-    outside: Outside = "truncate",
     log_ratio_clamp: float = LOG_RATIO_CLAMP,
 ) -> Tensor:
     """Importance weight of each token, `[T]`; 0 outside the mask.
 
-    `outside` selects what becomes of a ratio outside `[lower_bound, upper_bound]`:
-
-    * `truncate`: the bound itself. Truncated importance sampling (TIS; Yao et al. 2025), `min(ratio, C)`.
-    * `mask`: 0. At the levels `sequence` and `geometric` this is masked importance sampling (MIS; Liu, Li et al. 2025),
-      TRL's `sequence_mask`. At level `token` it is IcePop (arXiv:2510.18855), verl's two-sided threshold.
+    `config.outside` selects truncated importance sampling (TIS; Yao et al. 2025), or masked importance sampling (MIS;
+    Liu, Li et al. 2025). MIS at the levels `sequence` and `geometric` is TRL's `sequence_mask`; at level `token` it is
+    IcePop (arXiv:2510.18855), verl's two-sided threshold.
     """
-    ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, level, log_ratio_clamp).exp()
-    if outside == "truncate":
-        return torch.where(mask_T, ratio_T.clamp(lower_bound, upper_bound), 0.0)
-    return torch.where(mask_T & (ratio_T >= lower_bound) & (ratio_T <= upper_bound), ratio_T, 0.0)
+    low, high = config.lower_bound, config.upper_bound
+    ratio_T = _log_ratio(old_T, behaviour_T, mask_T, segments_T, config.weight_type, log_ratio_clamp).exp()
+    if config.outside == "truncate":
+        return torch.where(mask_T, ratio_T.clamp(low, high), 0.0)
+    return torch.where(mask_T & (ratio_T >= low) & (ratio_T <= high), ratio_T, 0.0)
 
 
 def normalise_weights(weights_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Level) -> Tensor:

@@ -219,26 +219,15 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     if old_T is None or behaviour_T is None or advantages_T is None:
         raise AssertionError("a correction needs logprobs of the trainer and of the engine, and advantages")
     mask_T, segments_T = experience.mask_T, experience.segments_T
+    batch, clamp = (old_T, behaviour_T, mask_T, segments_T), config.is_log_ratio_clamp
     metrics: dict[str, float] = {}
     if config.off_policy_mask_threshold is not None:
-        stale_T = off_policy_mask(
-            advantages_T, old_T, behaviour_T, mask_T, segments_T, config.off_policy_mask_threshold
-        )
+        stale_T = off_policy_mask(advantages_T, *batch, config.off_policy_mask_threshold)
         advantages_T = torch.where(stale_T, 0.0, advantages_T)
         metrics["correction/off_policy_masked_share"] = float(stale_T[mask_T].float().mean())
     if config.is_weight.enabled:
         given = config.is_weight
-        weights_T = importance_weights(
-            old_T,
-            behaviour_T,
-            mask_T,
-            segments_T,
-            level=given.weight_type,
-            upper_bound=given.upper_bound,
-            lower_bound=given.lower_bound,
-            outside=given.outside,
-            log_ratio_clamp=config.is_log_ratio_clamp,
-        )
+        weights_T = importance_weights(given, *batch, log_ratio_clamp=clamp)
         if given.outside == "mask":
             metrics["correction/zero_share"] = float((weights_T[mask_T] == 0).float().mean())
         else:
@@ -250,9 +239,7 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     kept_T = mask_T
     for each in config.filters:
         if each.enabled:
-            kept_T = kept_T & inside(
-                each, old_T, behaviour_T, mask_T, segments_T, log_ratio_clamp=config.is_log_ratio_clamp
-            )
+            kept_T = kept_T & inside(each, *batch, log_ratio_clamp=clamp)
     corrected = experience.with_flat(advantages=advantages_T)
     if any(each.enabled for each in config.filters):
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
