@@ -118,7 +118,7 @@ def training_half(vocab_size: int, response_tokens: int) -> dict[str, float]:
     import numpy as np
     from sft_step import attention_flops, gemms_of_a_step, make_strategy, timed
 
-    from roll_core.algorithms.losses import SFTObjective
+    from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
     from roll_core.data.tokenizers import make_tokenizer
     from roll_core.spec.config import TokenizerConfig
@@ -139,7 +139,7 @@ def training_half(vocab_size: int, response_tokens: int) -> dict[str, float]:
         strategy = make_strategy(vocab_size, Path(folder), len(os.sched_getaffinity(0)))
 
     def step() -> None:
-        strategy.forward_backward(micros, SFTObjective())
+        strategy.forward_backward(micros, sft_objective())
         strategy.optimizer_step()
 
     step()

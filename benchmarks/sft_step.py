@@ -132,7 +132,7 @@ def peer_step(model: Path, rows: Path, steps: int, threads: int) -> dict[str, li
 
 
 def measure(vocab_size: int, rounds: int, *, threads: int, with_peer: bool) -> dict[str, Any]:
-    from roll_core.algorithms.losses import SFTObjective
+    from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
     from roll_core.data.tokenizers import make_tokenizer
     from roll_core.spec.config import TokenizerConfig
@@ -149,7 +149,7 @@ def measure(vocab_size: int, rounds: int, *, threads: int, with_peer: bool) -> d
         gemms = gemms_of_a_step(micros, vocab_size)
 
         def step() -> None:
-            strategy.forward_backward(micros, SFTObjective())
+            strategy.forward_backward(micros, sft_objective())
             strategy.optimizer_step()
 
         step()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.advantages import grpo
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import pack, sample_of, sequence_of, totals
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.algorithms import AdvantageInput
@@ -99,7 +99,7 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
 
             # One optimizer step. Microbatches may be cut as one likes: the gradient is the same.
             micros = pack(batch, max_sequences=32, totals=totals(batch, max_length=LENGTH))
-            trainer.forward_backward(micros, PolicyObjective())
+            trainer.forward_backward(micros, policy_objective())
             trainer.optimizer_step()
             rewards.append(float(scores_S.mean()))
             print(f"step {step + 1:3d}  mean reward {rewards[-1]:.3f}")

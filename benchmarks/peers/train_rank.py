@@ -80,7 +80,7 @@ class Strategy:
     def __init__(self, work: Work, name: str, config: Mapping[str, Any]) -> None:
         from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-        from roll_core.algorithms.losses import SFTObjective
+        from roll_core.algorithms.losses import sft_objective
         from roll_core.data.pack import pack, totals
         from roll_core.plugins.registry import load_registry
         from roll_core.plugins.targets import load_target
@@ -107,7 +107,7 @@ class Strategy:
         mask = torch.arange(length).numpy() > 0
         mine = [TrainSequence(id=str(i), tokens=each.numpy(), loss_mask=mask) for i, each in enumerate(work.tokens)]
         everything = totals(mine * work.num_ranks, max_length=length)
-        self.micros, self.loss = pack(mine, totals=everything, max_sequences=num), SFTObjective()
+        self.micros, self.loss = pack(mine, totals=everything, max_sequences=num), sft_objective()
 
     def step(self) -> None:
         """One microbatch."""

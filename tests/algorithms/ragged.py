@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import pack, totals
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
 from roll_core.spec.train import MicroBatch, TokenOutputs
@@ -140,7 +140,7 @@ class Ragged:
 
     def loss(self, name: str, *, aggregation: Any = "token-mean", **params: Any) -> tuple[float, torch.Tensor]:
         """Our policy loss, and its gradient as a matrix."""
-        objective = PolicyObjective(
+        objective = policy_objective(
             policy_loss=f"roll_core.algorithms.policy_losses:{name}",
             params=PolicyLossParams(**params),
             aggregation=aggregation,

@@ -15,7 +15,7 @@ from ragged import Ragged, assert_same
 
 from roll_core.algorithms.correction import off_policy_mask
 from roll_core.algorithms.entropy import top_entropy
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.spec.train import TokenOutputs
 
 pytestmark = pytest.mark.engine("trl")
@@ -166,7 +166,7 @@ def test_weights_are_trls(ragged):
 
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_the_kl_is_trls(ragged, unbiased):
-    objective = PolicyObjective(
+    objective = policy_objective(
         aggregation="token-mean", kl_coef=0.3, kl_unbiased=unbiased, entropy_metric=False, k3_clamp=1e9
     )
     assert_same(ragged.objective(objective), trl(ragged, beta=0.3, use_bias_correction_kl=unbiased))
@@ -199,7 +199,7 @@ def test_the_tokens_of_high_entropy_are_trls(ragged, quantile):
 
 def test_the_entropy_bonus_is_trls(ragged):
     entropy = ragged.values.abs()
-    objective = PolicyObjective(aggregation="token-mean", entropy_coef=0.3)
+    objective = policy_objective(aggregation="token-mean", entropy_coef=0.3)
     logprobs = ragged.flat(ragged.logprobs).requires_grad_()
     ours = objective(TokenOutputs(logprobs_T=logprobs, entropy_T=ragged.flat(entropy)), ragged.micro)
     found, _ = trl(ragged, entropy, _entropy_bonus_enabled=True, entropy_coef=0.3)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.algorithms.advantages import grpo
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.spec.algorithms import AdvantageInput
 from roll_core.spec.train import TokenOutputs
 
@@ -59,6 +59,6 @@ def test_rewards_to_loss_is_the_papers_objective(micro_of, rows):
     advantages = [found.advantages_T[a:b].tolist() for a, b in pairwise(ends)]
     logprobs_T = torch.tensor([value for row in per_token.pop("logprobs") for value in row])
     micro = micro_of(masks, groups=groups, advantages=advantages, **per_token)
-    objective = PolicyObjective(kl_coef=BETA, entropy_metric=False)
+    objective = policy_objective(kl_coef=BETA, entropy_metric=False)
     loss = objective(TokenOutputs(logprobs_T=logprobs_T), micro).loss.item()
     assert loss == pytest.approx(paper(rewards, groups, responses), rel=1e-4, abs=1e-5)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_core.algorithms.losses import PolicyObjective, SFTObjective, ValueObjective
+from roll_core.algorithms.losses import ValueObjective, policy_objective, sft_objective
 from roll_core.errors import DataError, NonFiniteError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import TokenOutputs
@@ -35,7 +35,7 @@ def test_the_policy_objective_adds_up_its_parts(micro_of):
         ref_logprobs=[[0, -1.0, -2.0 - LN2]],
     )
     outputs = TokenOutputs(logprobs_T=torch.tensor([0.0, -1.0, -2.0]), entropy_T=torch.tensor([9.0, 0.3, 0.5]))
-    objective = PolicyObjective(aggregation="token-mean", kl_coef=0.1, entropy_coef=0.01)
+    objective = policy_objective(aggregation="token-mean", kl_coef=0.1, entropy_coef=0.01)
     out = objective(outputs, micro)
     kl = (LN2 - 0.5) / 2
     assert out.loss.item() == pytest.approx(1 + 0.1 * kl - 0.01 * 0.4, rel=1e-6)
@@ -69,7 +69,7 @@ def test_what_is_off_the_mask_is_not_read(micro_of):
     )
     logprobs = torch.tensor([off, -1.0], requires_grad=True)
     entropy = torch.tensor([off, 0.5], requires_grad=True)
-    out = PolicyObjective(kl_coef=1.0, entropy_coef=1.0)(TokenOutputs(logprobs_T=logprobs, entropy_T=entropy), micro)
+    out = policy_objective(kl_coef=1.0, entropy_coef=1.0)(TokenOutputs(logprobs_T=logprobs, entropy_T=entropy), micro)
     out.loss.backward()
     assert out.loss.item() == pytest.approx(-1 + (LN2 - 0.5) - 0.5)
     # policy loss: -1; k3's derivative in logprob, 1 - exp(-ln 2) = 0.5
@@ -82,26 +82,26 @@ def test_the_gap_to_the_engine_is_reported_while_the_policy_has_not_moved(micro_
     outputs = TokenOutputs(logprobs_T=torch.tensor([0.0, -1.0, -3.0]))
     advantages = [[0.0, 1.0, 1.0]]
     fresh = micro_of([[0, 1, 1]], advantages=advantages, behaviour_logprobs=behaviour)
-    found = PolicyObjective(entropy_metric=False)(outputs, fresh).metrics
+    found = policy_objective(entropy_metric=False)(outputs, fresh).metrics
     assert float(found["logprob_gap"]) == pytest.approx((0.25 + 0.5) / 2)
     moved = micro_of([[0, 1, 1]], advantages=advantages, behaviour_logprobs=behaviour, old_logprobs=behaviour)
-    assert "logprob_gap" not in PolicyObjective(entropy_metric=False)(outputs, moved).metrics
+    assert "logprob_gap" not in policy_objective(entropy_metric=False)(outputs, moved).metrics
 
 
 def test_only_what_is_needed_is_wanted():
-    assert PolicyObjective(entropy_metric=False).want.entropy is False
-    assert (PolicyObjective().want.entropy, PolicyObjective().want.entropy_grad) == (True, False)
-    assert PolicyObjective(entropy_coef=0.01).want.entropy_grad is True
-    assert PolicyObjective(temperature=0.7).want.temperature == 0.7
+    assert policy_objective(entropy_metric=False).want.entropy is False
+    assert (policy_objective().want.entropy, policy_objective().want.entropy_grad) == (True, False)
+    assert policy_objective(entropy_coef=0.01).want.entropy_grad is True
+    assert policy_objective(temperature=0.7).want.temperature == 0.7
     assert (ValueObjective().want.values, ValueObjective().want.logprobs) == (True, False)
-    assert (SFTObjective().want.logprobs, SFTObjective().want.entropy) == (True, False)
+    assert (sft_objective().want.logprobs, sft_objective().want.entropy) == (True, False)
 
 
 def test_an_entropy_that_is_only_reported_has_no_gradient(micro_of):
     entropy = torch.tensor([0.5], requires_grad=True)
     logprobs = torch.tensor([-1.0], requires_grad=True)
     outputs = TokenOutputs(logprobs_T=logprobs, entropy_T=entropy)
-    PolicyObjective()(outputs, micro_of([[1]], advantages=[[1.0]])).loss.backward()
+    policy_objective()(outputs, micro_of([[1]], advantages=[[1.0]])).loss.backward()
     assert entropy.grad is None
 
 
@@ -109,21 +109,21 @@ def test_the_entropy_bonus_raises_the_entropy(micro_of):
     entropy = torch.tensor([0.5, 0.7], requires_grad=True)
     outputs = TokenOutputs(logprobs_T=torch.tensor([-1.0, -1.0], requires_grad=True), entropy_T=entropy)
     micro = micro_of([[1, 1]], advantages=[[1.0, 1.0]])
-    PolicyObjective(aggregation="token-mean", entropy_coef=0.1)(outputs, micro).loss.backward()
+    policy_objective(aggregation="token-mean", entropy_coef=0.1)(outputs, micro).loss.backward()
     assert entropy.grad.tolist() == pytest.approx([-0.05, -0.05])
 
 
 def test_a_policy_loss_is_loaded_by_name(micro_of):
     micro = micro_of([[1]], advantages=[[2.0]])
     outputs = TokenOutputs(logprobs_T=torch.tensor([-1.5]))
-    by_name = PolicyObjective(policy_loss="roll_core.algorithms.policy_losses:vanilla", entropy_metric=False)
+    by_name = policy_objective(policy_loss="roll_core.algorithms.policy_losses:vanilla", entropy_metric=False)
     assert by_name(outputs, micro).loss.item() == 3.0
 
 
 @pytest.mark.parametrize("target", ["roll_core.algorithms.policy_losses:nothing", "no_such_module:f", "no colon"])
 def test_a_policy_loss_that_is_not_there_is_named(target, micro_of):
     with raises_error(DataError, repr(target)):
-        PolicyObjective(policy_loss=target, entropy_metric=False)(
+        policy_objective(policy_loss=target, entropy_metric=False)(
             TokenOutputs(logprobs_T=torch.tensor([0.0])), micro_of([[1]], advantages=[[1.0]])
         )
 
@@ -172,14 +172,14 @@ def test_the_share_of_clipped_values_does_not_count_rounding(micro_of):
 def test_the_sft_objective_by_hand(micro_of):
     # three tokens of response with probability 1/2, 1/4, 1/8: nll (1 + 2 + 3) ln 2 / 3 = 2 ln 2, perplexity 4
     micro = micro_of([[0, 1, 1], [0, 1]])
-    out = SFTObjective()(TokenOutputs(logprobs_T=torch.tensor([0, -LN2, -2 * LN2, 0, -3 * LN2])), micro)
+    out = sft_objective()(TokenOutputs(logprobs_T=torch.tensor([0, -LN2, -2 * LN2, 0, -3 * LN2])), micro)
     assert out.loss.item() == pytest.approx(2 * LN2)
     assert math.exp(float(out.metrics["nll"])) == pytest.approx(4)
 
 
 def test_the_sft_objective_can_weigh_sequences_alike(micro_of):
     micro = micro_of([[0, 1, 1], [0, 1]])
-    out = SFTObjective(aggregation="seq-mean-token-mean")(
+    out = sft_objective(aggregation="seq-mean-token-mean")(
         TokenOutputs(logprobs_T=torch.tensor([0, -LN2, -2 * LN2, 0, -3 * LN2])), micro
     )
     assert out.loss.item() == pytest.approx((1.5 + 3) / 2 * LN2)
@@ -190,7 +190,7 @@ def test_the_token_accuracy_counts_first_choices_of_the_masked_tokens_by_hand(mi
     # Of seven tokens five are learnt, and of these the model's first choice is right at the third, fourth and last.
     micro = replace(micro_of([[0, 1, 1], [0, 1, 1, 1]]), tokens_T=torch.tensor([4, 5, 6, 4, 7, 0, 9]))
     choices = torch.tensor([4, 6, 6, 4, 7, 1, 9])
-    out = SFTObjective(token_accuracy=True)(
+    out = sft_objective(token_accuracy=True)(
         TokenOutputs(logprobs_T=-torch.ones(7), topk_ids_TK=choices[:, None], topk_logprobs_TK=-torch.ones(7, 1)), micro
     )
     assert float(out.metrics["token_accuracy"]) == pytest.approx(3 / 5)
@@ -203,34 +203,34 @@ def test_the_token_accuracy_of_a_microbatch_is_its_share_of_the_step(micro_of):
     shares = []
     for mask, choices in (([0, 1], [0, 0]), ([0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1])):
         outputs = TokenOutputs(logprobs_T=torch.zeros(len(mask)), topk_ids_TK=torch.tensor(choices)[:, None])
-        shares.append(SFTObjective(token_accuracy=True)(outputs, micro_of([mask], totals=whole)).metrics)
+        shares.append(sft_objective(token_accuracy=True)(outputs, micro_of([mask], totals=whole)).metrics)
     assert sum(float(each["token_accuracy"]) for each in shares) == pytest.approx(4 / 6)
 
 
 def test_a_step_without_a_token_to_learn_has_an_accuracy_of_0(micro_of):
     outputs = TokenOutputs(logprobs_T=torch.zeros(2), topk_ids_TK=torch.zeros(2, 1, dtype=torch.int64))
-    assert float(SFTObjective(token_accuracy=True)(outputs, micro_of([[0, 0]])).metrics["token_accuracy"]) == 0.0
+    assert float(sft_objective(token_accuracy=True)(outputs, micro_of([[0, 0]])).metrics["token_accuracy"]) == 0.0
 
 
 def test_the_token_accuracy_is_asked_for_only_where_it_is_wanted():
-    assert (SFTObjective().want.topk, SFTObjective(token_accuracy=True).want.topk) == (0, 1)
+    assert (sft_objective().want.topk, sft_objective(token_accuracy=True).want.topk) == (0, 1)
 
 
 # -- hard cases --------------------------------------------------------------------------------------------------------
 
 OBJECTIVES = [
-    PolicyObjective(kl_coef=0.1, entropy_coef=0.01),
-    PolicyObjective(
+    policy_objective(kl_coef=0.1, entropy_coef=0.01),
+    policy_objective(
         policy_loss="roll_core.algorithms.policy_losses:vanilla", aggregation="token-mean", entropy_metric=False
     ),
-    PolicyObjective(
+    policy_objective(
         aggregation="seq-mean-token-sum", params=PolicyLossParams(pg_clip_high=0.4, dual_clip=3.0), kl_coef=0.1
     ),
-    PolicyObjective(aggregation="seq-mean-token-sum-norm", entropy_coef=0.1),
+    policy_objective(aggregation="seq-mean-token-sum-norm", entropy_coef=0.1),
     ValueObjective(value_clip=0.2),
     ValueObjective(aggregation="seq-mean-token-mean"),
-    SFTObjective(),
-    SFTObjective(aggregation="seq-mean-token-mean"),
+    sft_objective(),
+    sft_objective(aggregation="seq-mean-token-mean"),
 ]
 
 
@@ -281,13 +281,13 @@ def test_outputs_that_are_not_finite_are_named(objective, poison, micro_of):
 def test_an_input_that_is_not_finite_is_named(micro_of):
     micro = micro_of([[1]], advantages=[[math.nan]])
     with raises_error(NonFiniteError, "advantages", "token 0", "s0"):
-        PolicyObjective(entropy_metric=False)(TokenOutputs(logprobs_T=torch.tensor([0.0])), micro)
+        policy_objective(entropy_metric=False)(TokenOutputs(logprobs_T=torch.tensor([0.0])), micro)
 
 
 def test_missing_reference_logprobs_are_named(micro_of):
     outputs = TokenOutputs(logprobs_T=torch.tensor([0.0]), entropy_T=torch.tensor([0.0]))
     with raises_error(DataError, "ref_logprobs"):
-        PolicyObjective(kl_coef=0.1)(outputs, micro_of([[1]], advantages=[[1.0]]))
+        policy_objective(kl_coef=0.1)(outputs, micro_of([[1]], advantages=[[1.0]]))
 
 
 # -- loss-layout invariance --------------------------------------------------------------------------------------------

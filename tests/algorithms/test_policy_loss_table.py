@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from roll_core.algorithms import policy_losses
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.builtin.plugin import roll_policy_losses
 from roll_core.errors import DataError
 from roll_core.plugins.targets import load_target, schema_of
@@ -274,7 +274,7 @@ def test_a_loss_equals_a_loop_over_tokens(micro_of, name, given, old):
 
 @pytest.mark.parametrize(("name", "given"), cases())
 def test_a_loss_does_not_depend_on_the_split(micro_of, name, given):
-    objective = PolicyObjective(
+    objective = policy_objective(
         policy_loss=getattr(policy_losses, name), params=PolicyLossParams(options=given), entropy_metric=False
     )
 

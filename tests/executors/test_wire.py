@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.algorithms.policy_losses import ppo
 from roll_core.builtin import plugin
 from roll_core.errors import CorruptTensorError, GuardTrippedError, UnsupportedError
@@ -106,9 +106,9 @@ def test_a_judged_sample_survives_with_what_its_row_said() -> None:
 def test_every_record_of_a_provider_and_an_objective_arrive_as_what_they_are() -> None:
     providers = [*roll_train_strategies(), *roll_infer_strategies(), *plugin.roll_rewards()]
     assert there_and_back(providers) == providers
-    objective = PolicyObjective(policy_loss=ppo, kl_coef=0.1)
+    objective = policy_objective(policy_loss=ppo, kl_coef=0.1)
     assert there_and_back(objective) == objective
-    assert there_and_back(objective).policy_loss is ppo
+    assert there_and_back(objective).terms["policy"].policy_loss is ppo
 
 
 def test_paths_sets_and_enums() -> None:

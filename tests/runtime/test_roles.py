@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.errors import UnsupportedError
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
@@ -110,7 +110,7 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
 def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():
     ranks = [DataRank(index=0, size=1, leader=True), DataRank(index=0, size=1, leader=False)]
     group = FakeTrainGroup(ranks)
-    result = asyncio.run(train_role(group, 4).update([sequence(i, 3) for i in range(4)], SFTObjective()))
+    result = asyncio.run(train_role(group, 4).update([sequence(i, 3) for i in range(4)], sft_objective()))
     assert group.updates[0][0] == group.updates[0][1]
     assert result.metrics["loss"] == 4.0
 
@@ -120,7 +120,7 @@ def test_an_update_takes_as_many_steps_as_the_product_says_and_counts_tokens_onc
     role = train_role(group, per_device=2, accumulation=3)
     assert role.sequences_per_step == 12
     sequences = [sequence(i, 5) for i in range(24)]
-    result = asyncio.run(role.update(sequences, SFTObjective(), epochs=2))
+    result = asyncio.run(role.update(sequences, sft_objective(), epochs=2))
     assert result.num_steps == 4
     assert group.totals == [12] * 4
     assert result.num_tokens == 2 * 24 * 5
@@ -134,7 +134,7 @@ def steps_of(sequences, *, epochs=1, shuffle_seed=None, per_device=4):
     """Ids of the sequences of each optimizer step."""
     group = FakeTrainGroup([DataRank()])
     role = train_role(group, per_device)
-    asyncio.run(role.update(sequences, SFTObjective(), epochs=epochs, shuffle_seed=shuffle_seed))
+    asyncio.run(role.update(sequences, sft_objective(), epochs=epochs, shuffle_seed=shuffle_seed))
     return [shares[0] for shares in group.updates]
 
 
@@ -179,14 +179,14 @@ def test_without_a_seed_steps_follow_the_order_and_one_step_is_the_same_with_any
 def test_a_step_at_the_start_of_a_warm_up_is_no_new_version_but_a_learning_rate_of_zero_is():
     warming = FakeTrainGroup([DataRank()], learning_rates=[0.0, 0.1])
     role = train_role(warming, 1)
-    asyncio.run(role.update([sequence(0, 3), sequence(1, 3)], SFTObjective()))
+    asyncio.run(role.update([sequence(0, 3), sequence(1, 3)], sft_objective()))
     assert role.weight_version == 1
 
     frozen = FakeTrainGroup([DataRank()], learning_rates=[0.0])
     args = TrainingArguments(learning_rate=0.0, per_device_train_batch_size=1)
     stuck = GroupTrainRole("actor", TrainWorkerConfig(training_args=args), frozen, trains=True)
     asyncio.run(stuck.start())
-    asyncio.run(stuck.update([sequence(0, 3)], SFTObjective()))
+    asyncio.run(stuck.update([sequence(0, 3)], sft_objective()))
     assert stuck.weight_version == 1  # so that publishing finds out that nothing changed
 
 
@@ -195,7 +195,7 @@ def test_a_step_without_gradient_is_a_version_that_may_equal_the_one_before():
     role = train_role(FakeTrainGroup([DataRank()], outcomes=outcomes), 1)
     seen = []
     for i in range(5):
-        asyncio.run(role.update([sequence(i, 3)], SFTObjective()))
+        asyncio.run(role.update([sequence(i, 3)], sft_objective()))
         seen.append((role.weight_version, role.changed_at))
     assert seen == [(1, 1), (2, 1), (2, 1), (3, 1), (4, 4)]
 
@@ -314,7 +314,7 @@ def test_a_step_that_lowered_the_scale_of_the_loss_is_counted_and_trips_no_guard
     group.outcomes = [{"skipped": True, "overflow": True}, {}, {"skipped": True}]
     role = train_role(group, per_device=1)
     before = role.weight_version
-    result = asyncio.run(role.update([sequence(i, 3) for i in range(3)], SFTObjective()))
+    result = asyncio.run(role.update([sequence(i, 3) for i in range(3)], sft_objective()))
     assert result.named("train")["train/skipped_steps"] == 2.0
     assert result.num_not_finite == 1
     assert role.weight_version == before + 1

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import balance, pack, totals
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
@@ -34,17 +34,17 @@ def run(rank, world_size, port, model, sequences, folder, attn_implementation):
     strategy.build(ModelSpec(random_init=model, seed=3 + rank, attn_implementation=attn_implementation), mesh)
     share = [sequences[i] for i in balance(sequences, world_size)[rank]]
     micros = pack(share, totals=totals(sequences), max_sequences=2)
-    strategy.forward_backward(micros, SFTObjective())
+    strategy.forward_backward(micros, sft_objective())
     gradient = strategy.optimizer.flat_grad.clone()
     strategy.replicas.sum(gradient)
     stats = [strategy.optimizer_step()]
     saved = folder / "state" / f"rank-{rank}"
     saved.mkdir(parents=True)
     strategy.save(saved)
-    strategy.forward_backward(micros, SFTObjective())
+    strategy.forward_backward(micros, sft_objective())
     stats.append(strategy.optimizer_step())
     strategy.load(saved)
-    strategy.forward_backward(micros, SFTObjective())
+    strategy.forward_backward(micros, sft_objective())
     stats.append(strategy.optimizer_step())
     weights = torch.cat([each.flatten() for _, each in strategy.export_weights()])
     strategy.export_model(folder / "export")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.train import WantedOutputs
@@ -297,7 +297,7 @@ def test_logits_of_all_tokens_never_exist_at_once(build, sequences, want):
     (micro,) = pack(sequences)
     with Largest() as seen:
         strategy.forward(micro, want)
-        strategy.forward_backward([micro], SFTObjective())
+        strategy.forward_backward([micro], sft_objective())
     weight = vocab_size * 16
     assert seen.elements <= max(weight, chunk * vocab_size)
     assert micro.num_tokens * vocab_size > 1.5 * seen.elements

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.model import ModelSpec
@@ -32,7 +32,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-OBJECTIVES = {"causal_lm": SFTObjective(), "value": ValueObjective()}
+OBJECTIVES = {"causal_lm": sft_objective(), "value": ValueObjective()}
 
 
 def plain_loss(model, sequences):
@@ -48,7 +48,7 @@ def plain_loss(model, sequences):
 
 def test_the_gradient_equals_plain_transformers(build, sequences, tiny):
     strategy = build()
-    gradient, loss = summed_gradient(strategy, pack(sequences), SFTObjective())
+    gradient, loss = summed_gradient(strategy, pack(sequences), sft_objective())
     model = load_model(ModelSpec(random_init=tiny, seed=3))
     expected = plain_loss(model, sequences)
     expected.backward()
@@ -90,7 +90,7 @@ def test_gradient_checkpointing_computes_every_layer_again(build, sequences, tin
         counted = []
         for layer in strategy.model.model.layers:
             layer.self_attn.register_forward_hook(lambda *_: counted.append(1))
-        strategy.forward_backward(pack(sequences), SFTObjective())
+        strategy.forward_backward(pack(sequences), sft_objective())
         return len(counted)
 
     assert calls_of(build()) == tiny["num_hidden_layers"]
@@ -99,15 +99,15 @@ def test_gradient_checkpointing_computes_every_layer_again(build, sequences, tin
 
 def test_sequences_without_a_token_in_the_loss_change_nothing(build, sequences):
     strategy = build()
-    whole, _ = summed_gradient(strategy, pack(sequences), SFTObjective())
+    whole, _ = summed_gradient(strategy, pack(sequences), sft_objective())
     trained = [each for each in sequences if each.loss_mask.any()]
-    gradient, _ = summed_gradient(strategy, pack(trained, totals=totals(sequences)), SFTObjective())
+    gradient, _ = summed_gradient(strategy, pack(trained, totals=totals(sequences)), sft_objective())
     assert relative(gradient, whole) < 1e-6
 
 
 def test_a_batch_wholly_masked_has_no_gradient(build):
     nothing = [TrainSequence(id="a", tokens=np.arange(4), loss_mask=np.zeros(4, np.bool_))]
-    gradient, loss = summed_gradient(build(), pack(nothing), SFTObjective())
+    gradient, loss = summed_gradient(build(), pack(nothing), sft_objective())
     assert float(gradient.abs().sum()) == 0.0
     assert loss == 0.0
 
@@ -122,10 +122,10 @@ def test_masked_only_leaves_the_rest_zero_and_the_masked_as_they_are(build, sequ
 
 
 def test_bf16_accumulates_in_float32_near_the_exact_gradient(build, sequences):
-    exact, _ = summed_gradient(build(), pack(sequences), SFTObjective())
+    exact, _ = summed_gradient(build(), pack(sequences), sft_objective())
     strategy = build(dtype="bf16")
     micros = pack(sequences, totals=totals(sequences), max_sequences=1)
-    gradient, _ = summed_gradient(strategy, micros, SFTObjective())
+    gradient, _ = summed_gradient(strategy, micros, sft_objective())
     assert gradient.dtype == torch.float32
     assert relative(gradient, exact) < 0.05
 
@@ -186,7 +186,7 @@ def test_steps_equal_torchs_adamw_with_transformers_schedule(build, sequences, d
     )
     rate = get_scheduler("cosine", adam, num_warmup_steps=2, num_training_steps=6)
     for _ in range(4):
-        strategy.forward_backward(pack(sequences), SFTObjective())
+        strategy.forward_backward(pack(sequences), sft_objective())
         stats = strategy.optimizer_step()
         adam.zero_grad()
         plain_loss(model, sequences).backward()
@@ -207,7 +207,7 @@ def test_biases_and_norms_are_not_decayed(build, sequences, tiny):
     strategy = build(training=training, random_init=tiny | {"attention_bias": True})
     nothing = [TrainSequence(id="a", tokens=np.arange(4), loss_mask=np.zeros(4, np.bool_))]
     before = {name: each.clone() for name, each in strategy.export_weights()}
-    strategy.forward_backward(pack(nothing), SFTObjective())
+    strategy.forward_backward(pack(nothing), sft_objective())
     strategy.optimizer_step()
     for name, each in strategy.export_weights():
         factor = 1.0 if name.endswith((".bias", "norm.weight")) else 0.9
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build, sequences):
     skipping, straight = build(training=training), build(training=training)
     for at in range(3):
         for strategy in (skipping, straight):
-            strategy.forward_backward(pack(sequences), SFTObjective())
+            strategy.forward_backward(pack(sequences), sft_objective())
         if at == 1:
             skipping.optimizer.flat_grad[7] = math.inf
             before = [each.clone() for _, each in skipping.export_weights()]
@@ -227,7 +227,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build, sequences):
             assert stats.skipped
             assert not math.isfinite(stats.grad_norm)
             assert all(torch.equal(a, b) for a, (_, b) in zip(before, skipping.export_weights(), strict=True))
-            skipping.forward_backward(pack(sequences), SFTObjective())
+            skipping.forward_backward(pack(sequences), sft_objective())
         assert skipping.optimizer_step() == straight.optimizer_step()
     for (_, one), (_, two) in zip(skipping.export_weights(), straight.export_weights(), strict=True):
         assert torch.equal(one, two)
@@ -264,7 +264,7 @@ def test_a_role_that_only_scores_has_no_optimizer(build, sequences):
     strategy = build(forward_only=True)
     assert set(strategy.memory()) == {"weights"}
     with raises_error(UnsupportedError, "student", "scores"):
-        strategy.forward_backward(pack(sequences), SFTObjective())
+        strategy.forward_backward(pack(sequences), sft_objective())
     with raises_error(UnsupportedError, "student", "scores"):
         strategy.optimizer_step()
 
@@ -281,6 +281,6 @@ def test_dropout_in_the_config_does_not_reach_training(build, sequences):
     keys = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.5}
     for checkpointing in (False, True):
         strategy = build(random_init=keys, gradient_checkpointing=checkpointing)
-        one, _ = summed_gradient(strategy, pack(sequences), SFTObjective())
-        two, _ = summed_gradient(strategy, pack(sequences), SFTObjective())
+        one, _ = summed_gradient(strategy, pack(sequences), sft_objective())
+        two, _ = summed_gradient(strategy, pack(sequences), sft_objective())
         assert torch.equal(one, two)

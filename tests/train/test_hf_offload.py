@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TrainingSpec, WantedOutputs
@@ -17,7 +17,7 @@ ALL = ("weights", "grads", "optimizer")
 
 
 def step(strategy, sequences):
-    strategy.forward_backward(pack(sequences), SFTObjective())
+    strategy.forward_backward(pack(sequences), sft_objective())
     return strategy.optimizer_step()
 
 
@@ -51,8 +51,8 @@ def test_nothing_is_left_where_it_was(build, sequences, dtype):
 def test_steps_go_on_from_what_came_back_bit_for_bit(build, sequences, dtype):
     moved, stayed = build(training=TRAINING, dtype=dtype), build(training=TRAINING, dtype=dtype)
     step(moved, sequences), step(stayed, sequences)
-    moved.forward_backward(pack(sequences), SFTObjective())
-    stayed.forward_backward(pack(sequences), SFTObjective())
+    moved.forward_backward(pack(sequences), sft_objective())
+    stayed.forward_backward(pack(sequences), sft_objective())
     moved.offload(ALL)
     moved.onload(ALL)
     assert moved.optimizer_step() == stayed.optimizer_step()
@@ -79,7 +79,7 @@ def test_weights_alone_are_enough_to_score_and_to_publish_and_not_to_train(build
     assert torch.equal(strategy.forward(micro, WantedOutputs(logprobs=True)).logprobs_T, expected)
     assert all(torch.equal(each, exported[name]) for name, each in strategy.export_weights())
     with raises_error(UnsupportedError, "student", "grads"):
-        strategy.forward_backward([micro], SFTObjective())
+        strategy.forward_backward([micro], sft_objective())
     strategy.offload(("weights",))
     with raises_error(UnsupportedError, "student", "weights"):
         strategy.forward(micro, WantedOutputs(logprobs=True))

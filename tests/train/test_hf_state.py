@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError
@@ -28,7 +28,7 @@ TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, nu
 def train(strategy, sequences, steps):
     found = []
     for _ in range(steps):
-        strategy.forward_backward(pack(sequences), SFTObjective())
+        strategy.forward_backward(pack(sequences), sft_objective())
         found.append(strategy.optimizer_step())
     return found
 

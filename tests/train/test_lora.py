@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import ModelError, UnsupportedError
 from roll_core.spec.model import LoraSpec, ModelSpec
@@ -28,7 +28,7 @@ MOE = {
     "head_dim": 8,
 }
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head", "embed_tokens"))
-OBJECTIVES = {"causal_lm": SFTObjective(), "value": ValueObjective()}
+OBJECTIVES = {"causal_lm": sft_objective(), "value": ValueObjective()}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GEMMA = {
     "model_type": "gemma2",
@@ -47,7 +47,7 @@ GEMMA = {
 def train(strategy, sequences, steps=3, loss=None):
     found = []
     for _ in range(steps):
-        strategy.forward_backward(pack(sequences), loss or SFTObjective())
+        strategy.forward_backward(pack(sequences), loss or sft_objective())
         found.append(strategy.optimizer_step())
     return found
 
@@ -121,7 +121,7 @@ def test_only_adapters_are_trained_and_the_optimizer_holds_nothing_else(build, s
 def test_the_gradient_equals_that_of_peft_on_plain_transformers(build, sequences, tiny):
     strategy = build(lora=LORA)
     train(strategy, sequences)  # so that B is not 0
-    strategy.forward_backward(pack(sequences), SFTObjective())
+    strategy.forward_backward(pack(sequences), sft_objective())
     found = {name: each.clone() for name, each in strategy.optimizer.grads.items()}
 
     config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -356,7 +356,7 @@ def test_looking_at_the_base_model_changes_no_later_step(build, sequences):
         for _ in range(3):
             if strategy is other:
                 strategy.forward(pack(sequences)[0], WantedOutputs(logprobs=True, base=True))
-            strategy.forward_backward(pack(sequences)[:1], SFTObjective())
+            strategy.forward_backward(pack(sequences)[:1], sft_objective())
             strategy.optimizer_step()
     assert torch.equal(logprobs(one, sequences), logprobs(other, sequences))
 

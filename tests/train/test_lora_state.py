@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError, UnsupportedError
@@ -23,7 +23,7 @@ from roll_testing.errors import raises_error
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm",))
-OBJECTIVES = {"causal_lm": SFTObjective(), "value": ValueObjective()}
+OBJECTIVES = {"causal_lm": sft_objective(), "value": ValueObjective()}
 
 
 def train(strategy, sequences, steps=3):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.types import TrainSequence
 from roll_infer_hf import decoder
@@ -123,5 +123,5 @@ def test_ragged_microbatches_compute_with_few_numbers_of_rows(monkeypatch, build
     for total in range(130, 190, 4):
         tokens = [rng.integers(3, 20, length) for length in (40, total - 40)]
         sequences = [TrainSequence(id=str(i), tokens=t, loss_mask=np.arange(len(t)) > 0) for i, t in enumerate(tokens)]
-        strategy.forward_backward(pack(sequences, max_tokens=1024), SFTObjective())
+        strategy.forward_backward(pack(sequences, max_tokens=1024), sft_objective())
     assert {each for each in seen if 128 <= each < 200} <= {136, 144, 152, 160, 168, 176, 184, 192}

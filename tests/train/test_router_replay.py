@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import pack
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.train import WantedOutputs
@@ -112,7 +112,7 @@ def test_replay_is_transformers_own_code_with_other_indices(build, sequences, mo
 
 
 def gradients(strategy, micro):
-    loss = PolicyObjective(policy_loss="roll_core.algorithms.policy_losses:vanilla", entropy_metric=False)
+    loss = policy_objective(policy_loss="roll_core.algorithms.policy_losses:vanilla", entropy_metric=False)
     micro = replace(micro, advantages_T=torch.ones(micro.num_tokens))
     strategy.optimizer.flat_grad.zero_()
     metrics = strategy.forward_backward([micro], loss)

@@ -222,11 +222,11 @@ def offload(device: str) -> int:
     """Bytes that `offload` and `sleep` return, and that everything comes back bit for bit."""
     import torch
 
-    from roll_core.algorithms.losses import SFTObjective
+    from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
 
     trainer = make_trainer(model_spec("small"), device)
-    trainer.forward_backward(pack(make_sequences(4, 128, 8192), max_tokens=512), SFTObjective())
+    trainer.forward_backward(pack(make_sequences(4, 128, 8192), max_tokens=512), sft_objective())
     trainer.optimizer_step()
     before = {name: tensor.clone().cpu() for name, tensor in trainer.export_weights()}
     loaded = used_bytes(device)

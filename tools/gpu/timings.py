@@ -99,7 +99,7 @@ def _step_flops(config: dict[str, Any], tokens: int, length: int) -> float:
 
 def sft_step(device: str, model: str) -> int:
     """An optimizer step over packed sequences, beside a plain loop over transformers' model on the same tokens."""
-    from roll_core.algorithms.losses import SFTObjective
+    from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
 
     size, packed = (model, PACKED) if device == "cuda" else ("tiny", 128)
@@ -113,7 +113,7 @@ def sft_step(device: str, model: str) -> int:
         trainer = make_trainer(model_spec(size, "bf16", gradient_checkpointing=False), device)
 
         def step(trainer: Any = trainer, micros: Any = micros) -> None:
-            trainer.forward_backward(micros, SFTObjective())
+            trainer.forward_backward(micros, sft_objective())
             trainer.optimizer_step()
 
         seconds = _seconds(device, step, times=5, warm_up=2)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_core.algorithms.losses import SFTObjective, ValueObjective
+from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, WantedOutputs
@@ -112,7 +112,7 @@ def built(rank: int, job: Job):
 
 
 def objective(job: Job):
-    return SFTObjective() if job.model.get("task", "causal_lm") == "causal_lm" else ValueObjective()
+    return sft_objective() if job.model.get("task", "causal_lm") == "causal_lm" else ValueObjective()
 
 
 def micros(strategy: TrainStrategy, job: Job, batch: list[TrainSequence]):

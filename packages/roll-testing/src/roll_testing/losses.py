@@ -12,10 +12,10 @@ from roll_core.algorithms.losses import (
     EntropyTerm,
     KLTerm,
     Objective,
-    PolicyObjective,
     PolicyTerm,
-    SFTObjective,
     ValueObjective,
+    policy_objective,
+    sft_objective,
 )
 from roll_core.spec.train import Comparison, LossOutput, TrainingSpec, WantedOutputs
 from roll_testing.bench import WHOLE, Split
@@ -33,8 +33,8 @@ SPLITS = {
 }
 
 LOSSES: dict[str, LossFn] = {
-    "sft": SFTObjective(),
-    "policy": PolicyObjective(entropy_coef=0.1, temperature=0.7, aggregation="seq-mean-token-mean"),
+    "sft": sft_objective(),
+    "policy": policy_objective(entropy_coef=0.1, temperature=0.7, aggregation="seq-mean-token-mean"),
 }
 OF_TASK: dict[str, LossFn] = {
     "causal_lm": LOSSES["policy"],
@@ -147,7 +147,7 @@ class SpoiltGradient:
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Add the square root of 0, whose derivative is infinite."""
-        found = SFTObjective()(outputs, micro)
+        found = sft_objective()(outputs, micro)
         if self.sequence not in micro.ids or outputs.logprobs_T is None:
             return found
         hit_T: Tensor = micro.segments_T == micro.ids.index(self.sequence)
@@ -167,6 +167,6 @@ class SpoiltLoss:
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Return the loss without checking it, as losses of plugins may."""
-        found = SFTObjective()(outputs, micro)
+        found = sft_objective()(outputs, micro)
         factor = float("nan") if self.sequence in micro.ids else 1.0
         return LossOutput(loss=found.loss * factor, metrics=found.metrics)

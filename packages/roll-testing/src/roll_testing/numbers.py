@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
@@ -214,7 +214,7 @@ class TrainNumberTests(TrainKit):
         The loss must equal the reference's, and so must the token accuracy if top-k is declared.
         """
         batch, reference = self.batch(), self.reference(case)
-        loss = SFTObjective(token_accuracy=self.can.topk)
+        loss = sft_objective(token_accuracy=self.can.topk)
         step = Step(sequences=batch, loss=loss, split=SPLITS["three at a time"])
         (metrics,) = self.trained(case, TRAINING, [step]).metrics
         if self.can.topk:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pkgutil
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -83,64 +83,51 @@ class Objective:
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyObjective:
+def policy_objective(
+    *,
+    policy_loss: PolicyLoss | str = "roll_core.algorithms.policy_losses:ppo",
+    params: PolicyLossParams | None = None,
+    aggregation: Aggregation = "seq-mean-token-mean",
+    entropy_coef: float = 0.0,
+    entropy_metric: bool = True,
+    kl_coef: float = 0.0,
+    kl_kind: KLKind = "k3",
+    kl_unbiased: bool = False,
+    log_ratio_clamp: float = LOG_RATIO_CLAMP,
+    k3_clamp: float = K3_CLAMP,
+    temperature: float = 1.0,
+    terms: Mapping[str, LossFn] | None = None,
+    coefs: Mapping[str, float] | None = None,
+) -> Objective:
     """Objective `policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy + further terms`.
 
-    Policy loss, KL and entropy have one aggregation mode. Metrics: `loss`, and those of `PolicyTerm`, `KLTerm`,
-    `EntropyTerm` and the further terms.
+    Its terms are `policy` (`PolicyTerm`), `kl` (`KLTerm`), `entropy` (`EntropyTerm`) and the further `terms`, by other
+    names, with their `coefs`, by default 1. Policy loss, KL and entropy have one aggregation mode. With `kl_coef` 0,
+    reference logprobs are not read. `entropy_metric` reports the entropy even if it is not part of the loss; it is then
+    computed without gradients. `temperature` is that of the rollouts.
     """
+    found: dict[str, LossFn] = {
+        "policy": PolicyTerm(policy_loss=policy_loss, params=params or PolicyLossParams(), aggregation=aggregation)
+    }
+    weights: dict[str, float] = {}
+    if kl_coef:
+        weights["kl"] = kl_coef
+        found["kl"] = KLTerm(
+            kind=kl_kind,
+            unbiased=kl_unbiased,
+            aggregation=aggregation,
+            log_ratio_clamp=log_ratio_clamp,
+            k3_clamp=k3_clamp,
+        )
+    if entropy_coef or entropy_metric:
+        weights["entropy"] = -entropy_coef
+        found["entropy"] = EntropyTerm(aggregation=aggregation)
+    return Objective(terms={**found, **(terms or {})}, coefs={**weights, **(coefs or {})}, temperature=temperature)
 
-    policy_loss: PolicyLoss | str = "roll_core.algorithms.policy_losses:ppo"
-    """Module-level function, or its `"module:attribute"`."""
-    params: PolicyLossParams = field(default_factory=PolicyLossParams)
-    aggregation: Aggregation = "seq-mean-token-mean"
-    entropy_coef: float = 0.0
-    entropy_metric: bool = True
-    """Report the entropy even if it is not part of the loss. It is then computed without gradients."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL in the loss. With 0, reference logprobs are not read."""
-    kl_kind: KLKind = "k3"
-    kl_unbiased: bool = False
-    """Multiply the KL's estimates by the importance ratio, see `KLTerm.unbiased`."""
-    log_ratio_clamp: float = LOG_RATIO_CLAMP
-    k3_clamp: float = K3_CLAMP
-    temperature: float = 1.0
-    """Sampling temperature of the rollouts."""
-    terms: Mapping[str, LossFn] = field(default_factory=dict)
-    """Further terms, by names other than `policy`, `kl` and `entropy`."""
-    coefs: Mapping[str, float] = field(default_factory=dict)
-    """Coefficients of the further terms, by default 1."""
 
-    @property
-    def objective(self) -> Objective:
-        """The sum of terms."""
-        terms: dict[str, LossFn] = {
-            "policy": PolicyTerm(policy_loss=self.policy_loss, params=self.params, aggregation=self.aggregation)
-        }
-        coefs: dict[str, float] = {}
-        if self.kl_coef:
-            coefs["kl"] = self.kl_coef
-            terms["kl"] = KLTerm(
-                kind=self.kl_kind,
-                unbiased=self.kl_unbiased,
-                aggregation=self.aggregation,
-                log_ratio_clamp=self.log_ratio_clamp,
-                k3_clamp=self.k3_clamp,
-            )
-        if self.entropy_coef or self.entropy_metric:
-            coefs["entropy"] = -self.entropy_coef
-            terms["entropy"] = EntropyTerm(aggregation=self.aggregation)
-        return Objective(terms={**terms, **self.terms}, coefs={**coefs, **self.coefs}, temperature=self.temperature)
-
-    @property
-    def want(self) -> WantedOutputs:
-        """Outputs that the terms read: logprobs, and the entropy if it is used or reported."""
-        return self.objective.want
-
-    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
-        return self.objective(outputs, micro)
+def sft_objective(*, aggregation: Aggregation = "token-mean", token_accuracy: bool = False) -> Objective:
+    """Objective of supervised fine-tuning: `CrossEntropy` of the masked tokens."""
+    return Objective(terms={"nll": CrossEntropy(aggregation=aggregation, token_accuracy=token_accuracy)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +147,8 @@ class PolicyTerm:
     params: PolicyLossParams = field(default_factory=PolicyLossParams)
     aggregation: Aggregation = "seq-mean-token-mean"
 
-    @property
-    def want(self) -> WantedOutputs:
-        """Logprobs of the masked tokens."""
-        return WantedOutputs(logprobs=True, masked_only=True)
+    want: ClassVar[WantedOutputs] = WantedOutputs(logprobs=True, masked_only=True)
+    """Logprobs of the masked tokens."""
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share."""
@@ -198,10 +183,8 @@ class KLTerm:
     log_ratio_clamp: float = LOG_RATIO_CLAMP
     k3_clamp: float = K3_CLAMP
 
-    @property
-    def want(self) -> WantedOutputs:
-        """Logprobs of the masked tokens."""
-        return WantedOutputs(logprobs=True, masked_only=True)
+    want: ClassVar[WantedOutputs] = WantedOutputs(logprobs=True, masked_only=True)
+    """Logprobs of the masked tokens."""
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `DataError` if the batch has no reference logprobs."""
@@ -229,10 +212,8 @@ class EntropyTerm:
 
     aggregation: Aggregation = "seq-mean-token-mean"
 
-    @property
-    def want(self) -> WantedOutputs:
-        """Entropies of the masked tokens."""
-        return WantedOutputs(entropy=True, masked_only=True)
+    want: ClassVar[WantedOutputs] = WantedOutputs(entropy=True, masked_only=True)
+    """Entropies of the masked tokens."""
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share."""
@@ -245,18 +226,24 @@ class EntropyTerm:
 class CrossEntropy:
     """Negative log-likelihood of the tokens of the loss mask, or of a stream's tokens by their weights.
 
-    Metric: `nll`, mean over tokens for any aggregation mode; of a stream `<stream>_nll`, the mean by its weights.
+    Metrics:
+
+    * `nll`: mean over tokens for any aggregation mode. Its exponential is the perplexity.
+    * `<stream>_nll`, of a stream: the mean by its weights.
+    * `token_accuracy` (optional): share of masked tokens that are the model's argmax token.
     """
 
     stream: str | None = None
     """Name in `TrainSequence.streams`; None: the loss mask."""
     aggregation: Aggregation = "token-mean"
     """Aggregation over the loss mask. A stream has its own weights."""
+    token_accuracy: bool = False
+    """Report `token_accuracy` of the loss mask. Requires a strategy with `capabilities.topk`."""
 
     @property
     def want(self) -> WantedOutputs:
         """Logprobs of the tokens with a weight only, so that logits of prompts are not computed."""
-        return WantedOutputs(logprobs=True, masked_only=True)
+        return WantedOutputs(logprobs=True, masked_only=True, topk=int(self.token_accuracy))
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `DataError` if the batch has no such stream."""
@@ -264,8 +251,11 @@ class CrossEntropy:
         if self.stream is not None:
             loss = weighted_sum(nll_T, stream_weights(micro, self.stream))
             return LossOutput(loss=loss, metrics={f"{self.stream}_nll": loss.detach()})
-        mean = aggregate(nll_T.detach(), micro, "token-mean")
-        return LossOutput(loss=aggregate(nll_T, micro, self.aggregation), metrics={"nll": mean})
+        metrics: dict[str, Tensor | float] = {"nll": aggregate(nll_T.detach(), micro, "token-mean")}
+        if self.token_accuracy:
+            hits_T = (_given("top-1", outputs.topk_ids_TK)[:, 0] == micro.tokens_T) & micro.loss_mask_T
+            metrics["token_accuracy"] = hits_T.sum() / max(micro.totals.tokens, 1)
+        return LossOutput(loss=aggregate(nll_T, micro, self.aggregation), metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,10 +271,8 @@ class ValueObjective:
     coef: float = 0.5
     aggregation: Aggregation = "token-mean"
 
-    @property
-    def want(self) -> WantedOutputs:
-        """Outputs that the loss reads: values."""
-        return WantedOutputs(values=True)
+    want: ClassVar[WantedOutputs] = WantedOutputs(values=True)
+    """Outputs that the loss reads: values."""
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
@@ -306,36 +294,6 @@ class ValueObjective:
         loss = aggregate(self.coef * squares_T, micro, self.aggregation)
         _check(loss, micro, values=outputs.values_T)
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SFTObjective:
-    """Negative log-likelihood of the masked tokens.
-
-    Metrics:
-
-    * `loss`.
-    * `nll`: mean over tokens for any aggregation mode. Its exponential is the perplexity.
-    * `token_accuracy` (optional): share of masked tokens that are the model's argmax token.
-    """
-
-    aggregation: Aggregation = "token-mean"
-    token_accuracy: bool = False
-    """Report `token_accuracy`. Requires a strategy with `capabilities.topk`."""
-
-    @property
-    def want(self) -> WantedOutputs:
-        """Logprobs of the masked tokens only, so that logits of prompts are not computed."""
-        return WantedOutputs(logprobs=True, masked_only=True, topk=int(self.token_accuracy))
-
-    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
-        found = Objective(terms={"nll": CrossEntropy(aggregation=self.aggregation)})(outputs, micro)
-        if not self.token_accuracy:
-            return found
-        hits_T = (_given("top-1", outputs.topk_ids_TK)[:, 0] == micro.tokens_T) & micro.loss_mask_T
-        accuracy = hits_T.sum() / max(micro.totals.tokens, 1)
-        return LossOutput(loss=found.loss, metrics={**found.metrics, "token_accuracy": accuracy})
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Policy losses: the per-token objective to minimise. `PolicyObjective` masks and aggregates the result.
+"""Policy losses: the per-token objective to minimise. `policy_objective` masks and aggregates the result.
 
 T flat tokens of a microbatch, S its sequences. Metrics are per token too. Names that end in `/max` or `/min` are
 reduced by max or min.

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from roll_core.algorithms.entropy import EntropyController, top_entropy
 from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
-from roll_core.algorithms.losses import CrossEntropy, PolicyObjective, ValueObjective
+from roll_core.algorithms.losses import CrossEntropy, ValueObjective, policy_objective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import (
     difficulty_mask,
@@ -108,7 +108,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         policy_loss = run.part(PolicyLossProvider, config.pg_variant, config.pg_options).provider
         self.whole_rollouts = policy_loss.whole_rollouts
         low, high = config.clip_range()
-        self.policy_objective = PolicyObjective(
+        self.policy_objective = policy_objective(
             policy_loss=policy_loss.target,
             params=PolicyLossParams(
                 pg_clip_low=low,
@@ -418,9 +418,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if run.step >= config.critic_warmup and not chosen.sequences:
             run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
         elif run.step >= config.critic_warmup:
+            policy = self.policy_objective
             update = await run.train_role("actor_train").update(
                 (chosen.in_units() if self.whole_rollouts else chosen).sequences,
-                replace(self.policy_objective, entropy_coef=self.entropy.current).objective,
+                replace(policy, coefs={**policy.coefs, "entropy": -self.entropy.current}),
                 epochs=config.ppo_epochs,
                 max_length=config.response_length,
                 shuffle_seed=shuffle_seed,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.algorithms.losses import SFTObjective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.pipelines.config import SFTConfig
 from roll_core.pipelines.plans import sft
 from roll_core.pipelines.prompt_order import RowOrder
@@ -60,7 +60,7 @@ class SFTPipeline(Pipeline[SFTConfig]):
         model = run.train_role("sft_train")
         batch = [self.rows[i] for i in self.order.batch(run.step, model.sequences_per_step)]
         with run.stage("train"):
-            update = await model.update(batch, SFTObjective(token_accuracy=model.capabilities.topk))
+            update = await model.update(batch, sft_objective(token_accuracy=model.capabilities.topk))
         run.log({"tokens/trained": update.num_tokens})
         log_update(run, update, "train")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from roll_acme.config import BanditConfig
 from roll_acme.credit import Unlikelihood
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import sequence_of
 from roll_core.spec.pipeline import Pipeline, RoleSpec, Run
 from roll_core.types import SamplingParams
@@ -40,7 +40,7 @@ class BanditPipeline(Pipeline[BanditConfig]):
         samples = [sample for group in groups for sample in group.samples]
         scores = np.array([sample.reward.value for sample in samples])
         shunned = run.tokenizer.convert_tokens_to_ids(list(self.config.shunned))
-        objective = PolicyObjective(aggregation="token-mean", terms={"shunned": Unlikelihood("shunned")})
+        objective = policy_objective(aggregation="token-mean", terms={"shunned": Unlikelihood("shunned")})
         sequences = [
             replace(
                 s,

@@ -5,7 +5,7 @@ publish weights -> generate and score groups -> advantage: reward - mean reward 
 
 from collections.abc import Mapping, Sequence
 
-from roll_core.algorithms.losses import PolicyObjective
+from roll_core.algorithms.losses import policy_objective
 from roll_core.pipelines.experience import Experience, sample_metrics
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.pipelines.stages import Validation, log_update
@@ -46,7 +46,7 @@ class AcmePipeline(Pipeline[AcmePipelineConfig]):
         same_SS = (batch.groups_S[:, None] == batch.groups_S).double()
         advantages_S = batch.scores_S - same_SS @ batch.scores_S / same_SS.sum(1)
         batch = batch.with_flat(advantages=advantages_S[batch.segments_T] * batch.mask_T)
-        update = await run.train_role("actor_train").update(batch.sequences, PolicyObjective(aggregation="token-mean"))
+        update = await run.train_role("actor_train").update(batch.sequences, policy_objective(aggregation="token-mean"))
         log_update(run, update, "actor")
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:
