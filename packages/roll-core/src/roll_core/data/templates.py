@@ -48,7 +48,7 @@ def load_template(name: str, tokenizer: PreTrainedTokenizerBase, *, chats: bool 
                 " set data_args.template to the one that the model was trained with"
                 f" ({', '.join(name for name in NAMED if name != 'plain')}), or to plain, which only joins the contents"
             )
-        return Plain(tokenizer.eos_token)
+        return NAMED["plain"](tokenizer.eos_token)
     return _named(name, tokenizer)
 
 
@@ -57,7 +57,7 @@ def chat_template_of(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return _named(name, tokenizer).jinja()
 
 
-def _named(name: str, tokenizer: PreTrainedTokenizerBase) -> Plain | Turns:
+def _named(name: str, tokenizer: PreTrainedTokenizerBase) -> Turns:
     if name not in NAMED:
         raise DataError(f"unknown chat template {name!r}, expected native, {', '.join(NAMED)}")
     vocabulary = tokenizer.get_vocab()
@@ -76,45 +76,16 @@ def control_tokens(name: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """Template that only joins the contents; each response ends with the end-of-sequence token."""
-
-    eos_token: str | None = None
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Join all contents."""
-        return _joined(self.segments(messages, tools), self.eos_token)
-
-    def jinja(self) -> str:
-        """Equivalent Jinja template for `tokenizer.chat_template`."""
-        return (
-            "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
-            "{% endfor %}"
-        )
-
-    def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
-        """Alternating segments: text that the model reads, and responses."""
-        _refuse_tools(messages, tools)
-        found: list[Segment] = []
-        pending = ""
-        for each in messages:
-            if each["role"] == "assistant":
-                found += [Segment(pending, written=False)] if pending else []
-                found.append(Segment(each["content"], written=True, ends=True))
-                pending = ""
-            else:
-                pending += each["content"]
-        return [*found, Segment(pending, written=False)] if pending else found
-
-
-@dataclass(frozen=True, slots=True)
 class Turns:
-    """Template of turns: `opening`, content and `closing` for each message, then `between`."""
+    """Template of turns: `opening`, content and `closing` for each message, then `between`.
+
+    A response ends with the end-of-sequence token, unless `closing` is this token.
+    """
 
     eos_token: str | None
-    opening: str
-    """Text before a message's content; contains `{role}`."""
-    closing: str
+    opening: str = ""
+    """Text before a message's content; may contain `{role}`."""
+    closing: str = ""
     between: str = ""
     first: str = ""
     """Text before the first turn."""
@@ -125,51 +96,49 @@ class Turns:
         """All turns, followed by the opening of the assistant's turn."""
         empty: Message = {"role": "assistant", "content": ""}
         *read, _ = self.segments([*messages, empty], tools)
-        return _joined(read, self.eos_token)
+        return "".join(each.text + (self.eos_token or "") if each.ends else each.text for each in read)
 
     def jinja(self) -> str:
         """Equivalent Jinja template for `tokenizer.chat_template`."""
-        before, after = (json.dumps(part) for part in self.opening.split("{role}"))
+        before, named, after = self.opening.partition("{role}")
+
+        def opening(role: str) -> list[str]:
+            return [json.dumps(before), role, json.dumps(after)] if named else [json.dumps(before)]
+
+        def shown(*texts: str) -> str:
+            joined = " ~ ".join(text for text in texts if text != '""')
+            return f"{{{{ {joined} }}}}" if joined else ""
+
         closing, between = json.dumps(self.closing), json.dumps(self.between)
+        default = shown(*opening("'system'"), json.dumps(self.system), closing, between)
         eos = "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}" if self.closing != self.eos_token else ""
-        system = (
-            f"{{% if messages[0]['role'] != 'system' %}}"
-            f"{{{{ {before} ~ 'system' ~ {after} ~ {json.dumps(self.system)} ~ {closing} ~ {between} }}}}{{% endif %}}"
-        )
+        turn, start = shown(*opening("m['role']"), "m['content']", closing), shown(*opening("'assistant'"))
         return (
-            f"{{{{ {json.dumps(self.first)} }}}}{system if self.system else ''}"
-            f"{{% for m in messages %}}{{{{ {before} ~ m['role'] ~ {after} ~ m['content'] ~ {closing} }}}}{eos}"
-            f"{{{{ {between} }}}}{{% endfor %}}"
-            f"{{% if add_generation_prompt %}}{{{{ {before} ~ 'assistant' ~ {after} }}}}{{% endif %}}"
+            shown(json.dumps(self.first))
+            + (f"{{% if messages[0]['role'] != 'system' %}}{default}{{% endif %}}" if self.system else "")
+            + f"{{% for m in messages %}}{turn}{eos}{shown(between)}{{% endfor %}}"
+            + (f"{{% if add_generation_prompt %}}{start}{{% endif %}}" if start else "")
         )
 
     def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """Alternating segments: text that the model reads, and responses."""
         _refuse_tools(messages, tools)
-        found: list[Segment] = []
-        pending = ""
-        for segment in self._read(messages):
-            if segment.written:
-                found.append(Segment(pending + self.opening.format(role="assistant"), written=False))
-                found.append(Segment(segment.text, written=True, ends=self.closing != self.eos_token))
-                pending = self.between
-            else:
-                pending += segment.text
-        if pending.strip():
-            found.append(Segment(pending, written=False))
-        return found
-
-    def _read(self, messages: Sequence[Message]) -> list[Segment]:
         turns = list(messages)
         if self.system and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": self.system})
-        found = [Segment(self.first, written=False)] if self.first else []
+        found: list[Segment] = []
+        pending = self.first
         for each in turns:
+            pending += self.opening.format(role=each["role"])
+            text = each["content"] + self.closing
             if each["role"] == "assistant":
-                found.append(Segment(each["content"] + self.closing, written=True))
+                found.append(Segment(pending, written=False))
+                found.append(Segment(text, written=True, ends=self.closing != self.eos_token))
+                pending = self.between
             else:
-                text = self.opening.format(role=each["role"]) + each["content"] + self.closing + self.between
-                found.append(Segment(text, written=False))
+                pending += text + self.between
+        if pending != self.between:
+            found.append(Segment(pending, written=False))
         return found
 
 
@@ -183,7 +152,7 @@ def _refuse_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]
 
 def texts_of(messages: Sequence[Message], name: str) -> list[str]:
     """Texts that a tokenizer must cover to encode the messages with this template; `native` counts as plain text."""
-    template = NAMED.get(name, Plain)(None)
+    template = NAMED.get(name, Turns)(None)
     texts = [segment.text for segment in template.segments([_plain(each) for each in messages])]
     for token in control_tokens(name):
         texts = [text.replace(token, "") for text in texts]
@@ -201,8 +170,8 @@ def _plain(message: Message) -> Message:
 
 
 _CHATML = partial(Turns, opening="<|im_start|>{role}\n", closing="<|im_end|>", between="\n")
-NAMED: dict[str, Callable[[str | None], Plain | Turns]] = {
-    "plain": Plain,
+NAMED: dict[str, Callable[[str | None], Turns]] = {
+    "plain": Turns,
     "chatml": _CHATML,
     "qwen": partial(_CHATML, system="You are a helpful assistant."),
     "llama3": partial(
@@ -348,10 +317,6 @@ def _arguments(function: Mapping[str, Any], *, parsed: bool) -> Any:
         return arguments
 
 
-def _joined(segments: Sequence[Segment], eos_token: str | None) -> str:
-    return "".join(each.text + (eos_token or "") if each.ends else each.text for each in segments)
-
-
-Template: TypeAlias = Plain | Turns | JinjaTemplate
+Template: TypeAlias = Turns | JinjaTemplate
 """`prompt(messages)` is the text after which the model generates its response. `segments(messages)` are the segments of
 a whole conversation; their joined text before each response equals `prompt` of the messages before it."""
