@@ -342,4 +342,4 @@ def test_every_loss_has_a_schema_whose_defaults_are_its_own(micro_of, name):
 )
 def test_bounds_that_contradict_each_other_are_refused(schema, given):
     with pytest.raises(ValidationError):
-        load_target(f"roll_core.algorithms.policy_loss_options:{schema}", owner=schema)(**given)
+        load_target(f"roll_core.algorithms.options:{schema}", owner=schema)(**given)

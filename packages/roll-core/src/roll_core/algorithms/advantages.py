@@ -25,8 +25,8 @@ from roll_core.algorithms._segments import (
     reverse_discounted_sum,
     sums_by,
 )
-from roll_core.algorithms.advantage_options import GDPOOptions, GRPOOptions, PassAtKOptions
 from roll_core.algorithms.normalise import clip, divide_by_std, moments_by, whiten
+from roll_core.algorithms.options import GDPOOptions, GRPOOptions, PassAtKOptions
 from roll_core.algorithms.rewards import token_rewards
 from roll_core.errors import UnsupportedError
 from roll_core.spec.algorithms import AdvantageOutput

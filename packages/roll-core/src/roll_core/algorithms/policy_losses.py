@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from roll_core.algorithms import policy_loss_options as options
+from roll_core.algorithms import options
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
     """Advantage estimators of whole responses, see docs/algorithms.md."""
-    whole, options = "roll_core.algorithms.advantages", "roll_core.algorithms.advantage_options"
+    whole, options = "roll_core.algorithms.advantages", "roll_core.algorithms.options"
     for name, function, schema, summary in (
         ("grpo", "grpo", "GRPOOptions", "Reward less the group's mean, over the group's deviation"),
         (
@@ -144,7 +144,7 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
         yield PolicyLossProvider(
             name=name,
             target=f"roll_core.algorithms.policy_losses:{function}",
-            config=f"roll_core.algorithms.policy_loss_options:{schema}",
+            config=f"roll_core.algorithms.options:{schema}",
             summary=summary,
             off_policy=function != "vanilla",
             whole_rollouts=function in ("gspo", "gspo_token", "luspo", "gmpo", "topr", "vespo", "clip_cov", "kl_cov"),

@@ -512,7 +512,7 @@ class RLVRConfig(RewardRunConfig):
             )
         num_steps = self.steps_per_batch(self.actor_train)
         loss = parts["pg_variant"]
-        from roll_core.algorithms.policy_loss_options import PolicyLossOptions
+        from roll_core.algorithms.options import PolicyLossOptions
         from roll_core.plugins.targets import schema_of
 
         schema = schema_of(loss, Config, owner=loss.name)

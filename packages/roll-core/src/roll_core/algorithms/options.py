@@ -1,4 +1,4 @@
-"""Options (`pg_options`) of the built-in policy losses, with their warnings. Imports nothing heavy."""
+"""Options of advantage estimators (`adv_options`) and of policy losses (`pg_options`). Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,54 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import Config, Fraction, NonNegativeFloat, PositiveFloat
+from roll_core.spec.config import AdvantageOptions, Config, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from roll_core.spec.providers import AdvantageProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.providers import Provider
+
+# -- advantage estimators ----------------------------------------------------------------------------------------------
+
+
+class GRPOOptions(AdvantageOptions):
+    """Options (`adv_options`) of `grpo`."""
+
+    leave_one_out: bool = False
+    """Compare each reward with the mean and deviation of the group's other samples."""
+
+
+class PassAtKOptions(AdvantageOptions):
+    """Options (`adv_options`) of `pass_at_k`."""
+
+    k: PositiveInt
+    """Number of responses of which the best counts."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """`mean`: compare with all subsets, over their deviation. `leave_one_out`: with the subset without the response."""
+
+    @property
+    @override
+    def min_samples(self) -> int:
+        return self.k + (self.baseline == "mean")
+
+    @model_validator(mode="after")
+    def _others_remain(self) -> PassAtKOptions:
+        if self.baseline == "leave_one_out" and self.k == 1:
+            raise ValueError("baseline leave_one_out compares a response with k - 1 others: set k to at least 2")
+        return self
+
+
+class GDPOOptions(AdvantageOptions):
+    """Options (`adv_options`) of `gdpo`."""
+
+    weights: Annotated[dict[str, float], Field(min_length=1)]
+    """Weight of each component of the reward, by its name in the reward's detail."""
+    batch_norm: bool = True
+    """Normalise the weighted sum over the batch."""
+
+
+# -- policy losses -----------------------------------------------------------------------------------------------------
 
 PG_CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
 DUAL_CLIP_KEYS = ("dual_clip_loss", "dual_clip")
