@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from math import prod
+from os.path import expanduser
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -997,6 +998,13 @@ class RunConfig(Config):
             raise ValueError(f"found {size} bytes, expected at most {MAX_NAME_BYTES}: it is the name of a directory")
         if not value.strip("."):
             raise ValueError(f"found {value}, which cannot be the name of a new directory: add a letter")
+        return value
+
+    @field_validator("output_dir")
+    @classmethod
+    def _home_exists(cls, value: str) -> str:
+        if expanduser(value).startswith("~"):
+            raise ValueError(f"found {value}, which is in the home of an unknown user: write ./{value} for that name")
         return value
 
     @field_validator("track_with", mode="before")

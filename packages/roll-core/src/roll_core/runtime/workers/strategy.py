@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from os.path import expanduser, isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def mesh_info(role: str, place: Place, peers: Peers, *, backend: str, timeout_s:
 def model_vocab_size(model: ModelSpec) -> int | None:
     """Vocabulary size of a model whose config has it and is on this host; None otherwise."""
     path = model.path
-    if path and not Path(path).expanduser().is_dir():
+    if path and not isdir(expanduser(path)):
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
