@@ -31,10 +31,6 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # As `roll-core run` does, before torch is loaded: tests compute beside each other on few cores.
 os.environ.update(openmp.environment(os.environ))
 
-# Workers of xdist share the cores: a second thread of each would wait for the first most of the time.
-if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # How long an example takes says how busy the host is. What else is set, as by Hypothesis itself under CI, stays.
 settings.register_profile("untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from sync_workers import ProcessGroup, record_of, same_values
+from sync_workers import HostMemory, ProcessGroup, record_of, same_values
 
 from roll_core.errors import WorkerDiedError
 from roll_core.plugins.loader import Plugin, load_plugins
@@ -15,6 +15,7 @@ from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.run import weight_sync as controller
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
+from roll_modeling import device_memory
 
 ALL = ("cuda_ipc", "shm", "collective")
 ACME = Plugin(
@@ -36,6 +37,7 @@ def way(groups, monkeypatch):
     """Publishes once, after `prepare(train, infer)`, and returns what the record has."""
     train, infer = groups
     monkeypatch.setattr(controller, "served_adapters", lambda *_: None)
+    monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
 
     async def nobody():
         """Has died."""
