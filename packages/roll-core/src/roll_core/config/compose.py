@@ -92,10 +92,9 @@ class _Composition:
         elif overrides or any(isinstance(each, str) and "${" in each for _, each in _leaves(source.data)):
             cfg, parsed = self._create(), parse_overrides(overrides, (), self.problems)[0]
         else:
-            return self._finish({key: deepcopy(each) for key, each in source.data.items() if key != "hydra"})
+            return self._finish(deepcopy(_without_hydra(source.data)))
         from omegaconf import OmegaConf
 
-        cfg.pop("hydra", None)
         for override in parsed:
             try:
                 apply_override(cfg, override, self.positions)
@@ -129,7 +128,7 @@ class _Composition:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            cfg: DictConfig = OmegaConf.create(self.source.data)
+            cfg: DictConfig = OmegaConf.create(_without_hydra(self.source.data))
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             problem = ConfigProblem(self.source.name, "", first_line(error), code="ROLL-C023")
             raise ConfigError(_malformed(self.source) or [problem]) from error
@@ -367,13 +366,18 @@ def _malformed(source: Source) -> list[ConfigProblem]:
     return found
 
 
+def _without_hydra(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without Hydra's own settings."""
+    return {key: each for key, each in data.items() if key != "hydra"}
+
+
 def _merge(layers: Sequence[FileLayer]) -> DictConfig:
     """Merge the files, each under its package, without `defaults:` and `hydra:`."""
     from omegaconf import OmegaConf
 
     merged: DictConfig = OmegaConf.create({})
     for layer in layers:
-        data = {key: each for key, each in layer.data.items() if key not in ("defaults", "hydra")}
+        data = {key: each for key, each in _without_hydra(layer.data).items() if key != "defaults"}
         part: DictConfig = OmegaConf.create(data)
         if layer.package:
             outer: DictConfig = OmegaConf.create({})
