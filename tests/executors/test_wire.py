@@ -5,8 +5,10 @@ import enum
 import math
 import pickle
 import threading
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -33,6 +35,11 @@ PLAIN = st.recursive(
     | st.floats(allow_nan=False)
     | st.text()
     | st.binary()
+    | st.dates()
+    | st.times().map(lambda at: at.replace(fold=0))  # it selects an offset of a time zone
+    | st.datetimes().map(lambda at: at.replace(fold=0))
+    | st.timedeltas()
+    | st.decimals()
     | st.integers().map(lambda number: number % 2**64),
     lambda inner: (
         st.lists(inner, max_size=4)
@@ -76,6 +83,12 @@ def test_numbers_of_numpy_keep_their_type() -> None:
     found = there_and_back({"score": np.float32(0.1), "count": np.int64(3), "ok": np.bool_(True)})
     assert [type(each) for each in found.values()] == [np.float32, np.int64, np.bool_]
     assert found["score"] == np.float32(0.1)
+
+
+def test_of_a_time_zone_the_offset_arrives() -> None:
+    at = datetime(2026, 7, 2, 3, 4, tzinfo=ZoneInfo("Europe/Berlin"))
+    found = there_and_back(at)
+    assert (found, found.utcoffset()) == (at, timedelta(hours=2))
 
 
 def test_nan_and_infinities_stay() -> None:

@@ -64,8 +64,6 @@ OUR_OWN = "roll-executor-ray/src/roll_executor_ray/worker.py"
 """Messages between a driver and the workers that it started are not foreign; Ray itself carries them that way."""
 OWN_PICKLES = "roll-testing/src/roll_testing/"
 """Kits load what they have pickled themselves."""
-REQUESTS = "roll-core/src/roll_core/runtime/workers/reward.py"
-"""A process that scores loads requests of the worker that started it, and no others."""
 IN_A_BOX = "roll-rewards/src/roll_rewards/{}.py"
 """Programs of responses run in a process that can do nothing else."""
 HEAVY = {"torch", "ray", "transformers", "datasets", "tensorboard", "math_verify"}
@@ -128,7 +126,6 @@ def test_nothing_foreign_is_evaluated_or_unpickled():
     allowed = (
         (OUR_OWN, "cloudpickle.loads"),
         (OWN_PICKLES, "pickle.loads"),
-        (REQUESTS, "pickle.loads"),
         *((IN_A_BOX.format(name), "exec") for name in ("box", "guest")),
     )
     assert [

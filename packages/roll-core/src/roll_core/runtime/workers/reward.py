@@ -10,7 +10,6 @@ import asyncio
 import base64
 import logging
 import math
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing_extensions import override
 from roll_core.errors import PluginLoadError, RewardFailure
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_class, load_target, schema_of
+from roll_core.runtime.cluster.executors import wire
 from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.rollout import RewardFunction
@@ -125,8 +125,7 @@ class ProcessReward(RewardFunction):
 
     @override
     def score(self, request: RewardRequest) -> Reward:
-        # A row may have any Python values. The child shares this Python environment and gets pickles from here alone.
-        packed = base64.b64encode(pickle.dumps(request)).decode("ascii")
+        packed = base64.b64encode(wire.dumps(request)).decode("ascii")
         found = self._pool.call({"request": packed}, self.config.timeout_s)
         return Reward(value=found["value"], failure=found["failure"], detail=found["detail"])
 
@@ -146,11 +145,11 @@ class RewardJob:
         self._reward.start()
 
     def __call__(self, request: str) -> dict[str, Any]:
-        """Reward of a pickled `RewardRequest`, as plain values.
+        """Reward of a serialized `RewardRequest`, as plain values.
 
         Raises `TypeError` if `score` does not return a `Reward`.
         """
-        found = self._reward.score(pickle.loads(base64.b64decode(request)))
+        found = self._reward.score(wire.loads(base64.b64decode(request)))
         if not isinstance(found, Reward):
             raise TypeError(f"score returned {type(found).__name__}, expected roll_core.types.Reward")
         return {

@@ -8,6 +8,7 @@ a response may contain JSON with an escaped half of a pair.
     RECORD     ["module:Class", {field: value}]            of a dataclass, which is rebuilt by its constructor
     ERROR      ["module:Class", [argument, ...], trace, [note, ...]]      of ROLL's own errors and Python's
     NAME       "module:name" of a function or class        PATH       text        ENUM       ["module:Class", value]
+    DATETIME, DATE, TIME, DECIMAL       text; of a time zone, the offset        DURATION   [days, seconds, microseconds]
 
 A pickle would name internal classes of the library that created a value, in a version that the receiver may not have.
 It could also run code. Tensors are not supported: weights travel through `roll_core.runtime.weights`.
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import datetime
 import enum
 import importlib
 import types
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -29,7 +32,7 @@ import numpy as np
 
 from roll_core.errors import RollError, UnsupportedError
 
-TUPLE, SET, ARRAY, NUMBER, RECORD, ERROR, NAME, PATH, ENUM = range(1, 10)
+TUPLE, SET, ARRAY, NUMBER, RECORD, ERROR, NAME, PATH, ENUM, DATETIME, DATE, TIME, DURATION, DECIMAL = range(1, 15)
 _TEXT = "surrogatepass"
 _LARGEST = 2**32 - 1
 """Maximum size of one value in bytes: MessagePack's own limit."""
@@ -78,6 +81,16 @@ def _extension(value: Any) -> Any:
             code, content = ERROR, [name_of(kind), list(value.args), trace, list(getattr(value, "__notes__", ()))]
         case PurePath():
             code, content = PATH, str(value)
+        case datetime.datetime():
+            code, content = DATETIME, value.isoformat()
+        case datetime.date():
+            code, content = DATE, value.isoformat()
+        case datetime.time():
+            code, content = TIME, value.isoformat()
+        case datetime.timedelta():
+            code, content = DURATION, [value.days, value.seconds, value.microseconds]
+        case Decimal():
+            code, content = DECIMAL, str(value)
         case type() | types.FunctionType() | types.BuiltinFunctionType():
             code, content = NAME, name_of(value)
         case Mapping():
@@ -116,7 +129,18 @@ def _value(code: int, data: bytes) -> Any:
         if isinstance(record, type) and dataclasses.is_dataclass(record):
             return record(**content[1])
         raise UnsupportedError(f"{content[0]} is not a dataclass in this Python environment")
-    simple: dict[int, Callable[[Any], Any]] = {TUPLE: tuple, SET: set, PATH: Path, NAME: _found}
+    if code == DURATION:
+        return datetime.timedelta(*content)
+    simple: dict[int, Callable[[Any], Any]] = {
+        TUPLE: tuple,
+        SET: set,
+        NAME: _found,
+        PATH: Path,
+        DATETIME: datetime.datetime.fromisoformat,
+        DATE: datetime.date.fromisoformat,
+        TIME: datetime.time.fromisoformat,
+        DECIMAL: Decimal,
+    }
     if code not in simple:
         raise UnsupportedError(f"extension {code} is unknown: the other environment has another roll-core")
     return simple[code](content)
