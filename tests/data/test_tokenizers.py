@@ -38,18 +38,21 @@ def test_only_a_model_without_the_files_has_no_tokenizer(made, tmp_path):
         stored_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_a_hub_that_cannot_be_reached_is_no_model_without_a_tokenizer(monkeypatch, missing):
-    def unreachable(*args, **given):
-        raise OSError("no connection")
+def test_a_hub_model_has_the_tokenizer_whose_files_were_downloaded_with_it(monkeypatch, tmp_path):
+    def unreadable(*args, **given):
+        raise ValueError("unknown-class")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    monkeypatch.setattr("transformers.utils.cached_file", lambda *args, **given: None if missing else unreachable())
-    if missing:
-        assert stored_tokenizer("acme/reward") is None
-    else:
-        with raises_error(ModelError, "acme/reward"):
-            stored_tokenizer("acme/reward")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreadable)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--acme--reward"
+    for name, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}")):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(text, encoding="utf-8")
+    assert stored_tokenizer("acme/reward") is None
+    assert stored_tokenizer("no hub id: ü") is None
+    (repository / "snapshots" / "abc" / "vocab.txt").touch()
+    with raises_error(ModelError, "acme/reward", "unknown-class"):
+        stored_tokenizer("acme/reward")
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])

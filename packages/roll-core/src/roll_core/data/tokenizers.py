@@ -31,31 +31,35 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 def stored_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """Tokenizer of the model at a directory or hub id; None if it has none.
 
-    Raises `ModelError` if it has one that cannot be loaded, and if the Hub cannot be reached.
+    Raises `ModelError` if it has one that cannot be loaded.
     """
     # transformers makes an empty tokenizer for a directory without one.
-    if Path(path).is_dir() and not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
+    if Path(path).is_dir() and not _has_tokenizer(path):
         return None
     from transformers import AutoTokenizer
-    from transformers.utils import cached_file
-
-    def exists(name: str) -> bool:
-        return cached_file(path, name, _raise_exceptions_for_missing_entries=False) is not None
 
     try:
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                path, trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError, ImportError):
-            if any(exists(name) for name in TOKENIZER_FILES):
-                raise
-            return None
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        if not _has_tokenizer(path):
+            return None
         raise ModelError(
             f"the tokenizer of {path} cannot be loaded: {error}; check its files, or set trust_remote_code"
         ) from error
     return tokenizer
+
+
+def _has_tokenizer(path: str) -> bool:
+    """True if a file of a tokenizer is in the directory, or was downloaded with the model of the Hub."""
+    if Path(path).is_dir():
+        return any(Path(path, name).is_file() for name in TOKENIZER_FILES)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return any(isinstance(try_to_load_from_cache(path, name), str) for name in TOKENIZER_FILES)
+    except HFValidationError:
+        return False
 
 
 CHAT_HINT = "name an instruction-tuned model with its tokenizer and chat template"
@@ -63,7 +67,7 @@ CHAT_HINT = "name an instruction-tuned model with its tokenizer and chat templat
 
 def chat_problem(folder: Path) -> str:
     """What a model's directory lacks to render chats, from its files alone; empty if nothing."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not _has_tokenizer(str(folder)):
         return "no tokenizer"
     try:
         stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
