@@ -129,7 +129,7 @@ class GroupQueue:
 
     def begin(self, counts: Sequence[int], plan: RolloutPlan) -> None:
         """Begin a batch: set its limits, reset the count of joined prompts and mark the queued groups as `waited`."""
-        _, *later = self.counts = counts
+        self.counts, later = counts, counts[1:]
         self.extra = math.floor(plan.ahead * sum(later) / len(later)) if later else 0
         self.limit = math.ceil(plan.max_tries * self.count) + self.extra
         self.tried, self._blocking = 0, None
