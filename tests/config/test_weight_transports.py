@@ -168,6 +168,29 @@ def test_pairs_without_a_transport_are_refused_where_they_are_written(read, name
     assert all(word in f"{problem.message} {problem.hint}" for word in words)
 
 
+SFT = """
+pipeline: sft
+sft_train:
+  model_args: {random_init: {model_type: qwen3}}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: silent_train}
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+validation: {data_args: {file_name: prompts.jsonl}}
+rewards: {math: {reward: math_rule}}
+"""
+
+
+def test_an_engine_that_only_evaluates_needs_a_transport_too(tmp_path, registry):
+    path = tmp_path / "config.yaml"
+    path.write_text(SFT, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path, [], registry)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.code) == ("actor_infer.strategy_args.strategy_name", "ROLL-C030")
+    assert load(path, ["sft_train.strategy_args.strategy_name=hf_train"], registry).config.actor_infer
+
+
 def test_a_third_partys_transport_may_be_named(read):
     assert read("hf_train", "hf_infer", "weight_transport=pigeon").weight_transport == "pigeon"
 

@@ -122,6 +122,26 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert visible(store) == ["step-10", "step-100"]
 
 
+def test_a_checkpoint_that_cannot_be_removed_stays_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, rename = CheckpointStore(tmp_path, keep=1), os.rename
+    save(store, 1)
+
+    def busy(source: Path, target: Path) -> None:
+        if source == store.path(1):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", busy)
+        save(store, 2)
+    assert visible(store) == ["step-1", "step-2"]
+    assert mentions(caplog.text, store.path(1), errno.EBUSY)
+    save(store, 3)
+    assert visible(store) == ["step-3"]
+
+
 def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 3, b"old")

@@ -102,6 +102,20 @@ def test_what_would_have_no_effect_or_no_meaning_is_refused(text, overrides):
         loaded(text, *overrides)
 
 
+EVALUATION = """\
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
+validation: {data_args: {file_name: pairs.jsonl}}
+rewards: {math: {reward: math_rule, ground_truth: chosen}}
+"""
+
+
+def test_an_engine_for_evaluation_needs_a_transport_from_the_policy():
+    with pytest.raises(ConfigError) as raised:
+        loaded(DPO + EVALUATION, "weight_transport=disk")
+    assert [(each.key, each.code) for each in raised.value.problems] == [("weight_transport", "ROLL-C030")]
+    assert loaded(DPO + EVALUATION, "weight_transport=shared").config.actor_infer
+
+
 @pytest.mark.parametrize("name", sorted(OTHER_NAMES))
 def test_another_name_of_a_loss_is_refused_with_the_one_here(name):
     for given in (name, f"[{name.upper()}, sft]"):

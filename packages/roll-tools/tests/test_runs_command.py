@@ -47,8 +47,9 @@ def test_a_run_is_opened_by_its_path_its_experiment_or_latest(tmp_path: Path) ->
         assert open_run(path).path == run.path
     with raises_error(RunDirectoryError, tmp_path, "run.json"):
         open_run(tmp_path)
-    with raises_error(RunDirectoryError, "nowhere"):
-        open_run(tmp_path / "nowhere")
+    for place in (tmp_path / "nowhere", "~nowhere/x"):  # no user has that name
+        with raises_error(RunDirectoryError, "nowhere"):
+            open_run(place)
 
 
 def test_runs_are_listed_with_state_step_and_newest_validation_score(tmp_path, capsys):

@@ -5,6 +5,7 @@ Names, defaults and meanings are those of verl/trainer/config and of the code th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,7 @@ def _changed(target: str, value: Any, note: str = "") -> Outcome:
 def _files(target: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         names = value if isinstance(value, list) else [value]
-        found = [str(Path(name).expanduser()) if str(name).startswith("~") else name for name in names]
+        found = [os.path.expanduser(name) if isinstance(name, str) else name for name in names]
         return Outcome("renamed", ((_path(target), found if isinstance(value, list) else found[0]),))
 
     return change(f"→ `{target}`", convert, nested=True)
@@ -556,7 +557,7 @@ def num_rows(source: Mapping[str, Any]) -> int | None:
     files = value_at(source, ("data", "train_files"))
     total = 0
     for name in files if isinstance(files, list) else [files]:
-        path = Path(str(name)).expanduser()
+        path = Path(os.path.expanduser(str(name)))
         try:
             if path.suffix == ".parquet":
                 import pyarrow.parquet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
@@ -82,6 +82,8 @@ WITH_SFT: frozenset[str] = frozenset({"cpo", "orpo"})
 
 class PreferenceConfig(RewardRunConfig):
     """`pipeline: preference`, or `dpo`: direct alignment on pairs of responses, or on labelled responses."""
+
+    policy_role: ClassVar[str] = "actor_train"
 
     actor_train: TrainWorkerConfig
     """The policy. Batch sizes count pairs, or labelled responses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from contextlib import suppress
@@ -111,7 +112,7 @@ def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
 
     Raises `RunDirectoryError` if `place` is none of these.
     """
-    path = Path(place).expanduser().absolute()
+    path = Path(os.path.expanduser(place)).absolute()
     if CheckpointStore(path).list():
         return [CheckpointStore(path)]
     runs = experiment_runs(path)
@@ -121,7 +122,7 @@ def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
 
 
 def _named(place: Path) -> list[Checkpoint]:
-    path = place.expanduser().absolute()
+    path = Path(os.path.expanduser(place)).absolute()
     if path.is_dir() and CheckpointStore.is_checkpoint(path):
         return [_unverified(path)]
     found = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]

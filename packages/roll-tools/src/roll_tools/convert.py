@@ -12,6 +12,7 @@ import secrets
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -35,7 +36,6 @@ from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.checkpoints import Checkpoint
@@ -82,7 +82,7 @@ def convert_checkpoint(
 
 
 def _good(place: Path) -> Checkpoint:
-    path = place.expanduser().absolute()
+    path = Path(os.path.expanduser(place)).absolute()
     if path.is_dir() and CheckpointStore.is_checkpoint(path):
         return CheckpointStore.open(path)
     if (path / "config.json").is_file():

@@ -6,6 +6,7 @@ export/*                              ─►  the files of the repository
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ def push_model(place: Path, repo: str, *, model: Path | None, private: bool, dry
     no model, and `ModelError` if the upload fails.
     """
     run = open_run(place)
-    folder = (model or run.export).expanduser().absolute()
+    folder = Path(os.path.expanduser(model or run.export)).absolute()
     library = next((name for file, name in _LIBRARIES if (folder / file).is_file()), None)
     if library is None:
         raise RunDirectoryError(

@@ -5,6 +5,7 @@ A light module: `checkpoint list` imports neither pydantic nor rich.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from roll_core.errors import RunDirectoryError, closest
@@ -16,7 +17,7 @@ def open_run(path: str | Path) -> RunDir:
 
     Raises `RunDirectoryError` if `path` is neither.
     """
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
     if not place.is_dir():
         close = closest(place.name, [each.name for each in place.parent.glob("*")])
         raise RunDirectoryError(
@@ -38,7 +39,7 @@ def runs_below(place: str | Path) -> list[RunDir]:
 
     Raises `RunDirectoryError` if `place` is not a directory.
     """
-    path = Path(place).expanduser().absolute()
+    path = Path(os.path.expanduser(place)).absolute()
     if not path.is_dir():
         raise RunDirectoryError(f"{path} is not a directory: give the output_dir of runs, an experiment or a run")
     if is_run(path):

@@ -53,6 +53,7 @@ def sequences_per_step(role: WorkerConfig) -> tuple[int, str]:
 class SFTConfig(RewardRunConfig):
     """`pipeline: sft`: supervised fine-tuning on prompts and responses."""
 
+    policy_role: ClassVar[str] = "sft_train"
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"sft_train": ("prompt", "response"), "validation": ("prompt",)}
 
     sft_train: TrainWorkerConfig

@@ -886,7 +886,7 @@ class RunConfig(Config):
     """Keys of every run. A pipeline's schema adds its roles and its algorithm."""
 
     policy_role: ClassVar[str] = ""
-    """Role that is trained on responses generated with its own weights; empty if there is none."""
+    """Trained role whose weights generating roles receive; empty if none does."""
     multi_turn: ClassVar[bool] = False
     """True if rollouts have several turns, which advantage estimators can credit."""
     group_size_key: ClassVar[str] = ""

@@ -164,13 +164,19 @@ class CheckpointStore:
         await _in_thread(writing.close, stop)
 
     def retire(self) -> None:
-        """Remove the oldest checkpoints beyond `keep`, except the best one and those in `pinned`."""
+        """Remove the oldest checkpoints beyond `keep`, except the best one and those in `pinned`.
+
+        A failed removal is a warning, and is repeated after the next checkpoint.
+        """
         if not self.keep:
             return
         for checkpoint in self.list()[: -self.keep]:
             if checkpoint.step == self.best or checkpoint.step in self.pinned:
                 continue
-            shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
+            try:
+                shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", checkpoint.path, error)
 
     def sweep(self) -> None:
         """Remove incomplete checkpoints of processes that no longer exist."""

@@ -44,7 +44,7 @@ class RunDir:
 
         Concurrent processes get different directories. Raises `RunDirectoryError` if the directory cannot be created.
         """
-        experiment = Path(output_dir).expanduser().absolute() / exp_name
+        experiment = Path(os.path.expanduser(output_dir)).absolute() / exp_name
         try:
             experiment.mkdir(parents=True, exist_ok=True)
             number = max(_numbers(experiment), default=0)
@@ -119,7 +119,7 @@ def find_checkpoint(
     if spec is False:
         return None
     if spec is True or spec == AUTO:
-        experiment = Path(output_dir).expanduser().absolute() / exp_name
+        experiment = Path(os.path.expanduser(output_dir)).absolute() / exp_name
         found = _newest_of_experiment(experiment, current)
         if found is None and spec is True:
             raise NoCheckpointError(
@@ -127,7 +127,7 @@ def find_checkpoint(
                 " or a checkpoint, or set it to auto to start from the beginning"
             )
         return found
-    place = Path(spec).expanduser().absolute()
+    place = Path(os.path.expanduser(spec)).absolute()
     if not place.is_dir():
         raise NoCheckpointError(f"resume_from_checkpoint: {place} does not exist or is not a directory")
     if CheckpointStore.is_checkpoint(place):
