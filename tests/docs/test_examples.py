@@ -454,7 +454,8 @@ def test_reward_functions_of_other_frameworks_on_the_page_are_recognized(tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "page_foreign.py").write_text(example("docs/rewards.md", "def exact"), encoding="utf-8")
     row = {"prompt": "1+1=", "messages": [], "completion_ids": [5]}
-    for function, metadata in (("exact", {"answer": "2"}), ("compute_score", {"ground_truth": "2"})):
+    columns = {"exact": {"answer": "2"}, "compute_score": {"ground_truth": "2"}, "reward_func": {"label": "2"}}
+    for function, metadata in columns.items():
         score = prepare({"function": f"page_foreign:{function}"})
         assert [score(response=text, metadata=metadata, **row)["value"] for text in (" 2", "3")] == [1.0, 0.0]
 

@@ -1,4 +1,4 @@
-"""Reward functions as the documentation of TRL and of verl writes them, unchanged under `reward: function`."""
+"""Reward functions as users of TRL, verl and OpenRLHF write them, unchanged under `reward: function`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 VERL_DICT = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0.5, "acc": True, "pred": solution_str, "parts": [1, 2], "skipped": None}
+"""
+OPENRLHF = """
+def reward_func(queries, prompts, labels, **kwargs):
+    assert prompts == ["<user>2+2?"], prompts
+    rewards = [float(query == prompt + label) for query, prompt, label in zip(queries, prompts, labels)]
+    return {"rewards": rewards, "scores": [0.5], "extra_logs": {"length": [len(queries[0])], "kind": "sum"}}
 """
 ROW = {
     "data_source": "openai/gsm8k",
@@ -166,6 +172,30 @@ def test_what_verls_functions_may_not_return_names_the_function(reward_of, askin
         reward_of(source, "compute_score", isolation="none").score(asking("4", **ROW))
 
 
+@BOTH
+def test_a_function_for_openrlhf_runs_unchanged(reward_of, asking, isolation):
+    reward = reward_of(OPENRLHF, label="answer", isolation=isolation)
+    found = [reward.score(asked(asking, text, {"answer": "4"})) for text in ("4", "5")]
+    assert [each.value for each in found] == [1.0, 0.0]
+    assert found[0].detail == {"scores": 0.5, "length": 11.0, "kind": "sum"}
+
+
+@pytest.mark.parametrize("returned", ["[0.5]", "{'rewards': 0.5}", "{'rewards': [[0.5]]}", "numpy.array([0.5])"])
+def test_a_reward_of_openrlhf_is_a_number_a_list_or_an_array(reward_of, asking, returned):
+    source = f"import numpy\ndef f(q, p, answers):\n    assert answers == ['']\n    return {returned}"
+    assert reward_of(source, "f", signature="openrlhf", isolation="none").score(asking("4")).value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "fact"),
+    [("{'scores': [1.0]}", "rewards"), ("{'rewards': [1.0, 2.0]}", "2 rewards"), ("{'rewards': ['x']}", "str")],
+)
+def test_what_openrlhfs_functions_may_not_return_names_the_function(reward_of, asking, returned, fact):
+    reward = reward_of(f"def reward_func(queries, prompts, labels): return {returned}", isolation="none")
+    with raises_error(RewardFailure, ":reward_func", fact):
+        reward.score(asking("4"))
+
+
 @pytest.mark.parametrize(
     ("source", "signature", "facts"),
     [
@@ -177,6 +207,7 @@ def test_what_verls_functions_may_not_return_names_the_function(reward_of, askin
         ("def f(data_source, solution_str, ground_truth, extra_info, more): return 1", "auto", ("'more'",)),
         ("def f(data_source, solution_str, ground_truth, extra_info): return 1", "verl", ("'data_source'",)),
         ("def f(completions, **kwargs): return [1]", "roll", ("f(prompt, response, **metadata)",)),
+        ("def f(queries, prompts): return [1]", "auto", ("f(queries, prompts, labels)",)),
     ],
 )
 def test_a_function_that_the_rows_cannot_serve_is_found_by_check(user_module, source, signature, facts):

@@ -34,7 +34,7 @@ class FunctionReward(RewardFunction):
     """Calls `f(prompt, response, **metadata)`, which returns a number, a `Reward`, or a dict with `value`.
 
     Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`. Functions
-    written for TRL or verl are called as there, see `user_function`.
+    written for TRL, verl or OpenRLHF are called as there, see `user_function`.
     """
 
     config: FunctionConfig
@@ -45,7 +45,7 @@ class FunctionReward(RewardFunction):
     def start(self) -> None:
         """Import the function's module. Raises `ConfigError` if that fails."""
         config = self.config
-        options = {"function": config.function, "signature": config.signature}
+        options = {"function": config.function, "signature": config.signature, "label": config.label}
         if config.isolation == "none":
             self._in_worker = _InWorker(_load_here(config, options))
             return

@@ -19,10 +19,13 @@ class FunctionConfig(RewardConfig):
     reward: Literal["function"]
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
     """`module:function`, importable from the working directory: `f(prompt, response, **metadata)`."""
-    signature: Literal["auto", "roll", "trl", "verl"] = "auto"
+    signature: Literal["auto", "roll", "trl", "verl", "openrlhf"] = "auto"
     """Framework that the function was written for. `roll`: as above. `trl`: `f(completions, prompts, **columns)`, lists
-    with one sample. `verl`: `f(data_source, solution_str, ground_truth, extra_info)`. `auto`: `trl` if it has a
-    parameter `completions` or `completion_ids`, `verl` if it has `solution_str`, otherwise `roll`."""
+    with one sample. `verl`: `f(data_source, solution_str, ground_truth, extra_info)`. `openrlhf`: `f(queries, prompts,
+    labels)`, lists with one sample. `auto`: `trl` if it has a parameter `completions` or `completion_ids`, `verl` if it
+    has `solution_str`, `openrlhf` if it has `queries`, otherwise `roll`."""
+    label: str = "label"
+    """Column for `labels`, with `signature: openrlhf`. Rows without it have the label ''."""
     isolation: Literal["process", "none"] = "process"
     """`process`: run the function in child processes, which are killed when it hangs. `none`: run it in the worker
     itself, for functions that need the worker's memory. A call that hangs without releasing the GIL then blocks the
@@ -45,5 +48,5 @@ class FunctionConfig(RewardConfig):
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
         from roll_rewards.user_function import check
 
-        reason = check(self.function, columns, timeout_s, signature=self.signature)
+        reason = check(self.function, columns, timeout_s, signature=self.signature, label=self.label)
         return {"function": f"{self.function} cannot be used: {reason}"} if reason else {}

@@ -4,8 +4,10 @@
     roll        f(prompt, response, **columns)                                 a number, a `Reward`, a dict
     trl         f(prompts=[…], completions=[…], completion_ids=[…], **columns)  a list with a number or None
     verl        f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)  a number, or a dict with `score`
+    openrlhf    f([query], [prompt], [label])                                  a dict with `rewards`, or these
 
-The calls are those of `GRPOTrainer._calculate_rewards` of TRL and of `NaiveRewardManager` of verl, with one sample.
+The calls are those of `GRPOTrainer._calculate_rewards` of TRL, of `NaiveRewardManager` of verl, and of
+`SingleTurnAgentExecutor` of OpenRLHF, with one sample.
 
 Child processes import this module too, so it imports nothing heavy.
 """
@@ -67,10 +69,14 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
             return reward_values(answer, name)
 
         return score
+    if adapter is _openrlhf:
+        return _openrlhf(name, function, options.get("columns"), label=options.get("label", "label"))
     return adapter(name, function, options.get("columns"))
 
 
-def check(function: str, columns: Collection[str] | None, timeout_s: float, *, signature: str = "auto") -> str:
+def check(
+    function: str, columns: Collection[str] | None, timeout_s: float, *, signature: str = "auto", label: str = "label"
+) -> str:
     """Why the function cannot score rows with these columns (None: unknown); empty if it can.
 
     Loads the function in a child process. Raises `TimeoutError` if that takes longer than `timeout_s` seconds.
@@ -78,7 +84,7 @@ def check(function: str, columns: Collection[str] | None, timeout_s: float, *, s
     from roll_core.runtime.workers.reward_pool import RewardPool
 
     named = None if columns is None else sorted(columns)
-    options = {"function": function, "signature": signature, "columns": named}
+    options = {"function": function, "signature": signature, "columns": named, "label": label}
     begun = time.monotonic()
     pool = RewardPool(f"{__name__}:prepare", options, size=1, start_timeout_s=timeout_s)
     try:
@@ -164,7 +170,7 @@ def _signature_of(function: Any) -> str:
     names = _parameters(function)
     if {"completions", "completion_ids"} & names.keys():
         return "trl"
-    return "verl" if "solution_str" in names else "roll"
+    return "verl" if "solution_str" in names else "openrlhf" if "queries" in names else "roll"
 
 
 def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[..., RewardValues]:
@@ -233,7 +239,51 @@ def _verl(name: str, function: Any, columns: Collection[str] | None) -> Callable
     return score
 
 
-_ADAPTERS = {"trl": _trl, "verl": _verl}
+def _openrlhf(
+    name: str, function: Any, columns: Collection[str] | None, *, label: str = "label"
+) -> Callable[..., RewardValues]:
+    """Adapter for `f(queries, prompts, labels) -> {"rewards": …, "scores": …, "extra_logs": {…}}`.
+
+    A query is the prompt and the response as text, without the response's end token. The value is the reward; scores
+    and logs become details. Older functions return the rewards alone.
+    """
+    try:
+        inspect.signature(function).bind(["query"], ["prompt"], ["label"])
+    except ValueError:  # see `_check_signature`
+        pass
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be called as f(queries, prompts, labels): {error}") from error
+
+    def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
+        given = metadata.get(label)
+        answer = function([prompt + response], [prompt], ["" if given is None else given])
+        if not isinstance(answer, dict):
+            answer = {"rewards": answer}
+        if answer.get("rewards") is None:
+            raise RewardFailure(f"{name} returned a dict without 'rewards': {', '.join(map(str, answer))}")
+        logs = answer.get("extra_logs") or {}
+        scores = {} if answer.get("scores") is None else {"scores": answer["scores"]}
+        detail = {str(key): _detail(_only(each)) for key, each in {**logs, **scores}.items()}
+        return {"value": _number(_only(answer["rewards"], name), name), "failure": "", "detail": detail}
+
+    return score
+
+
+def _only(values: Any, name: str = "") -> Any:
+    """The one element of a list, an array or a tensor; other values as they are."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or (len(values) != 1 and not name):
+        return values
+    if len(values) != 1:
+        raise RewardFailure(f"{name} returned {len(values)} rewards for 1 query")
+    return _only(values[0], name)
+
+
+_ADAPTERS: Mapping[str, Callable[..., Callable[..., RewardValues]]] = {
+    "trl": _trl,
+    "verl": _verl,
+    "openrlhf": _openrlhf,
+}
 
 
 class _Runner:
