@@ -1,8 +1,9 @@
-"""Whatever stands in a file that could be ROLL's or verl's: a report that is complete, or one of our errors."""
+"""Whatever stands in a file of ROLL, verl or OpenRLHF: a report that is complete, or one of our errors."""
 
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.providers import PipelineProvider
 from roll_migrate.command import written
+from roll_migrate.openrlhf import import_openrlhf
 from roll_migrate.roll import import_roll
 from roll_migrate.verl import import_verl
 
@@ -27,6 +29,12 @@ VERL = [
     yaml.safe_load((FILES.with_name("verl") / f"{name}.yaml").read_text())
     for name in ("grpo_fsdp_vllm", "ppo_megatron")
 ]
+SCRIPTS = [
+    [re.split(r"\\$| # | 2>&1", line)[0].strip() for line in file.read_text().splitlines() if re.match(r" +--\w", line)]
+    for file in sorted(FILES.with_name("openrlhf").glob("*.sh"))
+]
+WORDS = ["", "-1", "0", "0.5", "1e9", "x", "gspo", "group_norm", "a.py", "$NOWHERE", "''", "Ünï cödé"]
+TRAINERS = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
 JUNK = st.one_of(
     st.none(),
     st.booleans(),
@@ -86,9 +94,26 @@ def test_every_key_of_verl_is_accounted_for_or_the_file_is_refused(data, registr
     check(import_verl, data, registry, tmp_path)
 
 
-def check(importer, data, registry, tmp_path):
-    file = tmp_path / "theirs.yaml"
-    file.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
+@st.composite
+def launches(draw):
+    """Lines with flags of any scripts, some of them with other values, for any trainer."""
+    lines = [line for script in draw(st.lists(st.sampled_from(SCRIPTS), min_size=1, max_size=2)) for line in script]
+    for at in draw(st.lists(st.integers(0, len(lines) - 1), max_size=6)):
+        flag, _, value = lines[at].partition(" ")
+        lines[at] = f"{flag} {draw(st.sampled_from([*WORDS, value * 2]))}"
+    return f"python3 -m openrlhf.cli.{draw(st.sampled_from(TRAINERS))} {' '.join(lines)}\n"
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(text=launches())
+def test_every_flag_of_openrlhf_is_accounted_for_or_the_script_is_refused(text, registry, tmp_path):
+    flags = {word[2:].partition("=")[0]: None for word in text.split() if word.startswith("--")}
+    check(import_openrlhf, flags, registry, tmp_path, text)
+
+
+def check(importer, data, registry, tmp_path, text=""):
+    file = tmp_path / ("theirs.sh" if text else "theirs.yaml")
+    file.write_text(text or yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
     try:
         imported = importer(file, registry)
     except RollError:

@@ -57,8 +57,8 @@ def command(words: Sequence[str], registry: Registry) -> int:
         "Convert another framework's config, and report the result for each key. The exit code is 1 if roll-core check"
         " finds mistakes in the new config.",
     )
-    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL, verl for verl")
-    parser.add_argument("file", metavar="FILE", type=Path, help="YAML file of the other framework")
+    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL, verl or openrlhf")
+    parser.add_argument("file", metavar="FILE", type=Path, help="config or script of the other framework")
     parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to write (default: stdout)")
     parser.add_argument("-v", "--verbose", action="store_true", help="also list keys that are kept or not needed")
     parser.add_argument("--json", action="store_true", help="print report and config as JSON")

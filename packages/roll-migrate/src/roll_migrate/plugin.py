@@ -25,7 +25,7 @@ def roll_commands() -> Iterator[CommandProvider]:
 
 @hookimpl
 def roll_importers() -> Iterator[ImporterProvider]:
-    """Importers of the configs of alibaba/ROLL and of verl."""
+    """Importers of the configs of alibaba/ROLL, verl and OpenRLHF."""
     yield ImporterProvider(
         name="roll",
         target="roll_migrate.roll:import_roll",
@@ -35,4 +35,9 @@ def roll_importers() -> Iterator[ImporterProvider]:
         name="verl",
         target="roll_migrate.verl:import_verl",
         summary="A config of verl's PPO trainer, or a script with its overrides",
+    )
+    yield ImporterProvider(
+        name="openrlhf",
+        target="roll_migrate.openrlhf:import_openrlhf",
+        summary="A script that starts OpenRLHF's trainer of PPO, SFT, DPO or reward models",
     )

@@ -134,6 +134,42 @@ def rename(to: str, note: str = "") -> KeyRule:
     return KeyRule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", convert)
 
 
+def dotted(target: str) -> KeyPath:
+    """Path of a dotted key."""
+    return tuple(target.split("."))
+
+
+def to(*targets: str, note: str = "", differs: bool = False, neutral: tuple[Any, ...] = ()) -> KeyRule:
+    """Write the value at other paths. A value in `neutral` is roll-core's default."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        if any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral):
+            return Outcome("not needed", (), "it is the default here")
+        return Outcome("differs" if differs else "renamed", tuple((dotted(target), value) for target in targets), note)
+
+    return KeyRule(f"→ `{'`, `'.join(targets)}`", convert)
+
+
+def only(condition: Callable[[Mapping[str, Any]], bool], why: str, rules: Table) -> Table:
+    """Rules that apply if the config fulfils a condition."""
+
+    def limited(rule: Any) -> Any:
+        if not isinstance(rule, KeyRule):
+            return only(condition, why, rule)
+
+        def convert(value: Any, key: Key) -> Outcome:
+            return rule(value, key) if condition(key.source) else Outcome("not needed", (), why)
+
+        return KeyRule(rule.says, convert)
+
+    return {name: limited(rule) for name, rule in rules.items()}
+
+
+def changed(target: str, value: Any, note: str = "") -> Outcome:
+    """Write another value at the dotted key `target`."""
+    return Outcome("changed", ((dotted(target), value),), note)
+
+
 def change(says: str, convert: Callable[[Any, Key], Outcome], *, nested: bool = False) -> KeyRule:
     """Convert the value with the function `convert`, which `says` describes.
 

@@ -6,11 +6,7 @@ words are Hydra overrides: `data.train_batch_size=64`.
 
 from __future__ import annotations
 
-import ast
-import operator
-import os
 import re
-import shlex
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -19,11 +15,12 @@ from roll_core.config.compose import compose
 from roll_core.config.positions import FileLayer, Positions
 from roll_core.config.source import Loader, read_source
 from roll_core.config.unknown_keys import suggest_key
-from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.errors import UnsupportedError
 from roll_core.spec.providers import TrackerProvider
 from roll_migrate import verl_keys as verl
 from roll_migrate.conversion import Conversion, ImportedConfig, ImportedKey, has, keys, paths, put, with_environment
 from roll_migrate.rules import Outcome, value_at
+from roll_migrate.scripts import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,72 +77,25 @@ def _with_null(value: Any) -> Any:
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|model_engine)=(.*)")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|model_engine)=(.*)", re.DOTALL)
 
 
 def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
-    """Values and positions of the Hydra overrides in a script, with the variables that it sets."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ConfigError(
-            [ConfigProblem(str(path), "", f"cannot be read: {error.strerror}", code="ROLL-C020")]
-        ) from error
+    """Values and positions of the Hydra overrides in a script."""
     data: dict[str, Any] = {}
     found: dict[KeyPath, str] = {}
-    variables = {"HOME": os.path.expanduser("~")}
     before = ""
-    for number, line in enumerate(lines, 1):
-        for word in _words(line, variables):
-            if before in ("--config-name", "-cn") or word.startswith(("--config-name=", "-cn=")):
-                if "megatron" in word:
-                    data.setdefault("model_engine", "megatron")
-            elif override := _OVERRIDE.fullmatch(word):
-                name, text = override[1], _substituted(override[2], variables)
-                where = f"{path}:{number}:{line.find(name) + 1}"
-                if "$" in text or "`" in text:
-                    hint = "set the variable in the script, or write its value"
-                    raise ConfigError(
-                        [ConfigProblem(where, name, f"the value of {text} is unknown", hint, "ROLL-C022")]
-                    )
-                steps = tuple(name.split("."))
-                found[steps] = where
-                put(data, steps, _value(text))
-            elif assignment := _ASSIGNMENT.fullmatch(word):
-                variables[assignment[1]] = _substituted(assignment[2], variables)
-            before = word
+    for word in words_of(path):
+        text = word.text
+        if before in ("--config-name", "-cn") or text.startswith(("--config-name=", "-cn=")):
+            if "megatron" in text:
+                data.setdefault("model_engine", "megatron")
+        elif override := _OVERRIDE.fullmatch(text):
+            steps = tuple(override[1].split("."))
+            found[steps] = word.where
+            put(data, steps, _value(word.value(override[1], override[2])))
+        before = text
     return data, lambda key: next((found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in found), str(path))
-
-
-def _words(line: str, variables: Mapping[str, str]) -> list[str]:
-    line = _ARITHMETIC.sub(lambda match: _calculated(match[0], match[1], variables), line.strip()).rstrip("\\")
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # a quoted text of several lines
-        return line.split()
-
-
-def _substituted(text: str, variables: Mapping[str, str]) -> str:
-    """Replace the variables that are known; the others stay."""
-    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), text)
-
-
-def _calculated(whole: str, text: str, variables: Mapping[str, str]) -> str:
-    """Result of an arithmetic expression of integers; `whole` if it is another."""
-
-    def result(node: ast.expr) -> int:
-        if isinstance(node, ast.BinOp):
-            return int(_OPERATORS[type(node.op)](result(node.left), result(node.right)))
-        return int(variables[node.id] if isinstance(node, ast.Name) else node.value)  # type: ignore[attr-defined]
-
-    try:
-        return str(result(ast.parse(_substituted(text, variables).strip(), mode="eval").body))
-    except (SyntaxError, LookupError, AttributeError, TypeError, ValueError, ZeroDivisionError):
-        return whole
 
 
 def _value(text: str) -> Any:

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_migrate.rules import Key, KeyRule, Outcome, Table, change, each, refused, unneeded, unsupported, value_at
+from roll_migrate.rules import (
+    Key,
+    KeyRule,
+    Outcome,
+    Table,
+    change,
+    changed,
+    dotted,
+    each,
+    only,
+    refused,
+    to,
+    unneeded,
+    unsupported,
+    value_at,
+)
+from roll_migrate.shared_rules import count_rows, experiment, python_function, track_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from roll_core.config.source import KeyPath
 
 ROLE = "actor_rollout_ref"
@@ -126,36 +139,6 @@ def loss_mode(source: Mapping[str, Any]) -> str:
 # -- kinds of rules ----------------------------------------------------------------------------------------------------
 
 
-def _path(target: str) -> KeyPath:
-    return tuple(target.split("."))
-
-
-def to(*targets: str, note: str = "", differs: bool = False, neutral: tuple[Any, ...] = ()) -> KeyRule:
-    """Write the value at other paths. A value in `neutral` is roll-core's default."""
-
-    def convert(value: Any, key: Key) -> Outcome:
-        if any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral):
-            return Outcome("not needed", (), "it is the default here")
-        return Outcome("differs" if differs else "renamed", tuple((_path(target), value) for target in targets), note)
-
-    return KeyRule(f"→ `{'`, `'.join(targets)}`", convert)
-
-
-def only(condition: Callable[[Mapping[str, Any]], bool], why: str, rules: Table) -> Table:
-    """Rules that apply if the config fulfils a condition."""
-
-    def limited(rule: Any) -> Any:
-        if not isinstance(rule, KeyRule):
-            return only(condition, why, rule)
-
-        def convert(value: Any, key: Key) -> Outcome:
-            return rule(value, key) if condition(key.source) else Outcome("not needed", (), why)
-
-        return KeyRule(rule.says, convert)
-
-    return {name: limited(rule) for name, rule in rules.items()}
-
-
 def switched(note: str, switch: str = "enable") -> KeyRule:
     """Reject a mapping if its switch is on."""
 
@@ -167,10 +150,6 @@ def switched(note: str, switch: str = "enable") -> KeyRule:
     return KeyRule(f"rejected if {switch} is on: {note}", convert)
 
 
-def _changed(target: str, value: Any, note: str = "") -> Outcome:
-    return Outcome("changed", ((_path(target), value),), note)
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +157,7 @@ def _files(target: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         names = value if isinstance(value, list) else [value]
         found = [os.path.expanduser(name) if isinstance(name, str) else name for name in names]
-        return Outcome("renamed", ((_path(target), found if isinstance(value, list) else found[0]),))
+        return Outcome("renamed", ((dotted(target), found if isinstance(value, list) else found[0]),))
 
     return change(f"→ `{target}`", convert, nested=True)
 
@@ -272,7 +251,7 @@ def _if_adaptive(target: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         if key.beside("type") != "adaptive":
             return Outcome("not needed", (), "kl_ctrl.type is not adaptive")
-        return Outcome("renamed", ((_path(target), value),))
+        return Outcome("renamed", ((dotted(target), value),))
 
     return _in_reward(KeyRule(f"→ `{target}`", convert))
 
@@ -373,13 +352,13 @@ def _constant_of(loss: str) -> KeyRule:
 def _mini_batch(value: Any, key: Key) -> Outcome:
     role = _ours(key)
     steps, how = accumulation(key.source, key.path[:-1])
-    return _changed(f"{role}.training_args.gradient_accumulation_steps", steps, how)
+    return changed(f"{role}.training_args.gradient_accumulation_steps", steps, how)
 
 
 def _micro_batch(value: Any, key: Key) -> Outcome:
     if dynamic(key.source, key.path[:-1]):
         return Outcome("not needed", (), "use_dynamic_bsz fills micro-batches by tokens")
-    return Outcome("renamed", ((_path(f"{_ours(key)}.training_args.per_device_train_batch_size"), value),))
+    return Outcome("renamed", ((dotted(f"{_ours(key)}.training_args.per_device_train_batch_size"), value),))
 
 
 def _ours(key: Key) -> str:
@@ -395,7 +374,7 @@ def _tokens(name: str) -> KeyRule:
         size = ulysses(key.source, role)
         note = f"{value} per GPU × ulysses_sequence_parallel_size {size}" if size > 1 else ""
         target = f"{_ours(key)}.max_tokens_per_microbatch_in_{name}"
-        return Outcome("renamed", ((_path(target), value * size if isinstance(value, int) else value),), note)
+        return Outcome("renamed", ((dotted(target), value * size if isinstance(value, int) else value),), note)
 
     return KeyRule(f"→ `max_tokens_per_microbatch_in_{name}`", convert)
 
@@ -404,14 +383,14 @@ def _dynamic(name: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         if not value:
             return Outcome("not needed", (), "it is off here too")
-        return Outcome("renamed", ((_path(f"{_ours(key)}.use_dynamic_batching_in_{name}"), True),))
+        return Outcome("renamed", ((dotted(f"{_ours(key)}.use_dynamic_batching_in_{name}"), True),))
 
     return KeyRule(f"→ `use_dynamic_batching_in_{name}`", convert)
 
 
 def _in_role(name: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
-        return Outcome("renamed", ((_path(f"{_ours(key)}.{name}"), value),))
+        return Outcome("renamed", ((dotted(f"{_ours(key)}.{name}"), value),))
 
     return KeyRule(f"→ `{name}` of the role", convert)
 
@@ -425,7 +404,7 @@ def _dtype(value: Any, key: Key) -> Outcome:
 def _fsdp_size(value: Any, key: Key) -> Outcome:
     if not isinstance(value, int) or value < 1:
         return Outcome("not needed", (), "all ranks share one copy of the model")
-    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.fsdp_size"), value),))
+    return Outcome("renamed", ((dotted(f"{_ours(key)}.strategy_args.strategy_config.fsdp_size"), value),))
 
 
 def _sequence_parallel(value: Any, key: Key) -> Outcome:
@@ -433,25 +412,25 @@ def _sequence_parallel(value: Any, key: Key) -> Outcome:
         return Outcome("not needed", (), "1 has no effect")
     if backend(key.source) == "megatron":
         return Outcome("not needed", (), "Megatron has context_parallel_size")
-    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.ulysses_size"), value),))
+    return Outcome("renamed", ((dotted(f"{_ours(key)}.strategy_args.strategy_config.ulysses_size"), value),))
 
 
 def _megatron_sequences(value: Any, key: Key) -> Outcome:
     if not value or key.beside("tensor_model_parallel_size") in (None, 1):
         return Outcome("not needed", (), "it has no effect without tensor parallelism")
-    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.sequence_parallel"), value),))
+    return Outcome("renamed", ((dotted(f"{_ours(key)}.strategy_args.strategy_config.sequence_parallel"), value),))
 
 
 def _recompute_modules(value: Any, key: Key) -> Outcome:
     if key.beside("recompute_granularity") != "selective":
         return Outcome("not needed", (), "recompute_granularity is not selective")
-    return Outcome("renamed", ((_path(f"{_ours(key)}.strategy_args.strategy_config.recompute_modules"), value),))
+    return Outcome("renamed", ((dotted(f"{_ours(key)}.strategy_args.strategy_config.recompute_modules"), value),))
 
 
 def _strategy(value: Any, key: Key) -> Outcome:
     train = "megatron_train" if value == "megatron" else "fsdp2_train" if str(value).startswith("fsdp") else value
     name = str(train).replace("_train", "_infer") if _ours(key) == "reference" else train
-    return _changed(f"{_ours(key)}.strategy_args.strategy_name", name, "" if value != "fsdp" else "by FSDP2")
+    return changed(f"{_ours(key)}.strategy_args.strategy_name", name, "" if value != "fsdp" else "by FSDP2")
 
 
 def _schedule(value: Any, key: Key) -> Outcome:
@@ -459,21 +438,21 @@ def _schedule(value: Any, key: Key) -> Outcome:
     warm = warms_up(key.source, optim)
     floor = value_at(key.source, (*optim, "min_lr_ratio")) or 0
     if value == "constant":
-        return _changed(f"{target}.lr_scheduler_type", "constant_with_warmup" if warm else "constant")
+        return changed(f"{target}.lr_scheduler_type", "constant_with_warmup" if warm else "constant")
     if value == "cosine" and floor:
         writes = (
-            (_path(f"{target}.lr_scheduler_type"), "cosine_with_min_lr"),
-            (_path(f"{target}.lr_scheduler_kwargs.min_lr_rate"), floor),
+            (dotted(f"{target}.lr_scheduler_type"), "cosine_with_min_lr"),
+            (dotted(f"{target}.lr_scheduler_kwargs.min_lr_rate"), floor),
         )
         return Outcome("changed", writes)
-    return Outcome("renamed", ((_path(f"{target}.lr_scheduler_type"), value),))
+    return Outcome("renamed", ((dotted(f"{target}.lr_scheduler_type"), value),))
 
 
 def _positive(name: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         if not isinstance(value, (int, float)) or value <= 0:
             return Outcome("not needed", (), "there is no warm-up")
-        return Outcome("renamed", ((_path(f"{_ours(key)}.training_args.{name}"), value),))
+        return Outcome("renamed", ((dotted(f"{_ours(key)}.training_args.{name}"), value),))
 
     return KeyRule(f"→ `training_args.{name}`", convert)
 
@@ -482,7 +461,7 @@ def _betas(value: Any, key: Key) -> Outcome:
     if not isinstance(value, list) or len(value) != 2:
         return Outcome("unsupported", ((key.path, value),), "expected two numbers")
     target = f"{_ours(key)}.training_args"
-    return Outcome("renamed", tuple((_path(f"{target}.adam_beta{at}"), each) for at, each in enumerate(value, 1)))
+    return Outcome("renamed", tuple((dotted(f"{target}.adam_beta{at}"), each) for at, each in enumerate(value, 1)))
 
 
 def _grad_clip(value: Any, key: Key) -> Outcome:
@@ -499,7 +478,7 @@ def _grad_clip(value: Any, key: Key) -> Outcome:
 
 def _engine(value: Any, key: Key) -> Outcome:
     name = {"hf": "hf_infer"}.get(value, value)
-    return Outcome("renamed", ((_path("actor_infer.strategy_args.strategy_name"), name),))
+    return Outcome("renamed", ((dotted("actor_infer.strategy_args.strategy_name"), name),))
 
 
 def _engine_key(vllm: str, sglang: str = "") -> KeyRule:
@@ -507,14 +486,14 @@ def _engine_key(vllm: str, sglang: str = "") -> KeyRule:
         name = {"vllm": vllm, "sglang": sglang}.get(str(key.at(*ROLLOUT, "name")), vllm)
         if not name:
             return Outcome("not needed", (), "the engine decides")
-        return Outcome("renamed", ((_path(f"actor_infer.strategy_args.strategy_config.{name}"), value),))
+        return Outcome("renamed", ((dotted(f"actor_infer.strategy_args.strategy_config.{name}"), value),))
 
     return KeyRule(f"→ `{vllm}` of vllm, `{sglang or '–'}` of sglang", convert)
 
 
 def _engine_kwargs(value: Any, key: Key) -> Outcome:
     own = value_at(value, (str(key.at(*ROLLOUT, "name")),)) or {}
-    target = _path("actor_infer.strategy_args.strategy_config")
+    target = dotted("actor_infer.strategy_args.strategy_config")
     return Outcome("renamed" if own else "not needed", tuple(((*target, name), each) for name, each in own.items()))
 
 
@@ -522,13 +501,13 @@ def _engine_dtype(value: Any, key: Key) -> Outcome:
     names = {"float16": "fp16", "float32": "fp32"}
     if value in ("bfloat16", "bf16", "auto"):
         return Outcome("not needed", (), "bf16 is the default")
-    return _changed("actor_infer.model_args.dtype", names.get(value, value))
+    return changed("actor_infer.model_args.dtype", names.get(value, value))
 
 
 def _routing_replay(value: Any, key: Key) -> Outcome:
     if not value:
         return Outcome("not needed", (), "it is off")
-    return _changed("router_replay.mode", "R3")
+    return changed("router_replay.mode", "R3")
 
 
 def _gpus(value: Any, key: Key) -> Outcome:
@@ -552,32 +531,15 @@ def _epochs(value: Any, key: Key) -> Outcome:
 
 
 def num_rows(source: Mapping[str, Any]) -> int | None:
-    """Rows of `data.train_files`, at most `train_max_samples`; None if a file is not here, or neither Parquet nor JSON
-    lines."""
-    files = value_at(source, ("data", "train_files"))
-    total = 0
-    for name in files if isinstance(files, list) else [files]:
-        path = Path(os.path.expanduser(str(name)))
-        try:
-            if path.suffix == ".parquet":
-                import pyarrow.parquet
-
-                total += pyarrow.parquet.read_metadata(path).num_rows
-            elif path.suffix == ".jsonl":
-                with path.open("rb") as lines:
-                    total += sum(1 for line in lines if line.strip())
-            else:
-                return None
-        except (OSError, ValueError):  # ArrowInvalid
-            return None
+    """Rows of `data.train_files`, at most `train_max_samples`; None if they cannot be counted from here."""
     limit = given(source, ("data", "train_max_samples"), -1)
-    return min(total, limit) if isinstance(limit, int) and limit > 0 else total
+    return count_rows(value_at(source, ("data", "train_files")), limit)
 
 
 def _frequency(target: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         off = not isinstance(value, int) or value < 1
-        return _changed(target, 0 if off else value, f"{value} is off" if off else "")
+        return changed(target, 0 if off else value, f"{value} is off" if off else "")
 
     return KeyRule(f"→ `{target}`; -1 becomes 0", convert)
 
@@ -593,21 +555,12 @@ def _val_before_train(value: Any, key: Key) -> Outcome:
 def _resume(value: Any, key: Key) -> Outcome:
     known = {"auto": "auto", "disable": False}
     if value in known:
-        return _changed("resume_from_checkpoint", known[value])
+        return changed("resume_from_checkpoint", known[value])
     return Outcome("unsupported", (), "verl's checkpoints cannot be read: convert to a Hugging Face model for pretrain")
 
 
 def _logger(value: Any, key: Key) -> Outcome:
-    names = [name for name in (value if isinstance(value, list) else [value]) if name not in ("console", "file")]
-    found = [name for name in names if name in key.trackers]
-    missing = [str(name) for name in names if name not in key.trackers]
-    note = "console and metrics.jsonl are always written"
-    if missing:
-        installed = ", ".join(key.trackers)
-        return Outcome(
-            "unsupported", ((("track_with",), found),), f"no tracker {', '.join(missing)} (installed: {installed})"
-        )
-    return Outcome("changed", ((("track_with",), found),), note)
+    return track_with([each for each in loggers(key.source) if each not in ("console", "file")], key)
 
 
 def loggers(source: Mapping[str, Any]) -> list[Any]:
@@ -627,9 +580,7 @@ def _project(value: Any, key: Key) -> Outcome:
 
 
 def _experiment(value: Any, key: Key) -> Outcome:
-    name = "".join(each if each.isalnum() or each in "._-" else "-" for each in str(value)).strip("-") or "verl"
-    note = "" if name == value else "the name of a directory: letters, digits, `.`, `_` and `-`"
-    return Outcome("changed" if note else "renamed", ((("exp_name",), name),), note)
+    return experiment(value, "verl")
 
 
 def _filter(value: Any, key: Key) -> Outcome:
@@ -718,16 +669,8 @@ def _tis_cap(value: Any, key: Key) -> Outcome:
 
 
 def _function(value: Any, key: Key) -> Outcome:
-    path = Path(str(value))
     name = given(key.source, (*key.path[:-1], "name"), "compute_score")
-    parts = path.with_suffix("").parts
-    module = path.stem if path.is_absolute() or str(value).startswith(("~", "$")) or ".." in parts else ".".join(parts)
-    target = ("rewards", REWARD)
-    note = f"with verl's signature; {path.name} must be importable"
-    if module == path.stem and len(parts) > 1:
-        note += f": put {path.parent} on PYTHONPATH"
-    writes = (((*target, "reward"), "function"), ((*target, "function"), f"{module}:{name}"))
-    return Outcome("changed", writes, note)
+    return python_function(value, name, REWARD, "verl")
 
 
 def _manager(value: Any, key: Key) -> Outcome:
@@ -769,14 +712,14 @@ def _trust(value: Any, key: Key) -> Outcome:
 def _checkpointing(value: Any, key: Key) -> Outcome:
     if value:
         return Outcome("not needed", (), "it is on by default")
-    return _changed(f"{_ours(key)}.model_args.disable_gradient_checkpointing", True)
+    return changed(f"{_ours(key)}.model_args.disable_gradient_checkpointing", True)
 
 
 def _lora(name: str) -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
         if not key.beside("lora_rank"):
             return Outcome("not needed", (), "lora_rank is 0")
-        return Outcome("renamed", ((_path(f"{_ours(key)}.model_args.{name}"), value),))
+        return Outcome("renamed", ((dotted(f"{_ours(key)}.model_args.{name}"), value),))
 
     return change(f"→ `model_args.{name}`", convert, nested=True)
 
@@ -798,7 +741,7 @@ MODEL: Table = {
     "override_config": KeyRule(
         "→ `model_args.model_config_kwargs`",
         lambda value, key: (
-            Outcome("renamed", ((_path(f"{_ours(key)}.model_args.model_config_kwargs"), value),))
+            Outcome("renamed", ((dotted(f"{_ours(key)}.model_args.model_config_kwargs"), value),))
             if value
             else Outcome("not needed", (), "it is empty")
         ),

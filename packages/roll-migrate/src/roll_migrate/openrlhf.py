@@ -1,0 +1,259 @@
+"""Converts a launch of OpenRLHF to roll-core's config, and reports the outcome for each of its flags.
+
+The file is a shell script that starts `openrlhf.cli.train_ppo_ray`, `train_sft`, `train_dpo` or `train_rm`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from roll_core.config.unknown_keys import suggest_key
+from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.spec.providers import TrackerProvider
+from roll_migrate import openrlhf_flags as launch
+from roll_migrate import openrlhf_keys as rlhf
+from roll_migrate.conversion import Conversion, ImportedConfig, has
+from roll_migrate.rules import Outcome, dotted, value_at
+from roll_migrate.scripts import words_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from roll_core.config.source import KeyPath
+    from roll_core.plugins.registry import Registry
+    from roll_migrate.rules import KeyRule, Table
+    from roll_migrate.scripts import Word
+
+_MODULE = re.compile(r"(?:\w+=[\"']?)?(?:.*/)?openrlhf[./]cli[./](\w+?)(?:\.py)?")
+_FLAG = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
+_GPUS = re.compile(r"--(?:num_gpus|nproc[_-]per[_-]node)=([1-9]\d*)")
+_OPERATOR = re.compile(r"\d?>.*|[&|;<].*")
+
+
+def import_openrlhf(path: Path, registry: Registry) -> ImportedConfig:
+    """Convert the script at `path`.
+
+    Raises `ConfigError` if it cannot be read, or a flag has no value or a wrong one. Raises `UnsupportedError` unless
+    it starts one trainer that is supported.
+    """
+    trainer, words, gpus = _launch(path)
+    flags = {name: (value, where) for name, value, where in _flags(trainer, words)}
+    source: dict[str, Any] = {launch.TRAINER: trainer, **({launch.GPUS: gpus} if gpus else {})}
+    for name, (value, _) in flags.items():
+        aliases = launch.ALIASES[trainer].get(name, (name,))
+        source |= dict.fromkeys(aliases, value)
+        source[launch.FLAT] = bool(source.get(launch.FLAT)) or ("." not in name and "." in aliases[0])
+    conversion = _OpenRLHFConversion(
+        source=source,
+        pipeline=launch.PIPELINES[trainer],
+        registry=registry,
+        where=lambda key: flags[key[0]][1] if key and key[0] in flags else str(path),
+    )
+    return conversion.run({name: value for name, (value, _) in flags.items()})
+
+
+def _launch(path: Path) -> tuple[str, list[Word], int]:
+    """The trainer, the words after it, and the launcher's number of GPUs (0 if it is not written)."""
+    found: list[tuple[str, list[Word]]] = []
+    others: list[str] = []
+    gpus, before, command = 0, "", -1
+    for word in words_of(path):
+        module = _MODULE.fullmatch(word.text)
+        if word.command == command and _OPERATOR.fullmatch(word.text):
+            command = -1
+        elif word.command == command:
+            found[-1][1].append(word)
+        elif module and module[1] in launch.TRAINERS:
+            found.append((module[1], []))
+            command = word.command
+        elif module:
+            others.append(module[1])
+        elif (match := _GPUS.fullmatch(f"{before}={word.text}")) or (match := _GPUS.fullmatch(word.text)):
+            gpus = int(match[1])
+        before = word.text
+    if found and not others and all(_texts(each) == _texts(found[0]) for each in found):
+        return (*found[0], gpus)
+    started = ", ".join([*(name for name, _ in found), *others]) or "nothing of openrlhf.cli"
+    raise UnsupportedError(f"{path} starts {started}: expected one of {', '.join(launch.TRAINERS)}")
+
+
+def _texts(found: tuple[str, list[Word]]) -> tuple[str, list[str]]:
+    return found[0], [each.text for each in found[1]]
+
+
+def _flags(trainer: str, words: list[Word]) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and position of each flag. Raises `ConfigError` for a word that belongs to none."""
+    table, at = rlhf.TABLES[trainer], 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        flag = _FLAG.fullmatch(word.text)
+        if flag is None:
+            raise _wrong(word, "", f"{word.text} is the value of no flag", "ROLL-C013")
+        name, known = flag[1], flag[1] in table
+        meaning = launch.ALIASES[trainer].get(name, (name,))[0]
+        given = [] if flag[2] is None else [word.value(name, flag[2])]
+        limit = launch.LISTS.get(meaning, 1) if known else 0
+        takes = flag[2] is None and not (known and meaning in launch.SWITCHES)
+        while takes and at < len(words) and not words[at].text.startswith("--") and (not limit or len(given) < limit):
+            text = words[at].text
+            given.append(text if meaning in launch.SECRETS else words[at].value(name, text))
+            at += 1
+        yield name, _value(name, meaning, given, word) if known else " ".join(given) or True, word.where
+
+
+def _value(name: str, meaning: str, given: list[str], word: Word) -> Any:
+    """The value of a flag from its words. Raises `ConfigError` if their number or type is wrong."""
+    if meaning in launch.SWITCHES:
+        if given:
+            raise _wrong(word, name, f"found {given[0]}, but the flag is a switch without a value", "ROLL-C013")
+        return True
+    expected = launch.LISTS.get(meaning, 1)
+    if not given or (expected and len(given) != expected):
+        raise _wrong(word, name, f"found {len(given)} values, expected {expected or 'at least one'}", "ROLL-C011")
+    values: list[Any] = given if meaning in launch.TEXTS else [_number(each, word, name) for each in given]
+    return values if meaning in launch.LISTS else values[0]
+
+
+def _number(text: str, word: Word, name: str) -> int | float:
+    try:
+        value = float(text)
+        if math.isfinite(value):
+            return int(text) if re.fullmatch(r"[+-]?\d+", text) else value
+        if name in ("ckpt.max_mem", "max_ckpt_mem"):
+            return value
+    except ValueError:
+        pass
+    raise _wrong(word, name, f"found {text}, expected a number", "ROLL-C013")
+
+
+def _wrong(word: Word, name: str, message: str, code: str) -> ConfigError:
+    return ConfigError([ConfigProblem(word.where, name, message, "OpenRLHF refuses it too", code)])
+
+
+# -- conversion --------------------------------------------------------------------------------------------------------
+
+
+class _OpenRLHFConversion(Conversion):
+    """Conversion of the flags of one launch."""
+
+    __slots__ = ()
+
+    def run(self, flags: Mapping[str, Any]) -> ImportedConfig:
+        self.config["pipeline"] = self.pipeline
+        trainer = self.source[launch.TRAINER]
+        table = rlhf.TABLES[trainer]
+        self._mapping(table, dict(flags), (), {})
+        for name, default in rlhf.IMPLIED.get(trainer, {}).items():
+            rule: KeyRule = table[name]  # type: ignore[assignment]
+            outcome = rule(default, self._key((name,)))
+            if name not in self.source and outcome.status != "not needed":
+                self._record((name,), default, outcome)
+        added = self._put_added(self._defaults())
+        for role in launch.placement(self.source):
+            path = dotted(role)
+            if isinstance(value_at(self.config, (*path, "strategy_args", "strategy_name")), str):
+                self._strategy(path)
+        kept = [each for each in added if has(self.config, dotted(each.to[0]))]
+        return ImportedConfig(self.pipeline, self.config, (*self.entries.values(), *kept))
+
+    def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
+        hint = suggest_key(path, sorted(table), [])[0]
+        note = f"not a flag of OpenRLHF 0.7 to 0.11{f'; {hint}' if hint else ''}"
+        self._record(path, value, Outcome("unknown", (), note))
+
+    def _defaults(self) -> list[tuple[KeyPath, object, str]]:
+        """OpenRLHF's default behaviour where roll-core's differs."""
+        source = self.source
+        role = launch.POLICY[source[launch.TRAINER]]
+        values: dict[str, object] = {
+            "save_steps": 0,
+            "max_ckpt_to_keep": 3,
+            "track_with": [each for each in launch.trackers(source) if each in self.registry.names(TrackerProvider)],
+        }
+        if source[launch.TRAINER] == launch.PPO:
+            values |= self._rollouts()
+        else:
+            values |= {"overlong": "truncate"}
+            values |= {f"{role}.training_args.num_train_epochs": launch.fact(source, "train.max_epochs") or 1}
+            values |= self._columns()
+        if source[launch.TRAINER] == launch.DPO:
+            values |= {"loss_type": launch.losses(source)}
+        values |= self._trained(role, "actor." if source[launch.TRAINER] == launch.PPO else "", 1e-6)
+        if launch.has_critic(source):
+            values |= self._trained("critic", "critic.", 9e-6)
+            own = source.get("actor.model_name_or_path")
+            model = source.get("reward.model_name_or_path") if launch.has_reward_model(source) else own
+            values |= {"value_clip": 0.5, **({"critic.model_args.model_name_or_path": model} if model else {})}
+        added = [(dotted(key), value, "OpenRLHF's default") for key, value in values.items()]
+        note = "follows from OpenRLHF's flags and defaults"
+        if source[launch.TRAINER] != launch.PPO and launch.GPUS not in source:
+            note += "; the launcher uses all GPUs of the host, taken to be 8"
+        return added + [(dotted(key), value, note) for key, value in launch.computed(source).items()]
+
+    def _columns(self) -> dict[str, object]:
+        """Columns of the rows, and their template."""
+        source = self.source
+        found: dict[str, object] = {}
+        for data in launch.columns(source):
+            if not source.get("data.apply_chat_template"):
+                found[f"{data}.template"] = "plain"
+            if (name := launch.fact(source, "data.input_key")) and "data.input_key" not in source:
+                found[f"{data}.{'messages' if source.get('data.apply_chat_template') else 'prompt'}"] = name
+        return found
+
+    def _trained(self, role: str, prefix: str, rate: float) -> dict[str, object]:
+        source, args = self.source, f"{role}.training_args"
+        values: dict[str, object] = {
+            f"{args}.learning_rate": launch.fact(source, "adam.lr") or rate,
+            f"{args}.adam_beta2": 0.95,
+            f"{args}.lr_scheduler_type": "cosine_with_min_lr",
+            f"{args}.warmup_ratio": 0.03,
+        }
+        if source.get(f"{prefix}lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
+            values[f"{args}.lr_scheduler_kwargs.min_lr_rate"] = 0.1
+        model = f"{'actor' if prefix else 'model'}.gradient_checkpointing_enable"
+        if not source.get(model):
+            values[f"{role}.model_args.disable_gradient_checkpointing"] = True
+        if launch.has_lora(source):
+            values |= {f"{role}.model_args.lora_alpha": 16, f"{role}.model_args.lora_target": "all-linear"}
+        return values
+
+    def _rollouts(self) -> dict[str, object]:
+        """Defaults of rollouts and of the algorithm."""
+        source = self.source
+        estimator, coef = launch.estimator(source), launch.kl_coef(source)
+        values: dict[str, object] = {
+            "rollout_batch_size": 1024,
+            "num_return_sequences_in_group": 1,
+            "loss_agg_mode": "seq-mean-token-mean" if launch.is_gspo(source) else "token-mean",
+            "eval_steps": 0,
+            **rlhf.ESTIMATORS.get(estimator, {}),
+        }
+        if estimator == "gae":
+            values |= {"lambd": 1.0, "whiten_advantages": True}
+        if estimator == "group_norm":
+            values["norm_epsilon"] = 1e-9
+        if estimator not in rlhf.BASELINES:
+            values["reward_clip"] = 10.0
+        if launch.is_gspo(source):
+            values |= {"pg_options.clip_low": 0.2, "pg_options.clip_high": 0.2}
+        if coef and source.get("algo.kl.use_loss"):
+            values |= {"kl_loss_coef": coef, "kl_loss_penalty": "k1"}
+        elif coef:
+            values |= {"add_token_level_kl": True, "init_kl_coef": coef}
+        if launch.replica(source) > 1 or source.get("train.dynamic_batch_enable"):
+            values["shuffle"] = False
+        if source.get("train.async_enable"):
+            values["train_infer_correction.is_weight.enabled"] = False
+        if launch.evaluates(source):
+            values |= {"validation.generating_args.temperature": 0.6}
+            values |= {"validation.generating_args.num_return_sequences": 4}
+            if launch.positive_steps(source) and not source.get(launch.FLAT):
+                values["save_best"] = "val/score/mean"
+        engine = "actor_infer.strategy_args"
+        values |= {f"{engine}.strategy_name": "vllm", f"{engine}.strategy_config.gpu_memory_utilization": 0.95}
+        return values | self._columns()

@@ -1,0 +1,68 @@
+"""Conversions that importers of several frameworks share: names, trackers, Python files, numbers of rows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_migrate.rules import Outcome, dotted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll_migrate.rules import Key
+
+
+def experiment(value: Any, fallback: str) -> Outcome:
+    """Convert the name of an experiment to `exp_name`, or to `fallback` if no character remains."""
+    name = "".join(each if each.isalnum() or each in "._-" else "-" for each in str(value)).strip("-") or fallback
+    note = "" if name == value else "the name of a directory: letters, digits, `.`, `_` and `-`"
+    return Outcome("changed" if note else "renamed", ((("exp_name",), name),), note)
+
+
+def track_with(names: Sequence[Any], key: Key) -> Outcome:
+    """Convert names of trackers to `track_with`. Missing trackers are unsupported."""
+    found = [name for name in names if name in key.trackers]
+    if missing := [str(name) for name in names if name not in key.trackers]:
+        installed = ", ".join(key.trackers)
+        return Outcome(
+            "unsupported", ((("track_with",), found),), f"no tracker {', '.join(missing)} (installed: {installed})"
+        )
+    return Outcome("changed", ((("track_with",), found),), "console and metrics.jsonl are always written")
+
+
+def python_function(value: Any, name: str, reward: str, framework: str) -> Outcome:
+    """Convert a Python file with the reward function `name` to `rewards.<reward>`: a `function`."""
+    path = Path(str(value))
+    parts = path.with_suffix("").parts
+    module = path.stem if path.is_absolute() or str(value).startswith(("~", "$")) or ".." in parts else ".".join(parts)
+    note = f"with {framework}'s signature; {path.name} must be importable"
+    if module == path.stem and len(parts) > 1:
+        note += f": put {path.parent} on PYTHONPATH"
+    target = f"rewards.{reward}"
+    writes = ((dotted(f"{target}.reward"), "function"), (dotted(f"{target}.function"), f"{module}:{name}"))
+    return Outcome("changed", writes, note)
+
+
+def count_rows(files: Any, limit: Any = None) -> int | None:
+    """Number of rows of one file or several, at most `limit`.
+
+    None if a file is missing here, or is neither Parquet nor JSON lines.
+    """
+    total = 0
+    for name in files if isinstance(files, list) else [files]:
+        path = Path(os.path.expanduser(str(name)))
+        try:
+            if path.suffix == ".parquet":
+                import pyarrow.parquet
+
+                total += pyarrow.parquet.read_metadata(path).num_rows
+            elif path.suffix == ".jsonl":
+                with path.open("rb") as lines:
+                    total += sum(1 for line in lines if line.strip())
+            else:
+                return None
+        except (OSError, ValueError):  # ArrowInvalid
+            return None
+    return min(total, limit) if isinstance(limit, int) and limit > 0 else total

@@ -1,0 +1,11 @@
+python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.num_nodes 2 --actor.num_gpus_per_node 4 \
+   --ref.num_nodes 2 --ref.num_gpus_per_node 4 \
+   --train.colocate_all --train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable \
+   --vllm.num_engines 8 \
+   --actor.model_name_or_path models/policy --ds.lora.rank 16 --ds.lora.target_modules q_proj v_proj \
+   --reward.remote_url my_rewards.py \
+   --data.prompt_dataset data/prompts.jsonl --data.label_key answer --data.input_key question \
+   --algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 --rollout.batch_size 64 \
+   --algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0.5 4 \
+   --actor.policy_loss_type ppo --rollout.max_new_tokens 1024

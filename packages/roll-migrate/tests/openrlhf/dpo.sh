@@ -1,0 +1,19 @@
+deepspeed --module openrlhf.cli.train_dpo \
+   --ckpt.output_dir out \
+   --ckpt.save_steps 100 \
+   --train.batch_size 128 \
+   --train.micro_batch_size 2 \
+   --model.model_name_or_path models/policy \
+   --ref.model_name_or_path models/reference \
+   --data.max_len 2048 \
+   --data.dataset data/pairs.jsonl \
+   --data.apply_chat_template \
+   --data.chosen_key better --data.rejected_key worse \
+   --model.beta 0.05 \
+   --model.label_smoothing 0.1 \
+   --model.nll_loss_coef 0.2 \
+   --adam.lr 5e-7 \
+   --adam.weight_decay 0.1 \
+   --max_norm 0.5 \
+   --ds.zero_stage 3 \
+   --eval.dataset data/held_out.jsonl --eval.steps 50

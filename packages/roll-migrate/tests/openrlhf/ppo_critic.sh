@@ -1,0 +1,53 @@
+set -x
+MODEL=models/policy
+GPUS=4
+
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/work"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --ref.num_nodes 1 \
+   --ref.num_gpus_per_node $GPUS \
+   --reward.num_nodes 1 \
+   --reward.num_gpus_per_node 2 \
+   --critic.num_nodes 1 \
+   --critic.num_gpus_per_node 2 \
+   --actor.num_nodes 1 \
+   --actor.num_gpus_per_node ${GPUS} \
+   --train.colocate_actor_ref \
+   --train.colocate_critic_reward \
+   --vllm.num_engines 2 \
+   --vllm.tensor_parallel_size 2 \
+   --vllm.gpu_memory_utilization 0.8 \
+   --vllm.enable_prefix_caching \
+   --actor.model_name_or_path $MODEL \
+   --reward.model_name_or_path models/reward \
+   --ckpt.output_dir "runs/ppo" \
+   --ckpt.save_steps 20 \
+   --train.micro_batch_size 4 \
+   --train.batch_size $((GPUS * 16)) \
+   --rollout.micro_batch_size 8 \
+   --rollout.batch_size 512 \
+   --rollout.max_new_tokens 700 \
+   --rollout.temperature 0.9 \
+   --data.max_len 1024 \
+   --ds.zero_stage 3 \
+   --ds.adam_offload \
+   --actor.adam.lr 5e-7 \
+   --critic.adam.lr=8e-6 \
+   --critic.adam.betas 0.9 0.98 \
+   --critic.freezing_steps 9 \
+   --critic.value_clip 0.3 \
+   --algo.kl.init_coef 0.02 \
+   --algo.kl.target 6.0 \
+   --algo.advantage.lambd 0.95 \
+   --data.prompt_dataset data/prompts.jsonl \
+   --data.input_key context \
+   --data.apply_chat_template \
+   --reward.clip_range -5 5 \
+   --actor.entropy_coef 0.001 \
+   --actor.gradient_checkpointing_enable \
+   --ds.packing_samples \
+   --train.seed 7 \
+   --logger.wandb.key $WANDB_API_KEY \
+   --logger.wandb.project sums \
+   --logger.wandb.run_name "first try"

@@ -1,0 +1,41 @@
+# REINFORCE++-baseline with the flat flags of 0.8
+python3 -m openrlhf.cli.train_ppo_ray \
+   --actor_num_nodes 1 \
+   --actor_num_gpus_per_node 8 \
+   --vllm_num_engines 4 \
+   --vllm_tensor_parallel_size 2 \
+   --colocate_all_models \
+   --vllm_enable_sleep \
+   --deepspeed_enable_sleep \
+   --enforce_eager \
+   --pretrain models/policy \
+   --remote_rm_url rewards/sums.py \
+   --label_key answer \
+   --save_path runs \
+   --micro_train_batch_size 2 \
+   --train_batch_size 256 \
+   --rollout_batch_size 128 \
+   --n_samples_per_prompt 4 \
+   --max_epochs 2 \
+   --prompt_max_len 512 \
+   --generate_max_len 1536 \
+   --zero_stage 2 \
+   --bf16 \
+   --flash_attn \
+   --actor_learning_rate 5e-7 \
+   --adam_betas 0.9 0.99 \
+   --l2 0.01 \
+   --lr_warmup_ratio 0.1 \
+   --init_kl_coef 1e-3 \
+   --use_kl_loss \
+   --kl_estimator k2 \
+   --advantage_estimator reinforce_baseline \
+   --prompt_data data/prompts.jsonl \
+   --input_key question \
+   --dynamic_filtering \
+   --dynamic_filtering_reward_range 0.1 0.9 \
+   --eps_clip_low_high 0.2 0.27 \
+   --overlong_buffer_len 512 \
+   --overlong_penalty_factor 0.5 \
+   --gradient_checkpointing \
+   --use_tensorboard logs 2>&1 | tee log.txt
