@@ -72,8 +72,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Workers for `-n auto`: one more than cores, since many tests wait for their processes, if memory is enough."""
-    return max(1, min(usable_cores() + 1, free_memory_bytes() // WORKER_BYTES, 8))
+    """Workers for `-n auto`: two more than cores, since many tests wait for their processes, if memory is enough."""
+    return max(1, min(usable_cores() + 2, free_memory_bytes() // WORKER_BYTES, 8))
 
 
 WORKER_BYTES = 3 << 30

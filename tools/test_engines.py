@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         ]
         for name, python in zip(chosen, pythons, strict=True):
             folders = [engines[name] / "tests"] if name in engines else peers[name]["tests"]
-            tests = [str(REPOSITORY / folder) for folder in folders]
+            tests = [str(each) for folder in folders for each in longest_first(REPOSITORY / folder)]
             again = not names and in_workspace(engines[name])
             if not test(name, python.result(), [*tests, *options], {"ROLL_LEFT_OUT": "1"} if again else {}):
                 failed.append(name)
@@ -66,6 +66,13 @@ def main(arguments: list[str]) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def longest_first(tests: Path) -> list[Path]:
+    """The modules of a folder with tests, those of whole runs first: no worker of xdist runs them alone at last."""
+    if tests.is_file():
+        return [tests]
+    return sorted(tests.rglob("test_*.py"), key=lambda module: (not module.stem.endswith("_runs"), module))
 
 
 def find_engines() -> dict[str, Path]:

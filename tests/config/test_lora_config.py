@@ -1,6 +1,7 @@
 """Adapters in a config: what switches them on, which strategies may have them, and when a reference is needed."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,8 +157,7 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_the_policy_sends_none
         read(text, override)
 
 
-def test_without_a_policy_a_run_refuses_an_engine_that_gets_no_adapters(read, registry):
-    """`check` does not know which role sends its weights there."""
+def test_an_engine_that_only_evaluates_gets_adapters_or_is_refused(read, registry):
     engine = {"strategy_args": {"strategy_name": "hf_infer", "strategy_config": {"enable_lora": True}}}
     rows = {"data_args": {"file_name": "rows.jsonl"}}
     text = SFT + yaml.safe_dump(
@@ -165,9 +165,11 @@ def test_without_a_policy_a_run_refuses_an_engine_that_gets_no_adapters(read, re
     )
     role = RoleSpec(name="actor_infer", kind="generate", model_from="sft_train")
     assert served_adapters(role, read(text), registry) == LoraSpec(targets=("all-linear",), rank=8, alpha=16.0)
-    config = read(text, "sft_train.model_args.additional_target=[norm]")
-    with raises_error(UnsupportedError, "actor_infer", "sft_train", "additional_target"):
-        served_adapters(role, config, registry)
+    with raises_error("ROLL-C014", key="actor_infer.strategy_args.strategy_config"):
+        read(text, "sft_train.model_args.additional_target=[norm]")
+    # A pipeline without a policy: only the run knows which role sends its weights.
+    with raises_error(UnsupportedError, "actor_infer"):
+        served_adapters(replace(role, model_from=""), read(text), registry)
 
 
 @pytest.mark.parametrize("role", ["actor_infer", "reference"])

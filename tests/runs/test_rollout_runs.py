@@ -361,7 +361,7 @@ def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray
     assert re.search(r"actor_infer rank 1: .*\(pid \d+\)", log)
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow(ci=True))])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow(ci=True)), 2])
 def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_runs, monkeypatch, replicas):
     """They are killed while they draw, and brought back with the weights that they had."""
     runs, step = ray_runs, RLVRPipeline.step
@@ -395,7 +395,6 @@ def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_
     assert json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]["counts"] == {}
 
 
-@pytest.mark.slow(ci=True)
 def test_an_engine_that_dies_between_two_batches_is_there_for_the_next(ray_runs, monkeypatch):
     """Ahead of training its requests wait for the next publish; an evaluation finds it whole."""
     runs, step = ray_runs, RLVRPipeline.step
