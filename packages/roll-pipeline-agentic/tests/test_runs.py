@@ -48,11 +48,14 @@ def test_each_environment_has_its_share_its_limits_and_its_evaluation(runs: Agen
             "short": {**guess, "max_steps": 1, "max_tokens_per_step": 1},
             "long": {**guess, "env_config": {"high": 10**6}},
             "held_out": {**guess, "max_steps": 2},
+            "rare": {**guess, "max_steps": 1},
         },
         "train_env_manager": {
             "group_size": 2, "num_env_groups": 8, "tags": ["short", "long"], "num_groups_partition": [6, 2],
         },
-        "val_env_manager": {"group_size": 1, "tags": ["held_out"]},
+        "val_env_manager": {
+            "group_size": 1, "num_env_groups": 10, "tags": ["held_out", "rare"], "num_groups_partition": [9, 1],
+        },
         "val_batch_size": 3,
         "eval_steps": 2,
     }  # fmt: skip
@@ -65,7 +68,9 @@ def test_each_environment_has_its_share_its_limits_and_its_evaluation(runs: Agen
     found = Counter((each["split"], each["step"], each["tag"]) for each in samples)
     expected = {("train", step, tag): number for step in (1, 2) for tag, number in (("short", 6), ("long", 2))}
     assert {key: number for key, number in found.items() if key[0] == "train"} == expected
-    assert {key[2] for key in found if key[0] == "val"} == {"held_out"}
+    # Of 3 groups the share of `rare` is 0.3; an evaluation has one.
+    evaluated = Counter(key for key in found.elements() if key[0] == "val" and key[1] == 2)
+    assert evaluated == {("val", 2, "held_out"): 3, ("val", 2, "rare"): 1}
     groups = Counter(each["group"] for each in samples if each["split"] == "train")
     assert set(groups.values()) == {2}
     assert {"val/env/held_out/turns/max"} <= runs.metrics(result)[0].keys()

@@ -226,7 +226,7 @@ class AgenticPipeline(RLVRPipeline):
             return {}
         await run.publish_weights("actor_train", "actor_infer")
         counts = next(batch_counts(order.counts))
-        prompts = [order.prompt(tag, position) for tag, number in counts.items() for position in range(number)]
+        prompts = [order.prompt(tag, position) for tag, number in counts.items() for position in range(max(number, 1))]
         params = manager.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         program = partial(EpisodeGroup, self._episodes(run, manager))
         groups = await run.rollout("actor_infer", prompts, params, n=manager.group_size, split="val", program=program)

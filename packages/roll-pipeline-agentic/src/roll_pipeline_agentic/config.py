@@ -236,7 +236,7 @@ class AgenticConfig(RLVRConfig):
     rollout_batch_size: PositiveInt = 128
     """Episodes per step, a multiple of `train_env_manager.group_size`."""
     val_batch_size: PositiveInt = 128
-    """Episodes per evaluation, a multiple of `val_env_manager.group_size`."""
+    """Episodes per evaluation, a multiple of `val_env_manager.group_size`. Each tag has at least one group."""
     max_actions_per_traj: PositiveInt = 10
     """Maximum number of turns of an episode. An episode that reaches it is truncated."""
     max_tokens_per_step: PositiveInt | None = None
