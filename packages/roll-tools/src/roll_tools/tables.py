@@ -216,7 +216,7 @@ def environment_rows(record: SavedRecord) -> Iterator[tuple[str, str]]:
     """Yield label and value of host, git state, the roles' Python environments, and the command."""
     for name in ("name", "system", "cpu", "cores", "executable"):
         if record.host.get(name):
-            yield name, str(record.host[name])
+            yield {"name": "host"}.get(name, name), str(record.host[name])
     if isinstance(memory := record.host.get("memory_bytes"), int):
         yield "memory", size(memory)
     if record.git:

@@ -29,11 +29,11 @@ DISTRIBUTIONS = (
 
 
 def versions(also: Iterable[str] = ()) -> dict[str, str]:
-    """Versions of Python, of `DISTRIBUTIONS` and of the distributions in `also`, without importing them.
+    """Versions of Python, of `DISTRIBUTIONS` and, sorted, of the distributions in `also`, without importing them.
 
     Distributions that are not installed are omitted.
     """
-    names = dict.fromkeys((*DISTRIBUTIONS, *also))
+    names = dict.fromkeys((*DISTRIBUTIONS, *sorted(also)))
     found = {name: version for name in names if (version := _metadata(name)[0])}
     return {"python": platform.python_version(), **found}
 
