@@ -217,6 +217,11 @@ def test_a_function_that_the_rows_cannot_serve_is_found_by_check(user_module, so
     assert all(fact in problem for fact in (name, *facts)), problem
 
 
+def test_a_column_may_have_the_name_of_another_frameworks_parameter(user_module):
+    name = f"{user_module('def f(prompt, response, queries): return 1')}:f"
+    assert not FunctionConfig(reward="function", function=name).check_code({"queries"}, 60)
+
+
 def test_the_key_decides_if_names_of_parameters_do_not(reward_of, asking):
     source = "def f(**kwargs): return [float(kwargs['completions'] == ['4'])]"
     assert reward_of(source, "f", signature="trl").score(asking("4")).value == 1

@@ -23,7 +23,7 @@ class FunctionConfig(RewardConfig):
     """Framework that the function was written for. `roll`: as above. `trl`: `f(completions, prompts, **columns)`, lists
     with one sample. `verl`: `f(data_source, solution_str, ground_truth, extra_info)`. `openrlhf`: `f(queries, prompts,
     labels)`, lists with one sample. `auto`: `trl` if it has a parameter `completions` or `completion_ids`, `verl` if it
-    has `solution_str`, `openrlhf` if it has `queries`, otherwise `roll`."""
+    has `solution_str`, `openrlhf` if it has `queries` and `prompts`, otherwise `roll`."""
     label: str = "label"
     """Column for `labels`, with `signature: openrlhf`. Rows without it have the label ''."""
     isolation: Literal["process", "none"] = "process"

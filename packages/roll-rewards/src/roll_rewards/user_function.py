@@ -170,7 +170,9 @@ def _signature_of(function: Any) -> str:
     names = _parameters(function)
     if {"completions", "completion_ids"} & names.keys():
         return "trl"
-    return "verl" if "solution_str" in names else "openrlhf" if "queries" in names else "roll"
+    if "solution_str" in names:
+        return "verl"
+    return "openrlhf" if {"queries", "prompts"} <= names.keys() else "roll"
 
 
 def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[..., RewardValues]:
