@@ -187,7 +187,6 @@ def test_a_broken_judge_is_found_out_where_filters_leave_out_every_group(local_r
     assert mentions(str(result.error), "32")
 
 
-@pytest.mark.slow(ci=True)
 def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_runs):
     """Its function ends the worker itself, once. The other worker scores no more until the replacement has loaded."""
     killer = (

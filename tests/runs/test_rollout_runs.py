@@ -83,7 +83,7 @@ def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_r
     assert result.steps_done == 2
 
 
-@pytest.mark.parametrize("ratio", [0.5, pytest.param(1.0, marks=pytest.mark.on_ray), 2.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowed(runs, ratio):
     result = runs.ok(
         asynchronous(

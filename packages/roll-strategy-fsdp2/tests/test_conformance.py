@@ -41,7 +41,10 @@ class TestInfer(TrainStrategyConformance):
 @beside_the_engine
 @pytest.mark.brief
 class TestArrangements(TrainStrategyConformance):
-    """Ranks that compute every sequence together, copies of the model, and checkpoints that are written meanwhile."""
+    """Ranks that compute every sequence together, copies of the model, and checkpoints that are written meanwhile.
+
+    Two ranks with "tensor 2" are in `test_numbers` and `test_state`.
+    """
 
     name = "fsdp2_train"
     variants: ClassVar = {
@@ -51,7 +54,7 @@ class TestArrangements(TrainStrategyConformance):
         "ulysses 2": {"ulysses_size": 2},
         "ring 2": {"ring_size": 2},
     }
-    ranks_of: ClassVar = {"one": (1,), "2 x 2": (4,), "tensor 2": (2, 4), "ulysses 2": (2,), "ring 2": (2,)}
+    ranks_of: ClassVar = {"one": (1,), "2 x 2": (4,), "tensor 2": (4,), "ulysses 2": (2,), "ring 2": (2,)}
     parallelism: ClassVar = {"tensor_parallel": "tensor 2", "context_parallel": "ulysses 2"}
     preload = PRELOAD
 
@@ -59,11 +62,11 @@ class TestArrangements(TrainStrategyConformance):
 @beside_the_engine
 @pytest.mark.brief
 class TestExperts(TrainStrategyConformance):
-    """Two ranks with half of the experts each, and two such pairs."""
+    """Two pairs of ranks with half of the experts each. One pair is in `test_numbers`, with adapters and replay."""
 
     name = "fsdp2_train"
     variants: ClassVar = {"one": {}, "experts 2": {"ep_size": 2}}
-    ranks_of: ClassVar = {"one": (1,), "experts 2": (2, 4)}
+    ranks_of: ClassVar = {"one": (1,), "experts 2": (4,)}
     parallelism: ClassVar = {"expert_parallel": "experts 2"}
     preload = PRELOAD
 

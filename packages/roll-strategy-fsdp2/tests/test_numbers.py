@@ -161,11 +161,7 @@ def furthest(found, expected):
 
 ALWAYS = {"2", "adapters"}
 OFTEN = {
-    "2 x 2",
     "tensor 2",
-    "ulysses 2",
-    "ring 2",
-    "experts 2",
     "4, of which one has less to do",
     "reduced each time",
     "on the host",
@@ -185,7 +181,7 @@ OFTEN = {
     "experts 4, ring 2",
     "experts 2, adapters",
 }
-"""Every kind of parallelism with each other, with adapters, bf16, checkpointing."""
+"""Every kind of parallelism with each other, with adapters, bf16, checkpointing. The kit tests each by itself."""
 
 
 def jobs(names):

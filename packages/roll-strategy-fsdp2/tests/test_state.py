@@ -63,8 +63,17 @@ def saved(ranks, tmp_path_factory):
     return state
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "meanwhile"])
-@pytest.mark.parametrize("model", [{}, BF16, {"lora": LORA}], ids=["fp32", "bf16", "adapters"])
+@pytest.mark.parametrize(
+    ("model", "later"),
+    [
+        pytest.param({}, False, id="fp32, at once"),
+        pytest.param({}, True, id="fp32, meanwhile", marks=pytest.mark.slow),
+        pytest.param(BF16, False, id="bf16, at once", marks=pytest.mark.slow),
+        pytest.param(BF16, True, id="bf16, meanwhile"),
+        pytest.param({"lora": LORA}, False, id="adapters, at once"),
+        pytest.param({"lora": LORA}, True, id="adapters, meanwhile", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("done", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done, later):
     job = Job(world_size=2, model=model, config={"async_save_ckpt": True} if later else {})
