@@ -80,6 +80,8 @@ WORKER_BYTES = 3 << 30
 """Memory that a worker and the processes of its tests may take."""
 UNIT = 100
 """Tests that one worker of xdist takes at once, at most."""
+ON_RAY = re.compile(r"\[(.*-)?ray(-.*)?\]$")
+"""Ids of tests with a parameter `ray`."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -87,6 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
     """Split what `--dist loadscope` gives to one worker: a kit's class can have more tests than all others together.
 
     Modules that fork processes from a server (`shared_tests.forked`) run in one worker: starting it takes 10 CPU s.
+    So do tests on Ray, of which each worker would start an instance.
     """
     if config.getoption("dist") != "loadscope":
         return None
@@ -100,8 +103,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
         def _split_scope(self, nodeid: str) -> str:
             if nodeid not in self._scopes:
-                path = nodeid.partition("::")[0]
-                scope = "forked" if _forks(config.rootpath / path) else super()._split_scope(nodeid)
+                path, scope = nodeid.partition("::")[0], super()._split_scope(nodeid)
+                if ON_RAY.search(nodeid):
+                    scope = "ray"
+                elif _forks(config.rootpath / path):
+                    scope = "forked"
                 self._scopes[nodeid] = f"{scope}#{self._sizes[scope] // UNIT}"
                 self._sizes[scope] += 1
             return self._scopes[nodeid]
