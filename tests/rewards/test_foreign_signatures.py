@@ -217,6 +217,17 @@ def test_a_function_that_the_rows_cannot_serve_is_found_by_check(user_module, so
     assert all(fact in problem for fact in (name, *facts)), problem
 
 
+def test_a_column_of_labels_is_in_each_row_and_only_for_openrlhf(reward_of, asking, user_module):
+    source = "def f(queries, prompts, labels): return labels"
+    with raises_error(RewardFailure, "answer"):
+        reward_of(source, "f", label="answer", isolation="none").score(asking("4"))
+    for text, fact in ((source, "answer"), ("def f(prompt, response): return 1", "label")):
+        config = FunctionConfig(reward="function", function=f"{user_module(text)}:f", label="answer")
+        (problem,) = config.check_code({"question"}, 60).values()
+        assert fact in problem
+        assert not config.model_copy(update={"label": None}).check_code({"question"}, 60)
+
+
 def test_a_column_may_have_the_name_of_another_frameworks_parameter(user_module):
     name = f"{user_module('def f(prompt, response, queries): return 1')}:f"
     assert not FunctionConfig(reward="function", function=name).check_code({"queries"}, 60)

@@ -62,7 +62,7 @@ class TestArrangements(TrainStrategyConformance):
 @beside_the_engine
 @pytest.mark.brief
 class TestExperts(TrainStrategyConformance):
-    """Two pairs of ranks with half of the experts each. One pair is in `test_numbers`, with adapters and replay."""
+    """Two pairs of ranks with half of the experts each. One pair is in `test_numbers` and `test_router_replay`."""
 
     name = "fsdp2_train"
     variants: ClassVar = {"one": {}, "experts 2": {"ep_size": 2}}

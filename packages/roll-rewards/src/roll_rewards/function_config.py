@@ -24,8 +24,9 @@ class FunctionConfig(RewardConfig):
     with one sample. `verl`: `f(data_source, solution_str, ground_truth, extra_info)`. `openrlhf`: `f(queries, prompts,
     labels)`, lists with one sample. `auto`: `trl` if it has a parameter `completions` or `completion_ids`, `verl` if it
     has `solution_str`, `openrlhf` if it has `queries` and `prompts`, otherwise `roll`."""
-    label: str = "label"
-    """Column for `labels`, with `signature: openrlhf`. Rows without it have the label ''."""
+    label: str | None = None
+    """Column for `labels` of `signature: openrlhf`, which each row needs. Default: the column `label`, or an empty text
+    if a row has none."""
     isolation: Literal["process", "none"] = "process"
     """`process`: run the function in child processes, which are killed when it hangs. `none`: run it in the worker
     itself, for functions that need the worker's memory. A call that hangs without releasing the GIL then blocks the

@@ -52,6 +52,11 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
     called = options.get("signature", "auto")
     if called == "auto":
         called = _signature_of(function)
+    label = options.get("label")
+    if called == "openrlhf":
+        return _openrlhf(name, function, options.get("columns"), label)
+    if label is not None:
+        raise TypeError(f"{name} has no labels: remove `label`, or set signature: openrlhf")
     adapter = _ADAPTERS.get(called)
     if adapter is None:
         accepts = _check_signature(name, function)
@@ -69,13 +74,16 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
             return reward_values(answer, name)
 
         return score
-    if adapter is _openrlhf:
-        return _openrlhf(name, function, options.get("columns"), label=options.get("label", "label"))
     return adapter(name, function, options.get("columns"))
 
 
 def check(
-    function: str, columns: Collection[str] | None, timeout_s: float, *, signature: str = "auto", label: str = "label"
+    function: str,
+    columns: Collection[str] | None,
+    timeout_s: float,
+    *,
+    signature: str = "auto",
+    label: str | None = None,
 ) -> str:
     """Why the function cannot score rows with these columns (None: unknown); empty if it can.
 
@@ -242,10 +250,11 @@ def _verl(name: str, function: Any, columns: Collection[str] | None) -> Callable
 
 
 def _openrlhf(
-    name: str, function: Any, columns: Collection[str] | None, *, label: str = "label"
+    name: str, function: Any, columns: Collection[str] | None, label: str | None
 ) -> Callable[..., RewardValues]:
     """Adapter for `f(queries, prompts, labels) -> {"rewards": …, "scores": …, "extra_logs": {…}}`.
 
+    `label` is a column that each row needs. Without it, rows without a column `label` have an empty text.
     A query is the prompt and the response as text, without the response's end token. The value is the reward; scores
     and logs become details. Older functions return the rewards alone.
     """
@@ -255,9 +264,13 @@ def _openrlhf(
         pass
     except TypeError as error:
         raise TypeError(f"{name} cannot be called as f(queries, prompts, labels): {error}") from error
+    if label is not None and columns is not None and label not in columns:
+        raise TypeError(f"{name} needs the column {label!r}, but the rows have {', '.join(sorted(columns))}")
 
     def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
-        given = metadata.get(label)
+        given = metadata.get(label or "label")
+        if given is None and label is not None:
+            raise RewardFailure(f"the row has no value for {label}, which {name} needs")
         answer = function([prompt + response], [prompt], ["" if given is None else given])
         if not isinstance(answer, dict):
             answer = {"rewards": answer}
@@ -281,11 +294,7 @@ def _only(values: Any, name: str = "") -> Any:
     return _only(values[0], name)
 
 
-_ADAPTERS: Mapping[str, Callable[..., Callable[..., RewardValues]]] = {
-    "trl": _trl,
-    "verl": _verl,
-    "openrlhf": _openrlhf,
-}
+_ADAPTERS = {"trl": _trl, "verl": _verl}
 
 
 class _Runner:
