@@ -1,0 +1,64 @@
+"""Every flag of the installed OpenRLHF's trainers has a rule, with its kind of value and its default."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from roll_migrate import openrlhf_flags as launch
+from roll_migrate.openrlhf_keys import TABLES
+
+if (OPENRLHF := find_spec("openrlhf")) is None:
+    pytest.skip("needs openrlhf: ./run test-engines openrlhf openrlhf-preference", allow_module_level=True)
+
+LAUNCHER = {"local_rank"}
+"""A flag that the launcher adds."""
+
+
+def parsed(trainer):
+    """Keyword arguments of `add_argument` by flag, as the source of a trainer writes them: it cannot be imported."""
+    source = Path(OPENRLHF.submodule_search_locations[0], "cli", f"{trainer}.py").read_text(encoding="utf-8")
+    return {
+        name: {each.arg: each.value for each in call.keywords}
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+        for name in names(call.args[0])
+    }
+
+
+def names(flag):
+    """The flag, or those of both trained roles if its text has a variable: `f"--{role}.adam.lr"`."""
+    if isinstance(flag, ast.Constant):
+        return [flag.value.removeprefix("--")]
+    parts = [each.value if isinstance(each, ast.Constant) else None for each in flag.values]
+    return ["".join(part or role for part in parts).removeprefix("--") for role in ("actor", "critic")]
+
+
+@pytest.mark.parametrize("trainer", launch.TRAINERS)
+def test_every_flag_has_a_rule_and_its_kind_of_value(trainer):
+    flags = parsed(trainer)
+    assert len(flags) > 50
+    assert not flags.keys() - TABLES[trainer].keys() - LAUNCHER
+    for name, given in flags.items():
+        meaning = launch.ALIASES[trainer].get(name, (name,))[0]
+        action = ast.literal_eval(given["action"]) if "action" in given else ""
+        assert (meaning in launch.SWITCHES) is action.startswith("store_"), name
+        # A list of any length may be one value in other versions.
+        assert meaning in launch.LISTS if "nargs" in given else not launch.LISTS.get(meaning), name
+        kind = getattr(given.get("type"), "id", "str")
+        if not action and name not in LAUNCHER:
+            assert (meaning in launch.TEXTS) is (kind == "str"), name
+
+
+@pytest.mark.parametrize("trainer", launch.TRAINERS)
+def test_defaults_that_the_importer_uses_are_those_of_the_parser(trainer):
+    found = {}
+    for name, given in parsed(trainer).items():
+        if "default" not in given or name not in {**launch.DEFAULTS, **launch.OF_TRAINER[trainer]}:
+            continue
+        if (default := ast.literal_eval(given["default"])) is not None:
+            found[name] = list(default) if isinstance(default, tuple) else default
+    assert {name: launch.fact({launch.TRAINER: trainer}, name) for name in found} == found
