@@ -344,6 +344,15 @@ def test_every_flag_of_a_script_is_reported_once_at_its_place(name, registry):
             {"train_infer_correction": None},
         ),
         (
+            f"{BASE} --enable_vllm_is_correction",
+            "enable_vllm_is_correction",
+            "differs",
+            {
+                "train_infer_correction.is_weight.lower_bound": 0.5,
+                "train_infer_correction.is_weight.upper_bound": 5.0,
+            },
+        ),
+        (
             f"{BASE} --enable_vllm_is_correction --vllm_is_truncated_threshold 0.2 3",
             "enable_vllm_is_correction",
             "changed",
