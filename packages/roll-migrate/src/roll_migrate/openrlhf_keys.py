@@ -392,10 +392,11 @@ def _correction(value: Any, key: Key) -> Outcome:
         return Outcome("differs", writes, "filters remove tokens from the loss's denominator, too")
     weight |= {"lower_bound": low, "upper_bound": high}
     weight |= {"outside": "mask"} if mode == "mask" else {}
-    writes = ((dotted("train_infer_correction.is_weight"), weight),)
+    found = Outcome("changed", ((dotted("train_infer_correction.is_weight"), weight),))
     if key.at("enable_vllm_is_correction") and "algo.advantage.is_correction_threshold" not in key.source:
-        return Outcome("differs", writes, f"bounds {low:g} and {high:g} are the default since 0.9; before, 0 and 2")
-    return Outcome("changed", writes)
+        note = f"bounds {low:g} and {high:g} are the default since 0.9; before, 0 and 2"
+        return replace(found, status="differs", note=note)
+    return found
 
 
 def _filtering(value: Any, key: Key) -> Outcome:
