@@ -57,7 +57,7 @@ def plugin_index() -> str:
 
     own = {path.name for path in (ROOT / "packages").iterdir()}
     lines = [
-        "# Plugins",
+        "# Index of plugins",
         "",
         "Each package is a distribution of its own. `roll-core plugins -v` lists those installed.",
     ]
