@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_testing.errors import mentions
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SUITE = REPOSITORY / "tools" / "gpu" / "suite.py"
 
@@ -66,6 +68,33 @@ def test_every_part_is_in_the_docs(suite):
         row.partition("`")[2].partition("`")[0].removesuffix(" …") for row in page.splitlines() if "| `" in row[:3]
     }
     assert all(any(each.name.startswith(name) for name in listed) for each in suite.PARTS)
+
+
+@pytest.mark.parametrize("options", [["--system-python", "--wheels", "w"], ["--only", "probe", "--system-python"]])
+def test_the_systems_own_python_needs_no_uv(tmp_path, options):
+    stub = tmp_path / "python3"
+    stub.write_text('#!/bin/sh\necho called with "$@"\n')
+    stub.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin"}
+    command = [str(REPOSITORY / "run"), "gpu", *options]
+    said = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["called", "with", "tools/gpu/suite.py", *options]
+
+
+def test_packages_that_the_systems_python_lacks_are_named_at_once(suite, tmp_path, monkeypatch, capsys):
+    assert suite.missing_packages(sys.path) == []
+    assert {"msgpack", "pluggy", "pytest", "torch", "transformers"} <= set(suite.missing_packages([str(tmp_path)]))
+    # A wheel is installed without what it requires, under a condition or not.
+    monkeypatch.setattr(suite, "SITE", tmp_path)
+    info = tmp_path / "peft-1.dist-info"
+    info.mkdir()
+    requires = 'Requires-Dist: No_Such.Package>=2\nRequires-Dist: neither; extra == "more"\n'
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: peft\nVersion: 1\n{requires}")
+    assert suite.missing_packages([str(tmp_path), *sys.path]) == ["no-such-package"]
+    monkeypatch.setattr(sys, "argv", ["./run gpu", "--system-python", "--only", "probe"])
+    monkeypatch.setattr(suite, "missing_packages", lambda path: ["pluggy"])
+    assert suite.main() == 2
+    assert mentions(capsys.readouterr().err, "pluggy", "--wheels")
 
 
 @pytest.mark.slow

@@ -191,9 +191,8 @@ def quickstart(device: str) -> int:
         pretrain = [f"pretrain={output}/quickstart-sft/latest/export"]
         for name, more in (("sft", []), ("grpo", pretrain)):
             command = [sys.executable, "-m", "roll_core", "run", str(examples / f"{name}.yaml"), f"output_dir={output}"]
-            subprocess.run(
-                [*command, f"platform={device}", "executor=local", *rehearsal, *more], cwd=REPOSITORY, check=True
-            )
+            command += [f"platform={device}", "executor=local", "track_with=[]", *rehearsal, *more]
+            subprocess.run(command, cwd=REPOSITORY, check=True)
             lines = (Path(output) / f"quickstart-{name}" / "latest" / "metrics.jsonl").read_text(encoding="utf-8")
             found = [json.loads(line).get("val/score/mean") for line in lines.splitlines()]
             scores[name] = [score for score in found if score is not None][-1]

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 SITE = REPOSITORY / ".gpu" / "site"
 """Wheels and package descriptions for `--system-python`."""
+NEEDED = ("core", "modeling", "strategy-hf", "infer-hf", "weight-transports", "tools", "testing")
+"""Packages of this repository that most parts import."""
 NOT_RUN = 77
 """Exit code of a part that cannot run here; its last line says why."""
 MAX_ERROR_LINES = 40
@@ -133,6 +137,10 @@ def main() -> int:
     environ = dict(os.environ)
     if arguments.system_python:
         environ |= system_site(arguments.wheels)
+        if missing := missing_packages([str(SITE), *sys.path]):
+            print(f"./run gpu: {sys.executable} has no {', '.join(missing)}", file=sys.stderr)
+            print("Give their wheels with --wheels FOLDER; docs/gpu.md has the command.", file=sys.stderr)
+            return 2
     out = arguments.out or REPOSITORY / (
         Path("benchmarks/results/gpu") if arguments.device == "cuda" else Path("output/gpu")
     )
@@ -172,6 +180,36 @@ def system_site(wheels: Path | None) -> dict[str, str]:
         sources.append(str(file.parent / "src"))
     before = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {"PYTHONPATH": os.pathsep.join([*sources, str(SITE), *before])}
+
+
+def missing_packages(path: Sequence[str]) -> list[str]:
+    """Names of the distributions that `NEEDED` require and that are not on `path`, in order.
+
+    A wheel is installed without its requirements, so those without a condition are looked for, too.
+    """
+    found = list(metadata.distributions(path=list(path)))
+    distributions = {normalised(name): each for each in reversed(found) if (name := each.metadata["Name"])}
+    files = [REPOSITORY / "packages" / f"roll-{name}" / "pyproject.toml" for name in NEEDED]
+    remaining = [
+        each for file in files for each in tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
+    ]
+    seen, missing = set(), set()
+    while remaining:
+        name = normalised(remaining.pop())
+        if name in seen or name.startswith("roll-"):
+            continue
+        seen.add(name)
+        if name not in distributions:
+            missing.add(name)
+        elif Path(str(distributions[name].locate_file(""))) == SITE:
+            remaining += [each for each in distributions[name].requires or [] if ";" not in each]
+    return sorted(missing)
+
+
+def normalised(requirement: str) -> str:
+    """Name at the beginning of a requirement, as PEP 503 writes it."""
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return re.sub(r"[-_.]+", "-", name[0]).lower() if name else ""
 
 
 def run_part(part: Part, device: str, environ: Mapping[str, str], logs: Path) -> dict[str, Any]:
