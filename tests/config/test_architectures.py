@@ -108,7 +108,7 @@ def test_models_that_take_a_cache_are_those_whose_forward_has_a_parameter_for_it
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
-    takes = "past_key_values" in inspect.signature(model.forward).parameters
+    takes = bool({"cache", "past_key_values"} & set(inspect.signature(model.forward).parameters))
     assert raises_error(check_cached, {"model_type": model_type}) == (not takes)
 
 

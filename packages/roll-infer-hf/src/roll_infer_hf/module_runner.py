@@ -19,6 +19,7 @@ import torch
 
 from roll_core.errors import UnsupportedError
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
+from roll_modeling.architectures import CACHE_PARAMETERS
 from roll_modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ class ModuleRunner(Runner):
         self._token_bytes = _token_bytes(config, model.dtype.itemsize)
         parameters = inspect.signature(self._model.forward).parameters
         self._picks_rows = "logits_to_keep" in parameters
-        if "past_key_values" not in parameters or not self._fills_states():
+        self._cache_name = next((name for name in CACHE_PARAMETERS if name in parameters), "")
+        if not self._cache_name or not self._fills_states():
             raise UnsupportedError(
                 f"hf_infer does not support {config.model_type}: {type(model).__name__} of transformers does not store"
-                " its state in past_key_values, so each token would be sampled without the previous tokens; use another"
-                " engine"
+                " its state in a key-value cache, so each token would be sampled without the previous tokens; use"
+                " another engine"
             )
         self._cohorts: list[Cohort] = []
         self._prompts: dict[CachedPrompt, tuple[Cohort, int]] = {}
@@ -177,7 +179,8 @@ class ModuleRunner(Runner):
 
     def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool) -> Tensor:
         more: dict[str, Any] = {"logits_to_keep": 1} if self._picks_rows and not every else {}
-        result = self._model(input_ids=tokens_NL, past_key_values=cohort.cache, use_cache=True, **more)
+        more[self._cache_name] = cohort.cache
+        result = self._model(input_ids=tokens_NL, use_cache=True, **more)
         logits: Tensor = result.logits
         return logits
 

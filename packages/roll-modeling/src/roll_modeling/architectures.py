@@ -22,6 +22,8 @@ CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 """Mapping used for critics and reward models."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config keys of transformers that give the number of experts."""
+CACHE_PARAMETERS = ("cache", "past_key_values")
+"""Names of the parameter that takes a key-value cache: since transformers 5.24, and before."""
 
 
 def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:
@@ -59,8 +61,8 @@ def check_cached(keys: Mapping[str, Any]) -> None:
     for file in folder.glob("modeling_*.py") if folder and "auto_map" not in keys else ():
         body = file.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2].partition("\nclass ")[0]
         signature = re.search(r"\n    def forward\((.*?)\n    \)", body, flags=re.DOTALL)
-        if signature and "past_key_values" not in signature[1]:
-            raise ValueError(f"transformers' {name} does not support a key-value cache (past_key_values)")
+        if signature and not re.search(rf"\b({'|'.join(CACHE_PARAMETERS)})\b", signature[1]):
+            raise ValueError(f"transformers' {name} does not support a key-value cache")
 
 
 def has_experts(keys: Mapping[str, Any]) -> bool:
