@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -401,10 +402,18 @@ def checkpoint_layers(model: nn.Module) -> None:
 
     Dropout stays off. Raises `ModelError` for a model without such layers.
     """
-    from functools import partial
-
     from torch.utils.checkpoint import checkpoint
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def checkpointed(layer: nn.Module) -> Callable[..., Any]:
+        def evaluated(forward: Callable[..., Any], *args: Any) -> Any:
+            layer.training = False
+            try:
+                return forward(*args)
+            finally:
+                layer.training = True
+
+        return partial(checkpoint, evaluated, use_reentrant=False, preserve_rng_state=False)
 
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:
@@ -412,9 +421,7 @@ def checkpoint_layers(model: nn.Module) -> None:
             f"{type(model).__name__} has no layers that can be recomputed; set disable_gradient_checkpointing: true"
         )
     for layer in layers:
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer._gradient_checkpointing_func = checkpointed(layer)
         layer.gradient_checkpointing = True
-        # A layer recomputes only if `training` is set. Its submodules stay in evaluation mode, without dropout.
+        # transformers recomputes a layer only if `training` is set; its own code runs without it, hence without dropout.
         layer.training = True
-        if isinstance(getattr(layer, "dropout", None), float):
-            layer.dropout = 0.0
