@@ -39,6 +39,22 @@ FLAT = {
     "cohere": SIZES | {"logit_scale": 0.3},
     "granite": SIZES | {"logits_scaling": 2.0},
     "qwen3_moe": SIZES | MOE,
+    "deepseek_v3": SIZES
+    | {
+        "num_key_value_heads": 4,
+        # Values are smaller than queries and keys.
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
     "opt": {
         "vocab_size": 61,

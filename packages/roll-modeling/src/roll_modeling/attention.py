@@ -125,7 +125,8 @@ class AttentionOptions:
 def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
     """Attention of flat tokens that are all on this rank; shapes as in `flat_attention`."""
     lengths = how.lengths
-    if not how.softcap and not 0 < how.window < max(lengths) and usable(query, lengths):
+    plain = not how.softcap and not 0 < how.window < max(lengths) and value.shape[-1] == query.shape[-1]
+    if plain and usable(query, lengths):
         return blocked_attention(query, key, value, lengths, how.scale)
     attend = _attend_softcap(how.softcap) if how.softcap else _attend
     # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.

@@ -101,7 +101,7 @@ class Backbone:
             num_tokens = len(tokens_T)
             tokens_T, positions_T, lengths = self._with_spare(tokens_T, positions_T, lengths)
             return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))[:num_tokens]
-        return self._padded(tokens_T, positions_T, lengths)
+        return self._padded(tokens_T, lengths)
 
     def _shared(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], context: ContextParallel
@@ -163,7 +163,8 @@ class Backbone:
             return found_N
         return found_N.index_select(0, _places(lengths).to(found_N.device))
 
-    def _padded(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _padded(self, tokens_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Rows begin at position 0, which is every architecture's default."""
         longest = max(lengths)
         places_T = _places(lengths).to(tokens_T.device)
         tokens_SL = tokens_T.new_zeros(len(lengths) * longest).index_copy(0, places_T, tokens_T)
@@ -174,7 +175,6 @@ class Backbone:
             use_cache=False,
         )
         hidden_SLH: Tensor = outputs[0]
-        del positions_T  # rows begin at 0, which is every architecture's default
         return hidden_SLH.reshape(len(lengths) * longest, -1).index_select(0, places_T)
 
     # -- which layout is right for this architecture -------------------------------------------------------------------
@@ -248,10 +248,10 @@ class Backbone:
     @torch.no_grad()
     def _check_causal(self) -> None:
         vocab_size = self.model.config.get_text_config().vocab_size
-        tokens_T, positions_T = self._probe()
-        before_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
+        tokens_T, _ = self._probe()
+        before_TH = self._padded(tokens_T, PROBE_LENGTHS)
         tokens_T[3] = (tokens_T[3] + 1) % vocab_size
-        after_TH = self._padded(tokens_T, positions_T, PROBE_LENGTHS)
+        after_TH = self._padded(tokens_T, PROBE_LENGTHS)
         if float((after_TH - before_TH)[:3].abs().max()) > self._tolerance(before_TH):
             raise ModelError(f"{type(self.model).__name__} attends to later tokens; only causal models are supported")
 
@@ -423,5 +423,5 @@ def checkpoint_layers(model: nn.Module) -> None:
     for layer in layers:
         layer._gradient_checkpointing_func = checkpointed(layer)
         layer.gradient_checkpointing = True
-        # transformers recomputes a layer only if `training` is set; its own code runs without it, hence without dropout.
+        # transformers recomputes a layer only if `training` is set. The layer's own code runs without it and dropout.
         layer.training = True
