@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
@@ -280,6 +283,47 @@ class Largest(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self.elements = max(self.elements, each.numel())
         return out
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors made inside that exist at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most, self._counted = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self._counted:
+                storage = each.untyped_storage()
+                self._counted.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.live)
+        return out
+
+    def _freed(self, key, num_bytes):
+        self._counted.remove(key)
+        self.live -= num_bytes
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_scoring_and_gradients_take_the_memory_that_the_plan_has(monkeypatch, entropy):
+    monkeypatch.setattr(elementwise, "available", lambda: False)
+    monkeypatch.setattr("roll_modeling.logprobs.kept_tokens", lambda *_: 0)
+    vocab_size, chunk = 2000, 64
+    hidden, targets = torch.randn(4 * chunk, 4), torch.zeros(4 * chunk, dtype=torch.int64)
+    weight = torch.randn(vocab_size, 4, requires_grad=True)
+    for backward, most in ((False, 2), (True, 3)):  # as in docs/plan.md and `memory.head_bytes`
+        with LiveBytes() as count, torch.set_grad_enabled(backward):
+            found = head_outputs(
+                LinearHead(weight=weight), hidden, targets, HeadRequest(entropy=entropy, chunk_tokens=chunk)
+            )
+            if backward:
+                (found.logprobs_N.sum() + (found.entropy_N.sum() if entropy else 0)).backward()
+        assert count.most < (most + 0.3) * 4 * chunk * vocab_size
+        del found
 
 
 @pytest.mark.parametrize("want", [WantedOutputs(logprobs=True, entropy=True, topk=2), WantedOutputs(logprobs=True)])

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MANY_COLUMNS = 256
 """Minimum number of columns for which searching a row's maximum in blocks is faster."""
+ENTROPY_PARTS = 8
+"""Number of parts in which torch computes a chunk's entropies. Its temporary results are three times a part's size."""
 NEVER = -1e4
 """Lower bound of log probabilities (-inf included) that are multiplied by a probability of 0: 0 × inf is NaN."""
 
@@ -260,10 +262,13 @@ def _compare(
         span = slice(start, start + size)
         with torch.no_grad():
             logits_CV = shards.all_ids(head.logits(hidden_NH[span]))
-            slope_CV = 1.0 - (logits_CV / head.softcap).square_() if head.softcap else None
+            slope_CV = None
+            if head.softcap and upstream_N is not None:
+                slope_CV = 1.0 - (logits_CV / head.softcap).square_()
             own_CV, _ = _log_softmax(logits_CV, request.temperature, entropy=False)
-            other_logits_CV = shards.all_ids(other.logits(other_hidden_NH[span].to(other.weight.dtype)))
-            other_CV, _ = _log_softmax(other_logits_CV, request.temperature, entropy=False)
+            del logits_CV
+            other_CH = other_hidden_NH[span].to(other.weight.dtype)
+            other_CV, _ = _log_softmax(shards.all_ids(other.logits(other_CH)), request.temperature, entropy=False)
         if other_CV.shape != own_CV.shape:
             raise UnsupportedError(
                 f"the models have vocabularies of {other_CV.shape[1]} and {own_CV.shape[1]} ids, which differ"
@@ -271,15 +276,17 @@ def _compare(
         if upstream_N is None:
             with torch.no_grad():
                 values.append(shards.all_tokens(function(other_CV, own_CV)))
+            del own_CV, other_CV, slope_CV  # before the next chunk's logits exist
             continue
         with torch.enable_grad():
             values_C = function(other_CV, own_CV.requires_grad_())
         upstream_C = shards.own_tokens(upstream_N[span].to(values_C.dtype))
         (d_CV,) = torch.autograd.grad(values_C, own_CV, upstream_C)
         values.append(shards.all_tokens(values_C.detach()))
-        del other_CV, other_logits_CV
+        del other_CV, values_C
         with torch.no_grad():
             d_CV = torch.addcmul(d_CV, own_CV.detach().exp_(), d_CV.sum(dim=1, keepdim=True), value=-1)
+            del own_CV
             d_CV.mul_(head.scale / request.temperature)
             if slope_CV is not None:
                 d_CV.mul_(slope_CV)
@@ -293,6 +300,7 @@ def _compare(
                 grad_hidden_NH = input_gradient(d_CV, head.weight)
             if wants_weight:
                 grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
+            del d_CV, slope_CV
     grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(head.weight.dtype)
     grad_bias_V = None if grad_bias_V is None or head.bias is None else grad_bias_V.to(head.bias.dtype)
     values_N = torch.cat(values) if values else hidden_NH.new_zeros(0, dtype=torch.float32)
@@ -393,6 +401,7 @@ class _ChunkedHead(torch.autograd.Function):
                 gathered.append(logp_CV.gather(1, gather_ids_NK[span]))
             if start + len(logp_CV) <= most_kept:
                 kept.append(logp_CV)
+            del logp_CV  # before the next chunk's logits exist
         # Without any token the logprobs remain differentiable, because ranks that share a model run the backward pass
         # together. Outputs that are not requested are None: tensors would cost as much as a small product.
         k, entropy_N, top_NK, ids_NK, gathered_NK = min(request.topk, vocab_size), None, None, None, None
@@ -449,6 +458,7 @@ class _ChunkedHead(torch.autograd.Function):
                 if head.softcap:
                     slope_CV = 1.0 - (logits_CV / head.softcap).square_()
                 logp_CV, _ = _log_softmax(logits_CV, request.temperature, entropy=False)
+                del logits_CV
             d_CV = _d_logits(
                 logp_CV,
                 targets_N[span],
@@ -461,6 +471,7 @@ class _ChunkedHead(torch.autograd.Function):
                 places_CJ = torch.cat([targets_N[span, None], gather_ids_NK[span]], dim=1)
                 moved_CJ = torch.cat([-extra_N[span, None], grad_gathered_NK[span]], dim=1)
                 d_CV.scatter_add_(1, places_CJ, moved_CJ.mul_(head.scale / request.temperature))
+            del logp_CV
             if slope_CV is not None:
                 d_CV.mul_(slope_CV)
             if grad_bias_V is not None:
@@ -472,6 +483,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_hidden_NH = input_gradient(d_CV, weight_VH)
             if wants_weight:
                 grad_weight_VH = _add_product(grad_weight_VH, d_CV, hidden_NH[span])
+            del d_CV, slope_CV  # before the next chunk's logits exist
         if wants_weight:
             grad_weight_VH = torch.zeros_like(weight_VH) if grad_weight_VH is None else grad_weight_VH
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
@@ -485,9 +497,13 @@ def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[
     if _compiled(logits_CV):
         return logits_CV, elementwise.log_softmax_(logits_CV, temperature, entropy=entropy)
     if temperature != 1.0:
-        logits_CV = logits_CV.div_(temperature)
+        logits_CV.div_(temperature)
     logp_CV = torch.log_softmax(logits_CV, dim=-1)
-    return logp_CV, _entropy(logp_CV) if entropy else None
+    del logits_CV  # frees the logits of a caller that keeps no reference
+    if not entropy:
+        return logp_CV, None
+    rows = max(1, -(-len(logp_CV) // ENTROPY_PARTS))
+    return logp_CV, torch.cat([_entropy(each) for each in logp_CV.split(rows)])
 
 
 def _compiled(logits_CV: Tensor) -> bool:
