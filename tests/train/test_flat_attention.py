@@ -11,6 +11,7 @@ from roll_core.errors import ModelError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
+from roll_modeling import attention
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
 
@@ -151,3 +152,14 @@ def test_a_named_attention_implementation_is_used_as_asked(build, rows):
     expected = build(forward_only=True).forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
     found = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_layer_reads_no_number_from_the_device(window):
+    # On `meta` there are none. On a GPU each would wait for all work that is queued.
+    mask = attention.flat_mask(q_length=9, config=None, device=torch.device("meta"), local_size=window)
+    query = torch.empty(1, 4, 9, 8, device="meta")
+    found, _ = attention.flat_attention(
+        torch.nn.Module(), query, query[:, :2], query[:, :2], mask, roll_layout=attention.FlatLayout((5, 4))
+    )
+    assert found.shape == (1, 9, 4, 8)

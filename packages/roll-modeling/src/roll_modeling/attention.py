@@ -65,13 +65,15 @@ def flat_mask(
 ) -> Tensor:
     """Replace the attention mask by the layers' window: `[1, 1, 1, 1]`; 0 for no window.
 
+    It is on the host for every `device`, so that layers read it without waiting for the device.
+
     Raises `UnsupportedError` for masks other than causal ones, with or without a window.
     """
-    del q_length
+    del q_length, device
     chunk = getattr(config, "attention_chunk_size", None)
     if use_vmap or (local_size is not None and local_size == chunk):
         raise UnsupportedError("this architecture's attention mask is neither causal nor a causal window")
-    return torch.full((1, 1, 1, 1), local_size or 0, dtype=torch.int64, device=device)
+    return torch.full((1, 1, 1, 1), local_size or 0, dtype=torch.int64, device="cpu")
 
 
 def flat_attention(
