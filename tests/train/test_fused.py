@@ -147,6 +147,29 @@ def test_attention_modules_use_the_fast_rotary_embedding_and_keep_their_results(
     assert len(calls) == 8
 
 
+class Projected(nn.Module):
+    """Attention of a model with its own code, whose `forward` calls its base class's."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x, cos, sin):
+        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+
+class Doubled(Projected):
+    def forward(self, x, cos, sin):
+        return super().forward(x, cos, sin) + apply_rotary_pos_emb(x, x, cos, sin)[1]
+
+
+def test_attention_that_calls_its_base_class_keeps_its_results():
+    module, (x, cos, sin) = Doubled(), torch.randn(3, 1, 5, 8)
+    plain = module(x[None], cos, sin)
+    assert fused.fuse(nn.Sequential(module)) == 1
+    torch.testing.assert_close(module(x[None], cos, sin), plain)
+
+
 def test_a_norm_in_another_dtype_than_its_input_computes_as_before():
     module, x = norm(), torch.randn(3, 24).bfloat16()
     plain = module(x)

@@ -100,7 +100,8 @@ def _replace_rotary(module: Any) -> bool:
     for each, other in zip(rotary(q, k, cos[0], sin[0]), expected, strict=True):
         if not torch.allclose(each, other, rtol=TOLERANCES[dtype][0], atol=9 * TOLERANCES[dtype][1]):
             return False
-    own = FunctionType(code, {**forward.__globals__, ROTARY: rotary}, forward.__name__, forward.__defaults__)
+    own_globals = {**forward.__globals__, ROTARY: rotary}
+    own = FunctionType(code, own_globals, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
     module.forward = MethodType(own, module)
     return True
