@@ -12,9 +12,10 @@ from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack, totals
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.model import ModelSpec
-from roll_core.spec.train import LossOutput, TrainingSpec, WantedOutputs
+from roll_core.spec.train import LossOutput, TokenOutputs, TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.model import load_model, scalar_head
+from roll_modeling.task_model import finite_loss
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
 
@@ -258,6 +259,25 @@ def test_a_nan_loss_names_the_sequences_and_leaves_no_gradient(build, sequences)
 def test_a_nan_that_the_loss_made_itself_names_the_microbatch(build, sequences):
     with raises_error(NonFiniteError, "s0", "s1"):
         build().forward_backward(pack(sequences), Poisoned(math.nan))
+
+
+@pytest.mark.parametrize(
+    "name", ["logprobs_T", "entropy_T", "values_T", "gathered_logprobs_TK", "hidden_TH", "compared_T"]
+)
+def test_a_nan_in_any_output_that_a_loss_may_read_names_its_sequence(sequences, name):
+    (micro,) = pack(sequences)
+    output = torch.zeros(micro.num_tokens, 2) if name.endswith(("K", "H")) else torch.zeros(micro.num_tokens)
+    output[micro.segments_T == 2] = math.nan
+
+    def loss(outputs, micro):
+        return LossOutput(loss=getattr(outputs, name).sum(), metrics={})
+
+    with pytest.raises(NonFiniteError) as raised:
+        finite_loss(
+            loss, TokenOutputs(topk_ids_TK=micro.tokens_T.new_zeros(micro.num_tokens, 0), **{name: output}), micro
+        )
+    named = [each.id for each in sequences if each.id in str(raised.value)]
+    assert named == ["s2"]
 
 
 def test_a_role_that_only_scores_has_no_optimizer(build, sequences):

@@ -7,7 +7,7 @@ Shapes: T flat tokens, N tokens with a predecessor in their sequence, H hidden s
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -236,9 +236,9 @@ def zero_loss(outputs: TokenOutputs) -> Tensor:
 def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
     """Message that names the sequences with a non-finite output, or all of the microbatch if every output is finite."""
     bad_T = torch.zeros_like(micro.loss_mask_T)
-    for tensor in (outputs.logprobs_T, outputs.entropy_T, outputs.values_T, outputs.gathered_logprobs_TK):
+    for tensor in (getattr(outputs, each.name) for each in fields(outputs)):
         if tensor is not None:
-            bad_T |= ~torch.isfinite(tensor.detach()).view(len(bad_T), -1).all(dim=1)
+            bad_T[(~torch.isfinite(tensor.detach())).nonzero()[:, 0]] = True
     rows = sorted(set(micro.segments_T[bad_T].tolist()))
     if rows:
         return f"the loss is {float(loss)}: outputs are not finite in sequences {', '.join(micro.ids[i] for i in rows)}"
