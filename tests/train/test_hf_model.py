@@ -43,6 +43,18 @@ def test_bf16_weights_are_the_rounded_fp32_ones(tiny):
     assert rounded.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+def test_random_weights_have_the_dtypes_of_stored_ones(tmp_path):
+    keys = {"model_type": "ernie4_5_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
+    keys |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_layer_start_index": 1}
+    keys |= {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
+    made = load_model(ModelSpec(random_init=keys, dtype="bf16"))
+    load_model(ModelSpec(random_init=keys)).save_pretrained(tmp_path)
+    stored = load_model(ModelSpec(path=str(tmp_path), dtype="bf16"))
+    dtypes = {name: each.dtype for name, each in made.named_parameters()}
+    assert dtypes == {name: each.dtype for name, each in stored.named_parameters()}
+    assert dtypes["model.layers.1.mlp.gate.weight"] == torch.float32
+
+
 def test_the_tokenizer_gives_size_and_special_tokens(tiny, tokenizer):
     keys = {name: value for name, value in tiny.items() if name != "vocab_size"}
     model = load_model(ModelSpec(random_init=keys, tokenizer=tokenizer))

@@ -345,8 +345,8 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Select the tensors that the architecture keeps in float32 for every model dtype."""
-    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    return ((name, each) for name, each in named if keep.intersection(name.split(".")))
+    keep = tuple(f".{each}." for each in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return ((name, each) for name, each in named if any(part in f".{name}." for part in keep))
 
 
 def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
