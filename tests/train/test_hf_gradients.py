@@ -15,6 +15,7 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import LossOutput, TokenOutputs, TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.model import load_model, scalar_head
+from roll_modeling.optimizer import schedule
 from roll_modeling.task_model import finite_loss
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
@@ -156,6 +157,49 @@ def test_a_reward_models_last_value_is_the_score_that_transformers_gives(build, 
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
+
+
+SCHEDULES = [
+    ("linear", {}),
+    ("cosine", {"num_cycles": 1.0}),
+    ("constant_with_warmup", {}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    ("cosine_with_min_lr", {"min_lr": 1e-7}),
+    ("polynomial", {}),
+    ("polynomial", {"lr_end": 4e-7, "power": 2.0}),
+    ("inverse_sqrt", {"timescale": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), SCHEDULES, ids=str)
+def test_learning_rates_are_those_of_transformers(name, kwargs):
+    from transformers import get_scheduler
+
+    training = TrainingSpec(
+        learning_rate=2e-6, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=2, num_steps=6
+    )
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-6)
+    rate = get_scheduler(name, plain, num_warmup_steps=2, num_training_steps=6, scheduler_specific_kwargs=kwargs)
+    factor = schedule(training)
+    for step in range(8):
+        assert training.learning_rate * factor(step) == pytest.approx(plain.param_groups[0]["lr"], rel=1e-12)
+        plain.step()
+        rate.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "named"),
+    [
+        ("constant_with_warmup", {"min_lr_rate": 0.1}, "min_lr_rate"),
+        ("linear", {"min_lr": 1e-7}, "min_lr"),
+        ("cosine_with_min_lr", {}, "min_lr"),
+        ("polynomial", {"lr_end": 1.0}, "lr_end"),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_have_are_refused(name, kwargs, named):
+    training = TrainingSpec(learning_rate=2e-6, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, num_steps=6)
+    with raises_error(UnsupportedError, "lr_scheduler_kwargs", named):
+        schedule(training)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

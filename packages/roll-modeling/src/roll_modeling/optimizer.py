@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of a parameter's moments in torch's optimizer state, next to `step`."""
+OWN_ARGUMENTS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+"""Arguments of transformers' schedules that are not part of `lr_scheduler_kwargs`."""
 
 
 def adamw(parameters: Iterable[Tensor], training: TrainingSpec) -> torch.optim.AdamW:
@@ -59,17 +64,29 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 def schedule(training: TrainingSpec) -> Callable[[int], float]:
-    """Learning rate factor as a pure function of the number of completed steps, computed as in transformers."""
-    from transformers import get_scheduler
+    """Learning rate factor as a pure function of the number of completed steps, computed as in transformers.
 
-    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    found = get_scheduler(
-        training.lr_scheduler_type,
-        probe,
-        num_warmup_steps=training.warmup_steps,
-        num_training_steps=max(training.num_steps, 1),
-        scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-    )
+    Raises `UnsupportedError` for `lr_scheduler_kwargs` that the schedule does not have, or rejects.
+    """
+    from transformers import SchedulerType, get_scheduler
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    name, kwargs = training.lr_scheduler_type, dict(training.lr_scheduler_kwargs)
+    # Absolute rates such as min_lr become factors of the probe's. With a learning rate of 0 the factor has no effect.
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate or 1.0)
+    try:
+        known = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys() - OWN_ARGUMENTS
+        if unknown := kwargs.keys() - known:  # transformers ignores them for some schedules
+            raise ValueError(f"{min(unknown)} is unknown, expected {' or '.join(sorted(known)) or 'none'}")
+        found = get_scheduler(
+            name,
+            probe,
+            num_warmup_steps=training.warmup_steps,
+            num_training_steps=max(training.num_steps, 1),
+            scheduler_specific_kwargs=kwargs,
+        )
+    except ValueError as error:
+        raise UnsupportedError(f"lr_scheduler_type {name} with lr_scheduler_kwargs {kwargs}: {error}") from error
     factor: Callable[[int], float] = found.lr_lambdas[0]
     return factor
 
