@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from roll_core.errors import UnsupportedError
 from roll_modeling import ring_attention
 from roll_modeling.attention import AttentionOptions, attend_flat
 from roll_modeling.ring_attention import blocks, chunks
+from roll_testing.errors import raises_error
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 
@@ -109,3 +111,10 @@ def test_a_long_sequence_is_as_much_work_for_each_rank():
         return sum((each.queries.stop - each.queries.start) * (each.keys.stop - each.keys.start) for each in every)
 
     assert len({work(rank) for rank in range(4)}) == 1
+
+
+def test_values_smaller_than_keys_are_refused():
+    query, value = torch.zeros(1, HEADS, 4, SIZE), torch.zeros(1, KEY_HEADS, 4, SIZE - 2)
+    how = AttentionOptions(lengths=(8,), scale=1.0, window=0, softcap=0.0)
+    with raises_error(UnsupportedError, "values"):
+        ring_attention.Ring.attend(ThreadRing(0, []), query, query[:, :KEY_HEADS], value, how)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from roll_core.errors import UnsupportedError
 from roll_modeling.context_parallel import ContextParallel
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Ring(ContextParallel):
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
+        if key.shape != value.shape:
+            raise UnsupportedError(
+                f"ring attention needs values of the keys' size {key.shape[-1]}, found {value.shape[-1]}: use Ulysses"
+            )
         found: Tensor = _Ring.apply(query[0], key[0], value[0], how, self)  # type: ignore[no-untyped-call]
         return found[None]
 
