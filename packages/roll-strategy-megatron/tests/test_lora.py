@@ -18,7 +18,7 @@ from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
-from roll_testing.bounds import check_near, check_rows, distance
+from roll_testing.bounds import check_near, check_rows, check_same, distance
 from roll_testing.errors import raises_error
 from roll_testing.losses import LOSSES, OF_TASK, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
@@ -197,6 +197,17 @@ def test_another_arrangement_goes_on_and_another_base_is_refused(host, tmp_path)
     other = write_checkpoint(tmp_path / "other", QWEN3 | {"num_hidden_layers": 3}, task="causal_lm", vocab_size=61)
     with raises_error(RanksFailedError, CheckpointError.__name__):
         host.run(resume, case_of(other, SOME), steps(1)[0], folder, num_ranks=1, timeout_s=100)
+
+
+def test_factors_in_float32_resume_beside_whole_modules_in_bf16(host, tmp_path):
+    """Megatron's optimizer updates both in one group."""
+    model = replace(write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61), dtype="bf16")
+    case, folder = case_of(model, WITH_NORMS, SP, 2), str(tmp_path / "state")
+    expected, weights = host.run(save_after, case, steps(2), folder, num_ranks=2, timeout_s=100)[0]
+    again = case.with_(master_port=free_port())
+    found, resumed = host.run(resume, again, steps(2)[-1], folder, num_ranks=2, timeout_s=100)[0]
+    assert found == expected
+    check_same("weights", resumed, weights)
 
 
 @pytest.mark.parametrize(

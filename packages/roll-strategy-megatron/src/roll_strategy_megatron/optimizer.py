@@ -68,8 +68,8 @@ class Optimizer:
             runs,
             use_gloo_process_groups=False,
         )
-        self._owners = {
-            parameter: each for each in self.mcore.chained_optimizers for parameter in each.model_param_group_index_map
+        self._mains = {
+            parameter: (each, main) for each in self.mcore.chained_optimizers for parameter, main in _mains(each)
         }
         self._stepped = {
             main: pair for each in self.mcore.chained_optimizers for main, pair in _stepped(each.optimizer)
@@ -171,7 +171,7 @@ class Optimizer:
 
         Float32 parameters are their own master weights. State that Megatron keeps on the host is excluded.
         """
-        weights = {parameter.untyped_storage()._cdata for parameter in self._owners}
+        weights = {parameter.untyped_storage()._cdata for parameter in self._mains}
         found: list[Tensor] = [main for main in self._stepped if main.untyped_storage()._cdata not in weights]
         for main, (optimizer, stepped) in self._stepped.items():
             if stepped is main:
@@ -182,15 +182,27 @@ class Optimizer:
     def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
         """Start and end of this rank's shard in a flattened parameter, and its state; None if this rank has no
         shard."""
-        if parameter not in self._owners:
+        if parameter not in self._mains:
             return None
-        owner = self._owners[parameter]
+        owner, main = self._mains[parameter]
         span = owner._get_model_param_range_map(parameter)["param"]
-        group, order = owner.model_param_group_index_map[parameter]
-        main = owner.optimizer.param_groups[group]["params"][order]
         optimizer, stepped = self._stepped[main]
         kept = dict(zip(MOMENTS, moments(optimizer, stepped), strict=True))
         return span.start, span.end, {"master": main, "stepped": stepped, **kept}
+
+
+def _mains(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The parameters with a shard on this rank, and the master weight of each shard.
+
+    Megatron's `model_param_group_index_map` is wrong for a group with parameters in bf16 and in float32 (LoRA beside
+    modules trained in full): its optimizer has the float32 ones first.
+    """
+    for parameters, masters in (
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+    ):
+        for group, mains in zip(parameters, masters, strict=True):
+            yield from zip(group, mains, strict=True)
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
