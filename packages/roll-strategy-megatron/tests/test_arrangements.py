@@ -88,6 +88,9 @@ PRODUCTS = {
     "deepseek, pp 2, vpp 2": Arrangement(ranks=2, config=sizes(pp=2, vpp=2), model=DEEPSEEK),
     "deepseek, cp 2": Arrangement(ranks=2, config=sizes(cp=2, ep=2), model=DEEPSEEK),
     "deepseek, layers recomputed": Arrangement(ranks=1, model=DEEPSEEK, checkpointing=True),
+    "deepseek, no choice among groups": Arrangement(
+        ranks=1, model=DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+    ),
     "deepseek, queries whole, tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=WHOLE_QUERIES),
     "mixtral": Arrangement(ranks=1, model=MIXTRAL),
     "mistral, cp 2, window": Arrangement(ranks=2, model=MISTRAL, config=sizes(cp=2)),

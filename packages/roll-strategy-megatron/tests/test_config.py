@@ -215,6 +215,7 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
             },
             ["4", "pipeline_model_parallel_size 2 × virtual_pipeline_model_parallel_size 3 = 6"],
         ),
+        ({"pipeline_model_parallel_layout": "Et|tL"}, ["pipeline_model_parallel_layout", "2", "above 1"]),
         ({"pipeline_model_parallel_layout": "tt|L"}, ["'tt|L'", "E", "L"]),
         ({"pipeline_model_parallel_layout": "Em|L"}, ["'Em|L'", "t", "|"]),
         (

@@ -393,6 +393,11 @@ class MegatronConfig(StrategyConfig):
                 " account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split"
             )
         number = len(runs(layout))
+        if number > 1 and stages == 1:
+            raise ValueError(
+                f"pipeline_model_parallel_layout has {number} runs of layers, which needs a"
+                " pipeline_model_parallel_size above 1"
+            )
         if number % stages:
             raise ValueError(
                 f"pipeline_model_parallel_layout has {number} runs of layers, which is not a multiple of"

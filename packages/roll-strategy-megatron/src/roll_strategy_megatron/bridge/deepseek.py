@@ -49,13 +49,14 @@ def settings(config: Any) -> Mapping[str, Any]:
     """Arguments of Megatron's `TransformerConfig` from a DeepSeek-V3 config.
 
     Megatron scores a group of experts by its best `num_experts_per_tok / topk_group` experts, the model by its best
-    two. Raises `ModelError` if these differ, and for other settings that Megatron cannot compute.
+    two. Raises `ModelError` if these differ, and for other settings that Megatron cannot compute. If all groups are
+    chosen, as in models with one group, the scores do not matter.
     """
     if not config.rope_interleave:
         raise ModelError("deepseek_v3: rope_interleave is false; the bridge supports only true")
     if not config.norm_topk_prob:
         raise ModelError("deepseek_v3: norm_topk_prob is false; the bridge supports only true")
-    if config.num_experts_per_tok != 2 * config.topk_group:
+    if config.topk_group < config.n_group and config.num_experts_per_tok != 2 * config.topk_group:
         raise ModelError(
             f"deepseek_v3: num_experts_per_tok {config.num_experts_per_tok} is not twice topk_group"
             f" {config.topk_group}, and Megatron would choose other groups"
