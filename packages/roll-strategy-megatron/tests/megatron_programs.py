@@ -125,6 +125,12 @@ def read(rank, case: Case):
         return names, most
 
 
+def loaded_weights(rank, case: Case):
+    """Of the new model."""
+    with built(case, rank) as strategy:
+        return weights(strategy)
+
+
 def save_after(rank, case: Case, steps, folder):
     """Saved after all steps but the last; weights and norm of the last. What is left to be written then is written
     after it."""

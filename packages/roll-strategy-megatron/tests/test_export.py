@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_programs import MIXTURE, export, read
+from megatron_programs import MIXTURE, export, loaded_weights, read
 from transformers import AutoModelForCausalLM
 
 from roll_core.spec.providers import TrainProvider
 from roll_testing.bench import Case
+from roll_testing.bounds import check_same
 from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.ranks import free_port
 from roll_testing.train_kit import registry
@@ -50,6 +51,19 @@ def test_a_rank_reads_what_its_shares_are_made_of_one_weight_at_a_time(host, tmp
         read_of = {int(name.split(".experts.")[1].split(".")[0]) for name in names if ".experts." in name}
         assert read_of == {2 * rank, 2 * rank + 1}
         assert most <= GATHERED["experts"] / 4
+
+
+def test_a_tensor_of_all_experts_is_read_once(host, tmp_path):
+    """As transformers writes it with `save_original_format=False`."""
+    case = case_of(EXPERTS, {"expert_model_parallel_size": 2}, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path, save_original_format=False)
+    for names, most in host.run(read, case, num_ranks=2, timeout_s=100):
+        assert "model.layers.7.mlp.experts.gate_up_proj" in names
+        assert len(names) == len(set(names))
+        assert most <= GATHERED["experts"]
+    (found, _) = host.run(loaded_weights, case.with_(master_port=free_port()), num_ranks=2, timeout_s=100)
+    check_same("weights", found, {name: each.numpy() for name, each in loaded.state_dict().items()})
 
 
 @pytest.mark.parametrize(

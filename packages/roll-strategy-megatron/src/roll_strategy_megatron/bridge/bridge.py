@@ -166,8 +166,8 @@ class Bridge:
         Raises `ModelError` for missing tensors, wrong shapes, and unused tensors.
         """
         self._check(source)
-        for each in self.held:
-            each.parameter.copy_(self._read(each, source).to(dtype))
+        for held in self.by_rule().values():
+            self._load(held, source, dtype)
         self.load_buffers(source.get)
 
     @torch.no_grad()
@@ -176,12 +176,21 @@ class Bridge:
         for name, buffer in self.buffers.items():
             buffer.copy_(get(name))
 
-    def _read(self, held: Shard, source: Source) -> Tensor:
-        """Read one shard. Only the tensors of its rule are in memory meanwhile."""
-        parts = [source.get(name) for name in self._source_names(held.rule, held.layer, held.expert, source)]
-        if held.rule.is_expert and not self._kept_apart(held.rule, held.layer, source):
-            parts = [part[held.expert] for part in parts]
-        return self.share(held, parts)
+    def _load(self, held: Sequence[Shard], source: Source, dtype: torch.dtype) -> None:
+        """Read the parameters in one entry of `by_rule`. Tensors of all experts of a layer are read once."""
+        rule, layer = held[0].rule, held[0].layer
+        stacked: list[Tensor] = []
+        if rule.is_expert and not self._kept_apart(rule, layer, source):
+            stacked = [source.get(name) for name in self._hf_names(rule, layer)]
+        for each in held:
+            each.parameter.copy_(self._read(each, source, stacked).to(dtype))
+
+    def _read(self, held: Shard, source: Source, stacked: Sequence[Tensor]) -> Tensor:
+        """Read one shard, or cut it from `stacked`. Only the tensors of its rule are in memory meanwhile."""
+        if stacked:
+            return self.share(held, [each[held.expert] for each in stacked])
+        names = self._source_names(held.rule, held.layer, held.expert, source)
+        return self.share(held, [source.get(name) for name in names])
 
     def share(self, held: Shard, parts: Sequence[Tensor]) -> Tensor:
         """This rank's shard of Hugging Face's full tensors. Raises `ModelError` for wrong shapes."""
