@@ -153,7 +153,7 @@ PRODUCTS = {
             pp=2, vpp=2, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
         ),
     ),
-    "pp 2, by layout": Arrangement(ranks=2, config=sizes(pp=2, layout="Ettt|tL"), model=QWEN3 | FOUR),
+    "pp 2, by layout": Arrangement(ranks=2, config=sizes(pp=2, layout="E t*3 | t L"), model=QWEN3 | FOUR),
     "pp 2, vpp 2, by layout, tied": Arrangement(ranks=2, config=sizes(pp=2, layout="E|tt|t|tL"), model=TIED | FOUR),
     "tp 2, pp 2, vpp 2, sp": Arrangement(ranks=4, config=sizes(tp=2, pp=2, vpp=2, sp=True), model=QWEN3 | FOUR),
     "pp 2, vpp 2, cp 2": Arrangement(ranks=4, config=sizes(pp=2, vpp=2, cp=2), model=QWEN3 | FOUR),

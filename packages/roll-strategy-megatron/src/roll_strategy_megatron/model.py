@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from roll_core.errors import ModelError
 from roll_strategy_megatron.balancing import Balancing
+from roll_strategy_megatron.config import runs
 from roll_strategy_megatron.layers import ScalarHead, block_spec, mixtures
 
 if TYPE_CHECKING:
@@ -136,12 +137,12 @@ def make_config(
 
 
 def _parallelism(config: MegatronConfig) -> dict[str, Any]:
-    interleaved = config.runs_per_stage > 1
+    interleaved, layout = config.runs_per_stage > 1, config.pipeline_model_parallel_layout
     return {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": config.runs_per_stage if interleaved else None,
-        "pipeline_model_parallel_layout": config.pipeline_model_parallel_layout,
+        "pipeline_model_parallel_layout": None if layout is None else "|".join(runs(layout)),  # without spaces
         # Megatron's interleaved schedule sends forward and backward tensors separately.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
