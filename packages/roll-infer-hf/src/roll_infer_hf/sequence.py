@@ -131,7 +131,7 @@ class StopStrings:
     def found(self, tokens: Items[int]) -> str | None:
         """Stop string that the last of `tokens` completes; None if there is none.
 
-        `tokens` is the whole response so far. If several stop strings match, returns the earliest in the text.
+        `tokens` is the whole response so far. If it completes several, returns the earliest in the text.
         """
         last = int(tokens[-1])
         possible = self._may_complete.get(last)
@@ -139,8 +139,17 @@ class StopStrings:
             possible = self._may_complete[last] = self._can_complete(last)
         if not possible:
             return None
-        text = self._decode(tokens[-self._window :])
-        hits = [(text.find(string), order, string) for order, string in enumerate(self.strings) if string in text]
+        window = tokens[-self._window :]
+        text = self._decode(window)
+        if not any(string in text for string in self.strings):
+            return None
+        # The window may contain a stop string from before `min_new_tokens`, which does not end the response.
+        before = _num_common(text, self._decode(window[:-1]))
+        hits = []
+        for order, string in enumerate(self.strings):
+            at = text.find(string, max(0, before - len(string) + 1))
+            if at >= 0:
+                hits.append((at, order, string))
         return min(hits)[2] if hits else None
 
     def _can_complete(self, token: int) -> bool:
@@ -156,3 +165,9 @@ class StopStrings:
             [int(token) for token in tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else "".join(text)
+
+
+def _num_common(first: str, second: str) -> int:
+    """Number of leading characters that two texts have in common."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
