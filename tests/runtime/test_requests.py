@@ -9,9 +9,13 @@ from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import raises_error
 
 
-def request(prompt=(1, 2, 3), n=1, **params):
+def request(prompt=(1, 2, 3), n=1, prompt_topk=0, **params):
     return GenerateRequest(
-        id="r", prompt_ids=np.asarray(prompt), n=n, params=SamplingParams(**{"max_new_tokens": 4, **params})
+        id="r",
+        prompt_ids=np.asarray(prompt),
+        n=n,
+        prompt_topk=prompt_topk,
+        params=SamplingParams(**{"max_new_tokens": 4, **params}),
     )
 
 
@@ -27,6 +31,8 @@ def check(asked, **given):
         (request(prompt=(1, 40)), ("token 1", "40")),
         (request(prompt=(-1,)), ("token 0", "-1")),
         (request(n=0), ("n", "0")),
+        (request(prompt_topk=-1), ("prompt_topk", "-1")),
+        (request(prompt_topk=41), ("prompt_topk", "41", "40")),
         (request(max_new_tokens=-1), ("max_new_tokens", "-1")),
         (request(max_new_tokens=6), ("3", "max_new_tokens", "6", "9", "8")),
         (request(stop_token_ids=(40,)), ("stop_token_ids", "40")),
@@ -44,7 +50,7 @@ def test_invalid_requests_are_refused(asked, facts):
 
 def test_what_fits_exactly_is_not_refused():
     check(request(max_new_tokens=5, top_p=1.0, min_p=1.0, temperature=0.0, stop_token_ids=(39,)))
-    check(request(max_new_tokens=0))
+    check(request(max_new_tokens=0, prompt_topk=40))
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,10 @@ def check_request(
         raise UnsupportedError(f"{name}: routed_experts is set, but the engine was started without router replay")
     if request.n < 1:
         raise DataError(f"{name}: n is {request.n}, expected at least 1")
+    if not 0 <= request.prompt_topk <= vocab_size:
+        raise DataError(
+            f"{name}: prompt_topk is {request.prompt_topk}, expected 0 to {vocab_size}, the vocabulary's size"
+        )
     if params.max_new_tokens < 0:
         raise DataError(f"{name}: max_new_tokens is {params.max_new_tokens}, expected at least 0")
     total = len(prompt) + params.max_new_tokens
