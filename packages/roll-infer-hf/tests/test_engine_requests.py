@@ -1,6 +1,7 @@
 """What happens to requests: determinism, sharing, ends, queues, aborts, errors."""
 
 import asyncio
+import itertools
 import sys
 import threading
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from roll_core.errors import DataError, ModelError, NonFiniteError, UnsupportedError
 from roll_core.spec.weights import make_manifest
@@ -347,6 +349,29 @@ def test_a_cancelled_call_leaves_the_engine(with_engine, half_drawn):
     assert len(with_engine(act).outputs[0].token_ids) == 2
 
 
+def test_an_id_of_a_cancelled_call_may_be_used_while_its_last_step_runs(with_engine):
+    async def act(engine):
+        step, ended, may_return = engine._core.step, threading.Event(), threading.Event()
+
+        def last_step():
+            done = step()
+            ended.set()
+            may_return.wait(20)
+            return done
+
+        engine._core.step = last_step
+        first = asyncio.create_task(engine.generate(request("a", [3], max_new_tokens=1)))
+        await asyncio.to_thread(ended.wait, 20)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(engine.generate(request("a", [3, 4], max_new_tokens=5)))
+        await asyncio.sleep(0)
+        may_return.set()
+        return await second
+
+    assert len(with_engine(act).outputs[0].token_ids) == 5
+
+
 def test_stop_ends_what_waits(with_engine, half_drawn):
     async def act(engine):
         [task] = await half_drawn(engine, [request("a", [3], max_new_tokens=120, n=50)])
@@ -371,6 +396,7 @@ def test_stop_ends_what_waits(with_engine, half_drawn):
         (request("a", [1], stop_token_ids=(200,)), DataError, ("stop_token_ids", "200")),
         (request("a", [1], temperature=-1.0), DataError, ("-1",)),
         (request("a", [1], top_p=0.0), DataError, ("top_p", "0")),
+        (replace(request("a", [1], prompt_logprobs=True), prompt_topk=98), DataError, ("prompt_topk", "98", "97")),
         (request("a", [1], max_new_tokens=5, stop=("x",), ignore_eos=False), UnsupportedError, ("stop",)),
     ],
 )
@@ -405,6 +431,59 @@ def test_logits_that_are_not_finite_fail_the_request_by_name_and_the_engine_reco
     assert tokens(after) == tokens(with_engine(together(some(seed=7))))
 
 
+def failing_at(call, function):
+    """`function`, whose call with this number raises."""
+    calls = itertools.count(1)
+
+    def run(*args, **kwargs):
+        if next(calls) == call:
+            raise RuntimeError("out of memory")
+        return function(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("step", ["prefill", "join", "sample"])
+def test_after_a_step_that_failed_the_engine_samples_as_before_and_has_no_memory_of_it(
+    with_engine, tiny_spec, monkeypatch, kind, step
+):
+    if kind == "gpt2":
+        keys = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        tiny_spec = replace(tiny_spec, random_init={**keys, "vocab_size": VOCABULARY, "initializer_range": 0.3})
+    expected = with_engine(together(some(seed=7)), spec=tiny_spec)
+
+    async def act(engine):
+        async def gathered(requests):
+            return await asyncio.gather(*[engine.generate(each) for each in requests], return_exceptions=True)
+
+        core, runner = engine._core, engine._core.runner
+        if step == "join" and kind == "gpt2":  # the rows of one of the two prompts have joined already
+            monkeypatch.setattr(DynamicCache, "reorder_cache", failing_at(2, DynamicCache.reorder_cache))
+        else:
+            owner = core._batch if step == "sample" else runner
+            monkeypatch.setattr(owner, step, failing_at(1, getattr(owner, step)))
+        failed = await gathered([request("x", [3]), request("y", [3, 4])])
+        kept = len(runner._prompts) if kind == "gpt2" else runner._prompts.rows - len(runner._free_slots)
+        return failed, kept, await gathered(some(seed=7))
+
+    failed, kept, after = with_engine(act, spec=tiny_spec)
+    assert [type(each) for each in failed] == [RuntimeError, RuntimeError]
+    assert kept == 0
+    assert tokens(after) == tokens(expected)
+
+
+def test_a_command_that_fails_does_not_take_the_following_ones_with_it(with_engine):
+    async def act(engine):
+        def fail():
+            raise RuntimeError("out of memory")
+
+        engine._post(fail, None)
+        return await engine.progress()
+
+    assert with_engine(act) == []
+
+
 def test_requests_after_stop_raise(with_engine):
     async def act(engine):
         await engine.generate(request("a", [3], max_new_tokens=2))
@@ -413,6 +492,16 @@ def test_requests_after_stop_raise(with_engine):
             await engine.generate(request("b", [3]))
 
     with_engine(act)
+
+
+def test_prompts_without_a_response_share_nothing(with_engine):
+    async def act(engine):
+        await together([request("a", [3, 4, 5], prompt_logprobs=True, max_new_tokens=0)])(engine)
+        await together([request("b", [3, 4, 5], n=3)])(engine)
+        return engine.metrics()
+
+    found = with_engine(act)
+    assert (found["prompt_tokens"], found["shared_prompt_tokens"]) == (6, 6)
 
 
 def test_metrics_taken_while_the_engine_runs_lose_no_token(with_engine):

@@ -123,9 +123,9 @@ class EngineCore:
         ]
 
     def fail_all(self, error: Exception) -> list[RunningRequest]:
-        """Fail every request with `error` and drop all rows."""
+        """Fail every request with `error` and drop all rows, also those that a failed step left only in the runner."""
         self._fail(list(self._unfinished.values()), error)
-        self._drop(np.zeros(len(self._batch), dtype=np.bool_))
+        self._batch.reorder(self.runner.drop(np.zeros(len(self._batch), dtype=np.bool_)))
         return self._take_done()
 
     def weights_changed(self, version: int) -> None:
@@ -186,14 +186,16 @@ class EngineCore:
                 sequences.append(each)
                 prompts.append(prompt)
                 sources.append(source)
-        computed = sum(len(prompt) - prompt.donated for prompt, _ in complete)
-        self._count("shared_prompt_tokens", sum(len(each) for each in prompts) - computed)
-        if sequences:
-            first = len(self._batch)
-            self.runner.join(prompts)
-            self._batch.join(sequences)
-            self._advance(logits[sources], first)
-        self._scheduler.release([prompt for prompt, _ in complete])
+        shared = sum(len(prompt) * (len(group) - 1) + prompt.donated for prompt, group in complete)
+        self._count("shared_prompt_tokens", shared)
+        try:
+            if sequences:
+                first = len(self._batch)
+                self.runner.join(prompts)
+                self._batch.join(sequences)
+                self._advance(logits[sources], first)
+        finally:  # after a failed step no sequence needs these prompts, either
+            self._scheduler.release([prompt for prompt, _ in complete])
 
     def _advance(self, logits: Tensor, first: int) -> None:
         kept, broken = self._batch.sample(logits, first, self.version)

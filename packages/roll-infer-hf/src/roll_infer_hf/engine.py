@@ -67,7 +67,8 @@ class HFInferStrategy(InferStrategy):
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._inbox: deque[Command] = deque()
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._waiting: dict[str, tuple[RunningRequest, asyncio.Future[Completion]]] = {}
+        """Requests whose callers wait, and the futures of their completions, by id."""
         self._arrivals = itertools.count()
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
@@ -95,13 +96,12 @@ class HFInferStrategy(InferStrategy):
         """
         running = self._admit(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = future
+        self._waiting[request.id] = running, future
         self._post(functools.partial(self._ready_core.submit, running), None)
         try:
             return await future
         except asyncio.CancelledError:
-            if self._waiting.get(request.id) is future:
-                del self._waiting[request.id]
+            self._take_waiting(running)
             if self._task is not None:
                 self._post(functools.partial(self._forget, request.id), None)
             raise
@@ -149,7 +149,7 @@ class HFInferStrategy(InferStrategy):
             self._closing = True
             self._wake.set()
             await task
-        for future in self._waiting.values():
+        for _, future in self._waiting.values():
             future.cancel()
         self._waiting.clear()
         thread, self._thread = self._thread, None
@@ -211,13 +211,24 @@ class HFInferStrategy(InferStrategy):
 
     def _resolve(self, done: Iterable[RunningRequest]) -> None:
         for request in done:
-            future = self._waiting.pop(request.request.id, None)
+            future = self._take_waiting(request)
             if future is None or future.done():
                 continue
             if request.error is not None:
                 future.set_exception(request.error)
             else:
                 future.set_result(request.completion())
+
+    def _take_waiting(self, request: RunningRequest) -> asyncio.Future[Completion] | None:
+        """Remove and return the future of a request.
+
+        None if its caller was cancelled. The caller may since have reused the id for another request.
+        """
+        waiting, future = self._waiting.get(request.request.id, (None, None))
+        if waiting is not request:
+            return None
+        del self._waiting[request.request.id]
+        return future
 
     # -- worker thread -------------------------------------------------------------------------------------------------
 
@@ -267,17 +278,17 @@ class HFInferStrategy(InferStrategy):
         Returns the requests that are done, and a `(future, result, error)` for each command with a future.
         """
         results: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        done: list[RunningRequest] = []
         core = self._ready_core
         for act, future in commands:
             try:
                 result, error = act(), None
             except Exception as caught:  # passed on to the caller; the engine continues
-                if future is None:
-                    return core.fail_all(caught), results
                 result, error = None, caught
+                if future is None:
+                    done += core.fail_all(caught)
             if future is not None:
                 results.append((future, result, error))
-        done: list[RunningRequest] = []
         try:
             while self._can_step and not done and not results and not self._inbox and not self._closing:
                 done = core.step()
