@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from roll_core.spec.transport import Deadline, SenderSetup
+from roll_core.spec.transport import Deadline, ReceiversLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
 from roll_weight_transports import collective
 from roll_weight_transports.collective import BroadcastGroup
@@ -57,3 +58,34 @@ def test_the_next_bucket_is_exported_while_one_travels(monkeypatch):
         "arrived 1", "export 3", "send 3",
         "arrived 2", "arrived 3",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_of_the_export_is_not_blamed_on_receivers(monkeypatch, number):
+    """torch's errors are `RuntimeError`s, both those of the group and those of a trainer without memory."""
+    tensors = {name: torch.ones(1024) for name in "ab"}
+    manifest = make_manifest(1, tensors.items())
+
+    def export():
+        yield from list(tensors.items())[:number]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sender = collective.CollectiveSender(SenderSetup(receivers=(0,), bucket_bytes=4096))
+    monkeypatch.setattr(sender, "_group", Recorded([]))
+    with pytest.raises(torch.OutOfMemoryError):
+        sender.send(manifest, export(), Deadline(5))
+    sender.close()
+
+
+def test_an_error_of_the_group_is_a_lost_receiver(monkeypatch):
+    class Broken(Recorded):
+        def wait(self, work, deadline):
+            raise RuntimeError("connection closed by peer")
+
+    tensors = {name: torch.ones(1024) for name in "abc"}
+    sender = collective.CollectiveSender(SenderSetup(receivers=(0, 1), bucket_bytes=4096))
+    monkeypatch.setattr(sender, "_group", Broken([]))
+    with pytest.raises(ReceiversLostError) as caught:
+        sender.send(make_manifest(1, tensors.items()), iter(tensors.items()), Deadline(5))
+    sender.close()
+    assert (caught.value.at, caught.value.disconnected) == ("a", (0, 1))

@@ -156,6 +156,25 @@ def test_only_what_the_dead_of_this_host_left_is_removed(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(kept)
 
 
+def test_what_the_dead_of_another_user_left_is_no_error(tmp_path, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / f"{disk.PREFIX}{hostname()}-{gone.pid}-ab").mkdir()
+    monkeypatch.setattr(disk.Folder, "remove", lambda *_: os.rmdir("/proc/1"))  # nobody may, not even root
+    sender_of(1, str(tmp_path)).close()
+
+
+def test_an_error_of_the_export_is_not_blamed_on_the_directory(where):
+    def export():
+        yield next(iter(TENSORS.items()))
+        raise ConnectionResetError("a rank of the trainer is gone")
+
+    sender = sender_of(1, where)
+    with pytest.raises(ConnectionResetError):
+        sender.send(MANIFEST, export(), Deadline(5))
+    sender.close()
+
+
 def test_a_full_disk_is_an_error_of_the_sync(tmp_path, monkeypatch):
     sender = sender_of(1, str(tmp_path))
 

@@ -167,23 +167,31 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
     ) -> list[TensorEntry]:
         self._number += 1
         buckets = plan_buckets(manifest, self._bucket_bytes)
+        names = [bucket.first for bucket in buckets] or [""]
         sent: list[TensorEntry] = []
-        at = buckets[0].first if buckets else ""
-        try:
-            group = self._group or self._meet(at, deadline)
+        with self._finding_lost(names[0], deadline):
+            group = self._group or self._meet(names[0], deadline)
             memory = _buffers(group, buckets)
-            running: list[Work] = []
-            for number, bucket in enumerate(buckets):
-                if number >= 2:
-                    at = buckets[number - 2].first
+        running: list[Work] = []
+        for number, bucket in enumerate(buckets):
+            if number >= 2:
+                with self._finding_lost(names[number - 2], deadline):
                     group.wait(running[number - 2], deadline)
-                sent += fill(memory[number % 2], bucket, exported)
+            sent += fill(memory[number % 2], bucket, exported)
+            with self._finding_lost(names[max(0, number - 2)], deadline):
                 running.append(group.broadcast(memory[number % 2][: bucket.num_bytes], deadline))
-            require_exhausted(exported)
-            at = buckets[-1].first if buckets else ""
+        require_exhausted(exported)
+        with self._finding_lost(names[-1], deadline):
             for work in running[-2:]:
                 group.wait(work, deadline)
             group.all_done(deadline)
+        return sent
+
+    @contextlib.contextmanager
+    def _finding_lost(self, at: str, deadline: Deadline) -> Iterator[None]:
+        """Raise errors of the group or the store as `ReceiversLostError`. Errors of the export stay as they are."""
+        try:
+            yield
         except WeightSyncError:
             raise
         except RuntimeError as error:
@@ -191,7 +199,6 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
             if deadline.left < EARLY_S:
                 raise ReceiversLostError(at, timed_out=unread) from error
             raise ReceiversLostError(at, disconnected=self._with("disconnected") or unread) from error
-        return sent
 
     def _meet(self, at: str, deadline: Deadline) -> BroadcastGroup:
         here = [f"here/{rank}" for rank in range(self._num_receivers)]

@@ -143,15 +143,13 @@ class DiskSender(SenderEndpoint):
         directory = setup.options["directory"]
         if "://" not in directory:
             directory = os.path.abspath(directory)
-        _remove_orphans(Folder(directory))
         name = f"{PREFIX}{hostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._folder = Folder(f"{directory.rstrip('/')}/{name}")
         self.address = self._folder.url
         self._number = 0
-        try:
+        with _writing(directory):
+            _remove_orphans(Folder(directory))
             self._folder.write(OPEN, b"")
-        except OSError as error:
-            raise _unwritable(directory, error) from error
 
     @override
     def send(
@@ -161,18 +159,17 @@ class DiskSender(SenderEndpoint):
         buckets = plan_buckets(manifest, self._bucket_bytes)
         memory = _host_buffer(buckets)
         sent: list[TensorEntry] = []
-        try:
-            for number, bucket in enumerate(buckets):
-                sent += fill(memory, bucket, exported)
+        for number, bucket in enumerate(buckets):
+            sent += fill(memory, bucket, exported)
+            with _writing(self.address):
                 self._folder.write(f"{self._number}/bucket-{number}", memory[: bucket.num_bytes].numpy().data)
                 self._all_have_read(bucket.first)
-            require_exhausted(exported)
-            first = buckets[0].first if buckets else ""
+        require_exhausted(exported)
+        first = buckets[0].first if buckets else ""
+        with _writing(self.address):
             if not self._folder.wait(lambda: self._all_have_read(first), deadline):
                 raise ReceiversLostError(first, timed_out=self._without("read"))
             self._folder.remove(str(self._number))
-        except OSError as error:
-            raise _unwritable(self.address, error) from error
         return sent
 
     @override
@@ -251,7 +248,7 @@ def _host_buffer(buckets: list[Bucket]) -> Tensor:
 
 
 def _remove_orphans(directory: Folder) -> None:
-    """Remove folders of processes of this host that no longer exist."""
+    """Remove folders of processes of this host that no longer exist. Folders of other users stay."""
     import psutil
 
     if not directory.is_local:
@@ -259,8 +256,14 @@ def _remove_orphans(directory: Folder) -> None:
     for name in directory.names():
         host, _, pid = name.removeprefix(PREFIX).rpartition("-")[0].rpartition("-")
         if name.startswith(PREFIX) and host == hostname() and pid.isdigit() and not psutil.pid_exists(int(pid)):
-            directory.remove(name)
+            with contextlib.suppress(OSError):
+                directory.remove(name)
 
 
-def _unwritable(where: str, error: OSError) -> WeightSyncError:
-    return WeightSyncError(f"weights cannot be written to {where} (model_update_dir): {error}")
+@contextlib.contextmanager
+def _writing(where: str) -> Iterator[None]:
+    """Raise errors of the file system as `WeightSyncError`."""
+    try:
+        yield
+    except OSError as error:
+        raise WeightSyncError(f"weights cannot be written to {where} (model_update_dir): {error}") from error
