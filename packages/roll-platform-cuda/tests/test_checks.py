@@ -196,6 +196,28 @@ def test_kernels_are_compiled_for_the_devices_that_are_here(
     assert only(checks.arch_list(HERE)).level == level
 
 
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [
+        ("12.0", "ok"),
+        ("12.0f", "ok"),
+        ("9.0+PTX", "ok"),
+        ("12.0a", "warning"),
+        ("9.0a+PTX", "warning"),
+        ("10.0f+PTX", "warning"),
+        ("9.0", "warning"),
+        ("12.2", "warning"),
+    ],
+)
+def test_kernels_for_an_older_minor_version_run_and_those_for_one_device_do_not(
+    host: Host, monkeypatch: pytest.MonkeyPatch, value: str, level: str
+) -> None:
+    """The compatibility that NVIDIA's CUDA programming guide states, for a device of 12.1."""
+    host("GB10")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
+    assert only(checks.arch_list(HERE)).level == level
+
+
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
 
 

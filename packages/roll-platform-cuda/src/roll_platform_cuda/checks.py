@@ -131,13 +131,13 @@ def arch_list(_: CheckContext) -> Iterator[CheckResult]:
     value = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not value:
         return
-    entries = re.findall(r"(\d{1,3})\.(\d)a?(\+PTX)?", value)
+    entries = re.findall(r"(\d{1,3})\.(\d)([af]?)(\+PTX)?", value)
     for device in dict.fromkeys((each.name, each.capability) for each in _survey_devices()):
         name, capability = device
-        exact = any((int(major), int(minor)) == capability for major, minor, _ in entries)
-        later = any(ptx and (int(major), int(minor)) <= capability for major, minor, ptx in entries)
         found = f"TORCH_CUDA_ARCH_LIST={value}"
-        if exact or later:
+        if any(
+            _runs_on(capability, (int(major), int(minor)), kind, ptx=bool(ptx)) for major, minor, kind, ptx in entries
+        ):
             yield CheckResult(level="ok", subject=name, found=found, wanted=dotted(capability))
         else:
             remedy = f"unset it, or add {dotted(capability)}"
@@ -158,6 +158,18 @@ def compared(found: tuple[int, int], wanted: tuple[int, int]) -> Level:
     if found[0] != wanted[0]:
         return "error"
     return "ok" if found == wanted else "warning"
+
+
+def _runs_on(device: tuple[int, int], built: tuple[int, int], kind: str, *, ptx: bool) -> bool:
+    """True if kernels built for compute capability `built` run on a device.
+
+    By NVIDIA's rules, machine code runs on the same major and an equal or higher minor version, and PTX on everything
+    newer. With the suffix (`kind`) `a` they run only on exactly `built`, with `f` only within the major version.
+    """
+    if kind == "a":
+        return device == built
+    same_major = device[0] == built[0] and device[1] >= built[1]
+    return same_major or (ptx and not kind and device >= built)
 
 
 def output_of(command: list[str]) -> str:
