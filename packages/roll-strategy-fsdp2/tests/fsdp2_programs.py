@@ -211,7 +211,20 @@ def lose_and_go_on(rank: int, job: Job, sequence: str) -> tuple[Raised | None, d
     return error, found[0], found[1]
 
 
-def away_and_back(rank: int, job: Job) -> tuple[list[dict[str, int]], Raised | None, dict[str, Any], dict[str, Any]]:
+def refused_while_offloaded(strategy: FSDP2Strategy, job: Job) -> list[Raised | None]:
+    """What each call raises that needs something on the device."""
+    batch, want = micros(strategy, job, sequences()), WantedOutputs(logprobs=True)
+    return [
+        raised(strategy.optimizer_step),
+        raised(lambda: strategy.forward(batch[0], want)),
+        raised(lambda: list(strategy.forward_all(batch, want))),
+        raised(lambda: list(strategy.export_weights())),
+    ]
+
+
+def away_and_back(
+    rank: int, job: Job
+) -> tuple[list[dict[str, int]], list[Raised | None], dict[str, Any], dict[str, Any]]:
     """Steps around which the shares' memory is moved, as if the device were not the host, and in which nothing is."""
     found = []
     for moves in (True, False):
@@ -226,7 +239,7 @@ def away_and_back(rank: int, job: Job) -> tuple[list[dict[str, int]], Raised | N
                 storages = [
                     each.untyped_storage().nbytes() for tensors in strategy.part_tensors().values() for each in tensors
                 ]
-                error = raised(strategy.optimizer_step)
+                errors = refused_while_offloaded(strategy, job)
                 strategy.onload(("grads", "optimizer", "weights"))
                 held.append(dict(strategy.memory()))
                 # The numbers of steps are no device's.
@@ -235,7 +248,7 @@ def away_and_back(rank: int, job: Job) -> tuple[list[dict[str, int]], Raised | N
             found.append({"steps": steps, "weights": weights(strategy)})
             port = strategy._mesh.master_port
         job = job.with_(port=port + 1)
-    return held, error, found[0], found[1]
+    return held, errors, found[0], found[1]
 
 
 def portable(rank: int, job: Job) -> dict[str, np.ndarray]:

@@ -154,12 +154,12 @@ def test_no_file_of_a_state_is_a_pickle(saved):
 @pytest.mark.parametrize("model", [{}, {"dtype": "bf16", "lora": LORA}], ids=["fp32", "bf16, adapters"])
 @pytest.mark.parametrize("config", [{}, TENSOR], ids=["2", "tensor 2"])
 def test_memory_that_is_moved_away_comes_back_bit_for_bit(ranks, config, model):
-    for held, error, moved, stayed in ranks(away_and_back, Job(world_size=2, config=config, model=model)):
+    for held, errors, moved, stayed in ranks(away_and_back, Job(world_size=2, config=config, model=model)):
         before, away, back = held
         assert min(before.values()) > 0
         assert away == dict.fromkeys(before, 0)
         assert back == before
-        assert error.is_a(UnsupportedError)
+        assert all(error.is_a(UnsupportedError) for error in errors)
         assert moved["steps"] == stayed["steps"]
         assert same_weights(moved["weights"], stayed["weights"])
 

@@ -156,10 +156,12 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
 
         Idle passes run immediately; the others run as the iterator is consumed.
         """
+        self.offloader.need("weights")
         self.passes.make_up_for(len(micros), want)
         return self._score(micros, want)
 
     def _score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
+        self.offloader.need("weights")
         with self._averaged() if want.ema else nullcontext():
             yield from self.passes.score(micros, want)
 
@@ -217,6 +219,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the weights; see `Weights.export`. Collective."""
+        self.offloader.need("weights")
         return self.weights.export()
 
     def _whole(self, parameter: Tensor) -> Tensor:

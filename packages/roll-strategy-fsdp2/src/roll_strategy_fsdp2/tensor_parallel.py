@@ -105,7 +105,7 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
         if forgotten:
             raise UnsupportedError(
                 f"{type(model).__name__}: the tensor-parallel plan shards {name} but does not contain"
-                f" {forgotten[0]}, whose gradient may then be wrong; sharded another version of transformers, or remove"
+                f" {forgotten[0]}, whose gradient may then be wrong; use another version of transformers, or remove"
                 " tensor_model_parallel_size"
             )
 
@@ -118,7 +118,7 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
         heads = getattr(config, what, None)
         if isinstance(heads, int) and heads % size:
             raise PlacementError(
-                f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; sharded a"
+                f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; use a"
                 f" divisor of {heads}"
             )
 
