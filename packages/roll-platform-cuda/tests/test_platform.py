@@ -188,6 +188,13 @@ def test_trainers_get_expandable_segments_and_engines_do_not() -> None:
     assert variables("generate")["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
 
 
+def test_the_users_options_of_the_allocator_are_kept_under_their_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ignores this name if PYTORCH_CUDA_ALLOC_CONF is set."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in variables("train").keys() | variables("score").keys()
+    assert variables("generate")["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
+
+
 def test_both_ends_of_a_group_agree_on_what_nccl_needs_them_to() -> None:
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "CUDA_DEVICE_ORDER")
     assert [variables("train")[name] for name in names] == ["0", "0", "PCI_BUS_ID"]

@@ -54,6 +54,8 @@ NOT_EXPANDABLE = EnvVar(
     " this also overrides a value set in your shell",
     required=True,
 )
+ALLOC_CONF = "PYTORCH_ALLOC_CONF"
+"""Other name of `PYTORCH_CUDA_ALLOC_CONF` in newer versions of torch, which ignore it if both are set."""
 
 
 class CudaPlatform(Platform):
@@ -93,8 +95,10 @@ class CudaPlatform(Platform):
         """Variables for workers that compute on a device; reward workers get none."""
         if kind == "reward":
             return ()
-        allocator = NOT_EXPANDABLE if kind == "generate" else EXPANDABLE
-        return (DEVICE_ORDER, CUMEM, NVLS, COMPILE_THREADS, allocator)
+        common = (DEVICE_ORDER, CUMEM, NVLS, COMPILE_THREADS)
+        if kind == "generate":
+            return (*common, NOT_EXPANDABLE)
+        return common if ALLOC_CONF in os.environ else (*common, EXPANDABLE)
 
     def memory(self, local_index: int) -> Mapping[str, int]:
         """Bytes `total` and `used` of the whole device, by NVML; `used` includes other processes.
