@@ -67,7 +67,7 @@ class NpuPlatform(Platform):
     def supports(self, dtype: str) -> str:
         """Empty if this host's chips support the dtype; otherwise the reason and alternatives."""
         if dtype not in DTYPES:
-            return f"{dtype} is not a supported model dtype: use {', '.join(DTYPES)}"
+            return f"{dtype} is not supported on Ascend NPUs: use {', '.join(DTYPES)}"
         old = [chip for chip in devices.chips() if chip in WITHOUT_BF16] if dtype == "bf16" else []
         return f"bf16 needs an Ascend 910B or newer; found {old[0]}: use fp16 or fp32" if old else ""
 

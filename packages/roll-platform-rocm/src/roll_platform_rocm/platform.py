@@ -57,7 +57,7 @@ class RocmPlatform(Platform):
     def supports(self, dtype: str) -> str:
         """Empty if every device's instruction set supports the dtype; otherwise the reason and alternatives."""
         if dtype not in DTYPES:
-            return f"{dtype} is not a supported model dtype: use {', '.join(DTYPES)}"
+            return f"{dtype} is not supported on AMD GPUs: use {', '.join(DTYPES)}"
         if dtype == "bf16":
             for device in _usable()[0]:
                 if device.gfx < BF16_SINCE or device.gfx[0] == WITHOUT_BF16:
