@@ -113,14 +113,36 @@ def test_processes_and_threads_describe_an_error_alike() -> None:
     assert "RuntimeError" not in in_process
 
 
-@pytest.mark.parametrize("how", ["type", "nan", "role", "silent", "failed score", "nan in detail", "list in detail"])
-def test_an_invalid_result_is_a_failure_of_the_episode(how: str) -> None:
+RESETS = ["tools are None", "tools are texts", "players are a text", "first state is a tuple", "no UTF-8", "no JSON"]
+STEPS = ["type", "nan", "role", "silent", "huge reward", "metrics are None", "a metric is None", "rewards are None"]
+SCORES = ["failed score", "nan in detail", "list in detail", "None in detail"]
+INVALID = {
+    **dict.fromkeys(RESETS, "reset"),
+    **dict.fromkeys([*STEPS, "state is a tuple"], "step"),
+    **dict.fromkeys(SCORES, "score"),
+}
+
+
+@pytest.mark.parametrize(("isolation", "how"), [*(("thread", how) for how in INVALID), ("process", "state is a tuple")])
+def test_an_invalid_result_is_a_failure_of_the_episode(isolation: str, how: str) -> None:
     async def run() -> list[Any]:
-        of = host("thread", how=how)
+        of = host(isolation, how=how)
         return await closed(of, episode(of))
 
     (failure,) = asyncio.run(run())
     assert isinstance(failure, EnvironmentFailure)
+    assert mentions(str(failure), "custom_envs.x", "acme", INVALID[how])
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_timeout_of_the_environments_own_is_not_reported_as_the_deadline(isolation: str) -> None:
+    async def run() -> list[Any]:
+        of = host(isolation, how="own timeout")
+        return await closed(of, episode(of))
+
+    (failure,) = asyncio.run(run())
+    assert isinstance(failure, EnvironmentFailure)
+    assert mentions(str(failure), "step", "TimeoutError")
 
 
 def test_a_score_may_have_numbers_and_texts_as_details() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,16 +40,31 @@ class Echo(Environment):
 
     def reset(self, task: Any, seed: int) -> Opening:
         self._fail("reset")
-        return OPENING
+        wrong: Any = {
+            "tools are None": {"tools": None},
+            "tools are texts": {"tools": ["search"]},
+            "players are a text": {"players": "ab"},
+            "first state is a tuple": {"state": (1, 2)},
+            "no UTF-8": {"messages": [{"role": "user", "content": "\ud800"}]},
+            "no JSON": {"messages": [{"role": "user", "content": "1", "at": {1}}]},
+        }
+        return replace(OPENING, **wrong.get(self.how, {}))
 
     def step(self, reply: Reply) -> Any:
         self._fail("step")
+        if self.how == "own timeout":
+            raise TimeoutError("the database is away")
         self.turns += 1
         bad: dict[str, Any] = {
             "type": {"reward": 1.0},
             "nan": Turn(reward=float("nan"), done=True),
             "role": Turn(messages=[{"role": "assistant", "content": "0"}]),
             "silent": Turn(),
+            "huge reward": Turn(reward=10**400, done=True),
+            "metrics are None": Turn(metrics=cast("Any", None), done=True),
+            "a metric is None": Turn(metrics=cast("Any", {"right": None}), done=True),
+            "rewards are None": Turn(rewards=cast("Any", None), done=True),
+            "state is a tuple": Turn(state=cast("Any", (1, 2)), messages=OPENING.messages),
         }
         if self.how in bad:
             return bad[self.how]
@@ -62,6 +78,7 @@ class Echo(Environment):
             "failed score": Reward(value=None, failure="the judge is away"),
             "nan in detail": Reward(value=1.0, detail={"why": "ok", "bleu": float("nan")}),
             "list in detail": Reward(value=1.0, detail={"bleu": cast("Any", [0.5])}),
+            "None in detail": Reward(value=1.0, detail={"bleu": cast("Any", None)}),
             "details": Reward(value=1.0, detail={"why": "ok", "bleu": 0.5, "tests": 3}),
         }
         return scores.get(self.how)

@@ -69,10 +69,17 @@ class HostedEnvironment:
         self._began = True
         opening: Opening = await self._call("reset", self._host.config.setup_timeout_s, dict(task), seed)
         self._check_messages("reset", opening.messages, required=True)
-        players = tuple(opening.players)
-        if not all(isinstance(each, str) and each for each in players) or len(set(players)) < len(players):
-            raise self._host.failure("reset", f"players are {players!r:.200}, expected different names")
-        self._players = players
+        self._check_state("reset", opening.state)
+        tools, players = opening.tools, opening.players
+        if not _are_json_objects(tools):
+            raise self._host.failure("reset", f"tools are {tools!r:.200}, expected a list of schemas in JSON values")
+        if not (
+            isinstance(players, list | tuple)
+            and all(isinstance(each, str) and each for each in players)
+            and len(set(players)) == len(players)
+        ):
+            raise self._host.failure("reset", f"players are {players!r:.200}, expected a list of different names")
+        self._players = tuple(players)
         self._check_player("reset", opening.player)
         return opening
 
@@ -81,13 +88,14 @@ class HostedEnvironment:
         turn: Turn = await self._call("step", self._host.config.step_timeout_s, reply)
         ends = turn.done or turn.truncated
         self._check_messages("step", turn.messages, required=not ends)
+        self._check_state("step", turn.state)
         self._check_player("step", turn.player)
-        self._host.check_number("step", "reward", turn.reward)
-        for player, value in turn.rewards.items():
+        if turn.reward is not None:
+            self._host.check_number("step", "reward", turn.reward)
+        self._host.check_numbers("step", "rewards", turn.rewards)
+        self._host.check_numbers("step", "metrics", turn.metrics)
+        for player in turn.rewards:
             self._check_player("step", player)
-            self._host.check_number("step", f"reward of {player}", value)
-        for name, value in turn.metrics.items():
-            self._host.check_number("step", f"metric {name}", value)
         return turn
 
     async def score(self) -> Reward | None:
@@ -111,23 +119,25 @@ class HostedEnvironment:
             wire_result(method, result)
         except EnvironmentFailure:
             raise
-        except TimeoutError:
-            raise self._host.failure(method, f"took longer than {timeout_s:g} s and was stopped") from None
         except Exception as error:  # user code may raise anything; the failure keeps the cause
             raise self._host.failure(method, described(error)) from error
         self._host.seconds[method].append(time.monotonic() - begin)
         return result
 
     def _check_messages(self, method: str, messages: Any, *, required: bool) -> None:
-        valid = isinstance(messages, list | tuple) and all(
-            isinstance(each, dict) and each.get("role") in ROLES and isinstance(each.get("content"), str)
-            for each in messages
+        valid = _are_json_objects(messages) and all(
+            each.get("role") in ROLES and isinstance(each.get("content"), str) for each in messages
         )
         if not valid or (required and not messages):
             raise self._host.failure(
                 method,
-                f"messages are {messages!r:.200}, expected dicts with a text as content and one of the roles {ROLES}",
+                f"messages are {messages!r:.200}, expected dicts of JSON values, with a text as content and one of the"
+                f" roles {ROLES}",
             )
+
+    def _check_state(self, method: str, state: Any) -> None:
+        if state is not None and not isinstance(state, str | int):
+            raise self._host.failure(method, f"state is {state!r:.100}, expected a text, an integer or None")
 
     def _check_player(self, method: str, player: Any) -> None:
         if player != "" and player not in self._players:
@@ -136,6 +146,17 @@ class HostedEnvironment:
 
 ROLES = ("user", "system", "tool")
 """Roles of messages from an environment."""
+
+
+def _are_json_objects(values: Any) -> bool:
+    """True if `values` are dicts of JSON values whose texts are valid UTF-8."""
+    if not isinstance(values, list | tuple) or not all(isinstance(each, dict) for each in values):
+        return False
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 class EnvironmentHost:
@@ -188,18 +209,30 @@ class EnvironmentHost:
         return EnvironmentFailure(f"custom_envs.{self.tag}: {self.owner}: {method}: {reason}")
 
     def check_number(self, method: str, what: str, value: Any) -> None:
-        """Raise the failure of an episode unless `value` is a finite number or None."""
-        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
-            raise self.failure(method, f"{what} is {value!r:.100}, expected a finite number or None")
+        """Raise the failure of an episode unless `value` is a finite number, also as a float."""
+        try:
+            valid = isinstance(value, int | float) and math.isfinite(value)
+        except OverflowError:
+            valid = False
+        if not valid:
+            raise self.failure(method, f"{what} is {value!r:.100}, expected a finite number")
+
+    def check_numbers(self, method: str, what: str, values: Any) -> None:
+        """Raise the failure of an episode unless `values` are finite numbers by name."""
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise self.failure(method, f"{what}: found {values!r:.200}, expected a dict of numbers by name")
+        for name, value in values.items():
+            self.check_number(method, f"{name} of {what}", value)
 
     def check_reward(self, method: str, reward: Reward) -> None:
         """Raise the failure of an episode whose reward has no value, or a number that is not finite."""
         if reward.failed:
             raise self.failure(method, reward.failure or "the reward has neither a value nor a failure")
         self.check_number(method, "reward", reward.value)
-        for name, value in reward.detail.items():
-            if not isinstance(value, str):
-                self.check_number(method, f"detail {name}", value)
+        detail: Any = reward.detail
+        if isinstance(detail, dict):
+            detail = {name: value for name, value in detail.items() if not isinstance(value, str)}
+        self.check_numbers(method, "detail", detail)
 
     def take_seconds(self) -> dict[str, list[float]]:
         """Seconds of calls by method since the last call."""
@@ -226,8 +259,6 @@ class EnvironmentHost:
                 process.kill()
                 raise
             return process
-        except TimeoutError:
-            raise self.failure("__init__", f"took longer than {timeout_s:g} s and was stopped") from None
         except Exception as error:  # user code
             raise self.failure("__init__", described(error)) from error
 
@@ -259,8 +290,21 @@ class EnvironmentHost:
             await process.closed()
 
 
+@asynccontextmanager
+async def _deadline(timeout_s: float) -> AsyncIterator[None]:
+    """Raise `CallFailed` after `timeout_s`. A `TimeoutError` of the environment itself is not changed."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise CallFailed(f"took longer than {timeout_s:g} s and was stopped") from None
+
+
 class _Caller(ABC):
-    """Calls one environment. `invoke` raises its errors, or `TimeoutError`."""
+    """Calls one environment. `invoke` raises its errors, or `CallFailed` at the deadline."""
 
     @abstractmethod
     async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
@@ -279,7 +323,7 @@ class _Inline(_Caller):
 
     @override
     async def invoke(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        async with asyncio.timeout(timeout_s):
+        async with _deadline(timeout_s):
             result = getattr(self._environment, method)(*arguments)
             return await result if asyncio.iscoroutine(result) or isinstance(result, asyncio.Future) else result
 
@@ -312,7 +356,7 @@ class _Thread(_Caller):
         future: asyncio.Future[Outcome] = self._loop.create_future()
         self._jobs.put((job, future))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with _deadline(timeout_s):
                 result, error = await future
         except BaseException:  # the deadline, or the cancelled episode; the thread ends once its call returns
             self._abandoned = True
@@ -376,7 +420,7 @@ class _Process(_Caller):
     async def request(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and return its reply. Kills the process unless it replies in time."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with _deadline(timeout_s):
                 self._writer.write(json.dumps(message).encode() + b"\n")
                 await self._writer.drain()
                 line = await self._reader.readline()
