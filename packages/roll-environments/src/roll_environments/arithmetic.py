@@ -16,8 +16,8 @@ MAX_TEXT = 500
 """Maximum characters of an expression."""
 MAX_BITS = 4096
 """Maximum bits of every intermediate integer. Bounds time and memory."""
-MAX_FACTORIAL = 400
-"""Largest argument of `factorial` and `comb`."""
+MAX_ARGUMENT = 400
+"""Largest argument of `factorial` and `comb`, and largest number of digits of `round`."""
 
 
 class ExpressionError(ValueError):
@@ -49,11 +49,18 @@ def _power(base: Number, exponent: Number) -> Any:
 
 def _small(function: Callable[..., int]) -> Callable[..., int]:
     def call(*arguments: int) -> int:
-        if any(abs(each) > MAX_FACTORIAL for each in arguments):
-            raise ExpressionError(f"an argument is larger than {MAX_FACTORIAL}")
+        if any(abs(each) > MAX_ARGUMENT for each in arguments):
+            raise ExpressionError(f"an argument is larger than {MAX_ARGUMENT}")
         return function(*arguments)
 
     return call
+
+
+def _round(value: Number, *digits: int) -> Number:
+    """`round`. Python computes `10 ** -digits` for an integer, which takes minutes for -10,000,000 digits."""
+    if any(abs(each) > MAX_ARGUMENT for each in digits):
+        raise ExpressionError(f"round to more than {MAX_ARGUMENT} digits")
+    return round(value, *digits)
 
 
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -76,7 +83,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "factorial": _small(math.factorial),
     "max": max,
     "min": min,
-    "round": round,
+    "round": _round,
     "sum": sum,
 }
 CONSTANTS = {"pi": math.pi, "e": math.e}
