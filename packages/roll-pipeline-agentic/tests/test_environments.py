@@ -104,6 +104,18 @@ def test_a_slippery_lake_moves_to_the_sides() -> None:
     assert asyncio.run(run()) == {(2, 1), (2, 3)}
 
 
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+def test_a_move_is_a_word_and_no_part_of_one(name: str) -> None:
+    async def run(reply: str) -> Turn:
+        environment: Any = MAKE[name]()
+        await environment.reset({}, 0)
+        return await environment.step(Reply(text=reply))  # type: ignore[no-any-return]
+
+    assert asyncio.run(run("Left, alright? Update!")) == asyncio.run(run("left"))
+    assert asyncio.run(run("**down**")) == asyncio.run(run("_Down_.")) == asyncio.run(run("down"))
+    assert asyncio.run(run("bright")).metrics == {"valid": 0.0}
+
+
 def test_boxes_are_pushed_and_block_each_other() -> None:
     room = Sokoban(rows=5, columns=7, boxes=2)
     room.targets = frozenset({(1, 5), (2, 5)})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from roll_core.spec.environment import Reply, Task
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-WORD = re.compile("|".join(MOVES), re.IGNORECASE)
+WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(MOVES)})(?![a-z])", re.IGNORECASE)
 Field = tuple[int, int]
 Boxes = frozenset[Field]
 
