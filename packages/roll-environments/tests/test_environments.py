@@ -66,6 +66,7 @@ def test_arithmetic_agrees_with_python() -> None:
         *("9 ** 9 ** 9", "2 ** 100000", "(2 ** 4000) * (2 ** 4000)", "factorial(100000)", "comb(10**9, 5 * 10**8)"),
         *("(-8) ** 0.5", "sqrt(-1)", "exp(10000)", "1 << 99", "max(1, key=2)", "min()", "(" * 300 + "1" + ")" * 300),
         *("1" * 501, "\x00", "-" * 490 + "1" * 20, "[i for i in (1, 2)]", "sum(*[1])", "round(1e308 * 10, 2) + min"),
+        *("round(5, -10**8)", "round(5, 10**8)", "round(1.5, 2.5)"),
     ],
 )
 def test_what_is_no_arithmetic_is_refused(text: str) -> None:
@@ -93,6 +94,30 @@ def test_tasks_from_data_replace_those_of_the_seed() -> None:
     opening, turns, _ = play(MathWithPython(), ["It is 42."], task=task)
     assert task["question"] in opening.messages[0]["content"]
     assert turns[-1].reward == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "reward"),
+    [
+        ("44253432", "44253432", 1),
+        ("44253432", "44253431", 0),  # within 1e-6
+        ("44253432", "44,253,432.0", 1),
+        (10**20 + 1, str(10**20 + 1), 1),  # more digits than a float has
+        (10**20 + 1, str(10**20), 0),
+        ("0.3333333", "0.33333335", 1),
+        ("0.3333333", "0.3334", 0),
+        ("0.5", "9" * 400, 0),
+    ],
+)
+def test_an_integer_must_be_exact(answer: str | int, reply: str, reward: float) -> None:
+    _, turns, _ = play(MathWithPython(), [reply], task={"question": "?", "answer": answer})
+    assert turns[-1].reward == reward
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("Answer: A", 1), ("", 0), ("Answer: the", 0), ("Answer: B", 0)])
+def test_an_answer_that_is_an_article_must_be_given(reply: str, reward: float) -> None:
+    _, turns, _ = play(LocalSearch(), [reply], task={"question": "A or B?", "answer": "A"})
+    assert turns[-1].reward == reward
 
 
 def test_several_calls_of_a_reply_have_their_results_in_order() -> None:

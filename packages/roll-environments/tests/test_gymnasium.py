@@ -147,6 +147,31 @@ def test_functions_of_the_user_show_observations_and_parse_actions() -> None:
     assert turns[0].metrics["valid"] == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [("up", 0), ("go up left", 1), ("up-left", 2), ("+", 3), ("a + b", 3), ("upper", None), ("up, then UP LEFT.", 1)],
+)
+def test_an_action_is_the_longest_word_that_fits(text: str, action: int | None) -> None:
+    environment = GymnasiumAdapter(make="test_gymnasium:Lines", actions=["up", "up left", "up-left", "+"])
+    called(environment, "reset", {}, 0)
+    assert environment._action(text) == action
+
+
+@engine
+def test_the_prompt_asks_for_all_numbers_of_a_space() -> None:
+    from gymnasium import spaces
+
+    for space, number in ((spaces.MultiBinary(3), 3), (spaces.Box(-1, 1, (2, 3)), 6), (spaces.Discrete(5), None)):
+        environment = GymnasiumAdapter(make="test_gymnasium:Lines")
+        called(environment, "reset", {}, 0)
+        environment.space = space
+        numbers = [int(word) for word in environment._instruction().rstrip(".").split() if word.isdigit()]
+        assert numbers == ([0, 4] if number is None else [number])
+        if number is not None:
+            action = environment._action(" ".join(["1"] * number))
+            assert space.contains(action)
+
+
 @pytest.mark.parametrize("stage", ["reset", "step"])
 def test_a_failure_names_the_class(stage: str) -> None:
     with pytest.raises(WrappedError, match=rf"test_gymnasium:Lines.*{stage}.*ValueError"):

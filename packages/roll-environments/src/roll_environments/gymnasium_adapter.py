@@ -8,6 +8,7 @@ Observations become text, and replies become actions of the action space.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -104,11 +105,11 @@ class GymnasiumAdapter(Environment):
         n, shape = getattr(self.space, "n", None), getattr(self.space, "shape", None)
         if self.actions:
             return f"Reply with {', '.join(self.actions[:-1])} or {self.actions[-1]}."
-        if n is not None:
+        if shape and self.parse is None:
+            return f"Reply with {math.prod(shape)} numbers."
+        if n is not None and not shape:
             first = int(getattr(self.space, "start", 0))
             return f"Reply with a number from {first} to {first + int(n) - 1}."
-        if shape and self.parse is None:
-            return f"Reply with {shape[0]} numbers."
         return ""
 
     def _action(self, text: str) -> Any:
@@ -117,7 +118,9 @@ class GymnasiumAdapter(Environment):
             with calls_to(self.action or "", "action"):
                 return self.parse(text)
         if self.actions:
-            found = re.findall("|".join(rf"\b{re.escape(each)}\b" for each in self.actions), text, re.IGNORECASE)
+            # The longest first: "up left" is no "up".
+            longest = sorted(map(re.escape, self.actions), key=len, reverse=True)
+            found = re.findall(rf"(?<!\w)(?:{'|'.join(longest)})(?!\w)", text, re.IGNORECASE)
             names = [each.lower() for each in self.actions]
             return names.index(found[-1].lower()) + int(getattr(self.space, "start", 0)) if found else None
         shape, dtype = getattr(self.space, "shape", None), getattr(self.space, "dtype", None)

@@ -130,8 +130,9 @@ def terms(text: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """Words in lower case without articles, for the comparison of answers."""
-    return " ".join(word for word in terms(text) if word not in ("a", "an", "the"))
+    """Words in lower case without articles, for the comparison of answers. A text of articles keeps them: option A."""
+    words = terms(text)
+    return " ".join([word for word in words if word not in ("a", "an", "the")] or words)
 
 
 def read_corpus(path: str | None) -> list[dict[str, Any]]:

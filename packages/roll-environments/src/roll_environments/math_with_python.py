@@ -28,6 +28,8 @@ TOOL = tool_schema(
 class MathWithPython(Environment):
     """One problem. A reply without a tool call ends the episode; its last number is the answer, with reward 1 or 0.
 
+    An integer must be exact. Other numbers have a relative tolerance of 1e-6.
+
     A task with `question` and `answer` is asked instead of a problem from the seed. Expressions are evaluated by
     `arithmetic`, which runs no code.
     """
@@ -41,7 +43,7 @@ class MathWithPython(Environment):
     async def reset(self, task: Task, seed: int) -> Opening:
         self.expression = ""
         if "question" in task:
-            question, self.answer = str(task["question"]), float(task["answer"])
+            question, self.answer = str(task["question"]), _number(str(task["answer"]))
         else:
             self.expression = make_expression(random.Random(seed), self.num_operations, self.digits)
             question, self.answer = f"What is {self.expression}?", evaluate(self.expression)
@@ -56,8 +58,11 @@ class MathWithPython(Environment):
         if wrong := correction(reply, reward=0.0):
             return wrong
         found = NUMBER.findall(reply.text)
-        value = float(found[-1].replace(",", "")) if found else math.nan
-        right = math.isclose(value, self.answer, rel_tol=1e-6)
+        text = found[-1] if found else "nan"
+        if isinstance(self.answer, int):
+            right = _number(text) == self.answer
+        else:
+            right = math.isclose(float(text.replace(",", "")), self.answer, rel_tol=1e-6)
         return Turn(reward=float(right), done=True, metrics={"success": float(right)})
 
     def oracle(self) -> list[Any]:
@@ -72,6 +77,14 @@ def make_expression(generator: random.Random, num_operations: int, digits: int) 
         operator = generator.choice("+-*%")
         text = f"({text}) {operator} {generator.randrange(10 ** (digits - 1), 10**digits)}"
     return text
+
+
+def _number(text: str) -> int | float:
+    text = text.replace(",", "")
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def _run(call: ToolCall) -> tuple[Message, float]:
