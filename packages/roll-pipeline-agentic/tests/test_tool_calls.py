@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -319,3 +320,25 @@ def test_spans_cover_any_text_and_name_what_the_parser_finds(parts: list[str], f
     parsed = parse_tool_calls(text, format, reasoning_open=opened)
     assert ("tool_calls" in {part for *_, part in spans}) == bool(parsed.tool_calls)
     assert not parsed.reasoning or "reasoning" in {part for *_, part in spans}
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("glm45", f"<tool_call>f{'<arg_key>a</arg_key><arg_value>' * 3000}</tool_call>"),
+        ("qwen3_coder", f"<tool_call><function=f>{'<parameter=a>' * 6000}</function></tool_call>"),
+    ],
+)
+def test_a_reply_that_repeats_a_tag_is_parsed_in_linear_time(format: str, text: str) -> None:
+    begin = time.monotonic()
+    found = parse_tool_calls(text, format)
+    assert (found.content, found.tool_calls) == (text, [])
+    assert found.error
+    assert time.monotonic() - begin < 5
+
+
+def test_reasoning_is_removed_from_many_blanks_in_linear_time() -> None:
+    blanks = " \n" * 30_000
+    begin = time.monotonic()
+    assert without_reasoning(f"<think>a</think> <think>b</think>c{blanks}d{blanks}<think>e</think>") == f"c{blanks}d"
+    assert time.monotonic() - begin < 5

@@ -166,7 +166,8 @@ class _Malformed(Exception):
 
 
 _REASONING = re.compile(
-    r"\s*<think>.*?(?:</think>\s*|\Z)"
+    # A run of blanks is searched once, from its beginning.
+    r"(?:(?<!\s)\s+)?<think>.*?(?:</think>\s*|\Z)"
     # of gpt-oss: a message before the one that is the reply
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)",
     re.DOTALL,
@@ -289,8 +290,8 @@ def _qwen3_coder_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, st
     if match is None:
         raise _Malformed("a tool call has no <function=NAME> … </function>")
     name, rest = match[1].strip(), match[2]
-    pairs = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", rest, re.DOTALL)
-    if re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", rest, flags=re.DOTALL).strip():
+    pairs = _pairs(rest, r"\s*<parameter=([^>\n]+)>(.*)", "</parameter>")
+    if pairs is None:
         raise _Malformed(f"the call of {name!r} has text outside of <parameter=KEY> … </parameter>")
     # The template writes each value on lines of its own.
     return name, _arguments(
@@ -298,14 +299,23 @@ def _qwen3_coder_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, st
     )
 
 
+def _pairs(text: str, pattern: str, end: str) -> list[tuple[str, str]] | None:
+    """Keys and values that match `pattern` before each `end`. None if there is other text.
+
+    Time is linear in the text: a model in a loop writes thousands of tags.
+    """
+    *pieces, rest = text.split(end)
+    found = [match for each in pieces if (match := re.fullmatch(pattern, each, re.DOTALL))]
+    return None if rest.strip() or len(found) < len(pieces) else [(each[1], each[2]) for each in found]
+
+
 def _glm45_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
     name, tag, rest = body.partition("<arg_key>")
     name = name.strip()
     if not name:
         raise _Malformed("a tool call has no name")
-    pattern = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-    pairs = re.findall(pattern, tag + rest, re.DOTALL)
-    if re.sub(pattern, "", tag + rest, flags=re.DOTALL).strip() or "<" in name:
+    pairs = _pairs(tag + rest, r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", "</arg_value>")
+    if pairs is None or "<" in name:
         raise _Malformed(f"the call of {name!r} has text outside of <arg_key> and <arg_value>")
     return name, _arguments({key.strip(): _value(name, key.strip(), value, strings) for key, value in pairs})
 
