@@ -102,15 +102,56 @@ def test_a_mask_selects_parts_of_replies_whose_prompts_open_the_reasoning(
     assert encoder.text(second.sampled_ids[second.loss_mask]) == ("3<eos>" if "content" in parts else "")
 
 
-def test_messages_are_found_from_the_end(tmp_path: Any) -> None:
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.content | tojson }}"
+    "{% else %}{{ m.content | trim }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture
+def chatml(tmp_path: Any) -> ChatEncoder:
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return ChatEncoder(tokenizer, DataArguments(template="native"), where="")
 
-    def decode(ids: Any) -> str:
-        return str(tokenizer.decode(ids.tolist()))
 
-    ids = np.array(tokenizer("user: lower<eos>user: lower <eos>tool: 4<eos>assistant: ")["input_ids"])
-    mask = mask_of_messages(ids, decode, [{"role": "user", "content": " lower "}, {"role": "tool", "content": "4"}])
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize(
+    ("contents", "begins"),
+    # Where the contents begin in the text after the reply: they are no parts of the marks.
+    [
+        ([">"], [18]),
+        (["user"], [18]),
+        (["assistant"], [18]),
+        ([" lower \n"], [18]),
+        (["", "a"], [18 + len("<|im_end|>\n<|im_start|>user\n")]),
+        (["é", "é"], [18, 18 + len("é<|im_end|>\n<|im_start|>user\n")]),
+    ],
+)
+def test_messages_are_masked_where_the_template_writes_them(
+    chatml: ChatEncoder, contents: list[str], begins: list[int], forked: bool
+) -> None:
+    reply = np.array(chatml._tokenizer("7<|im_end|>")["input_ids"], dtype=np.int64)
+    chat = chatml.encode([{"role": "user", "content": "lower >"}])
+    known = len(chat.ids) + len(reply)
+    messages = [{"role": "user", "content": each} for each in contents]
+    found = chatml.extend(chat, reply, messages)
+    assert found is not None
+    ids = found.ids if forked else found.ids[known:]
+    mask = mask_of_messages(ids, chatml, found, len(messages))
     assert mask is not None
-    assert decode(ids[mask]) == "lower4"
-    assert mask[:18].sum() == 0
-    assert mask_of_messages(ids, decode, [{"role": "tool", "content": '{"a": 4}'}]) is None
+    new, mask = ids[known:] if forked else ids, mask[known:] if forked else mask
+    assert chatml.text(new[mask]) == "".join(each.strip() for each in contents)
+    firsts = [at for at in np.flatnonzero(mask) if at == 0 or not mask[at - 1]]
+    assert [len(chatml.text(new[:at])) for at in firsts] == begins
+    assert not forked or len(mask) == len(ids) - known
+
+
+def test_a_message_that_the_template_escapes_has_no_mask(chatml: ChatEncoder) -> None:
+    plain = chatml.encode([{"role": "tool", "content": "4"}])
+    mask = mask_of_messages(plain.ids, chatml, plain, 1)
+    assert mask is not None
+    assert chatml.text(plain.ids[mask]) == "4"
+    escaped = chatml.encode([{"role": "tool", "content": '{"a": 4}'}])
+    assert mask_of_messages(escaped.ids, chatml, escaped, 1) is None

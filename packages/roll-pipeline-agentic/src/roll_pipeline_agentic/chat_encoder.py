@@ -123,6 +123,43 @@ class ChatEncoder:
         *spans, (begin, _, part) = spans_of_parts(self.reply_text(ids), self.tool_format, reasoning_open=opened)
         return [*spans, (begin, len(self.text(ids)), part)]
 
+    def spans_of_messages(self, chat: EncodedChat, number: int) -> list[tuple[int, int]] | None:
+        """Spans in `chat.text` of the contents of the last `number` messages, without blanks around them.
+
+        None if the template rewrites a content, for example escapes it.
+        """
+        found = []
+        for index in range(len(chat.messages) - number, len(chat.messages)):
+            content = str(chat.messages[index]["content"]).strip()
+            if not content:
+                continue
+            around = self._around(chat, index)
+            if around is None:
+                return None
+            before, after = around
+            inner = chat.text[len(before) : len(chat.text) - len(after)]
+            if chat.text != before + inner + after or inner.strip() != content:
+                return None
+            begin = len(before) + inner.index(content)
+            found.append((begin, begin + len(content)))
+        return found
+
+    def _around(self, chat: EncodedChat, index: int) -> tuple[str, str] | None:
+        """The texts before and after the content of a message in the template's rendering of `chat`."""
+        try:
+            one, other = (
+                self._render(
+                    (*chat.messages[:index], {**chat.messages[index], "content": each}, *chat.messages[index + 1 :]),
+                    chat.tools,
+                )
+                for each in SENTINELS
+            )
+        except DataError:
+            return None
+        after = _common_end([one, other])
+        before = one.removesuffix(SENTINELS[0] + after)
+        return (before, after) if [before + each + after for each in SENTINELS] == [one, other] else None
+
     def reply_text(self, ids: TokenIds) -> str:
         """The text of a sampled reply, without the tokens that end the turn."""
         return self.text(self._unended(ids))

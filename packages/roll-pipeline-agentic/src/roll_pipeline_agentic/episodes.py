@@ -31,11 +31,11 @@ from roll_pipeline_agentic.masks import is_invalid, mask_of_messages, mask_rollo
 from roll_pipeline_agentic.recording import record_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.spec.environment import Message, Opening, State, Turn
+    from roll_core.spec.environment import Opening, State, Turn
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import Bools, CompletionOutput, Sample, TokenIds
     from roll_pipeline_agentic.agents import AgentHost
@@ -64,11 +64,11 @@ class Episodes:
     consecutive_failures: int = 0
     """Failed episodes since the last one that succeeded."""
 
-    def observed(self, tag: str, ids: TokenIds, messages: Sequence[Message]) -> Bools | None:
-        """Mask of the messages that `ids` end with, if there is a loss for them."""
+    def observed(self, tag: str, chat: EncodedChat, known: int, number: int) -> Bools | None:
+        """Mask of the last `number` messages in the tokens after the first `known`, if there is a loss for them."""
         if not self.config.echo_coef:
             return None
-        mask = mask_of_messages(ids, self.encoders[tag].text, messages)
+        mask = mask_of_messages(chat.ids[known:], self.encoders[tag], chat, number)
         self.counts[tag, "echo_skipped"] += mask is None
         return mask
 
@@ -299,7 +299,7 @@ class _Attempt:
         known = 0 if extended is None else len(chat.ids) + len(last)
         history = (*chat.messages, encoder.reply(last, chat), *turn.messages)
         own.chat = extended or encoder.encode(history, chat.tools)
-        own.observed = self._episodes.observed(tag, own.chat.ids[known:], turn.messages)
+        own.observed = self._episodes.observed(tag, own.chat, known, len(turn.messages))
         own.state = state_of(turn.state, turn.messages)
 
     def _rewards(self, host: EnvironmentHost, score: Reward | None) -> dict[str, Reward]:

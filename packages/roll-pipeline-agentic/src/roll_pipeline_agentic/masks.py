@@ -16,11 +16,10 @@ import numpy as np
 from roll_core.types import Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
-    from roll_core.spec.environment import Message
     from roll_core.types import Bools, TokenIds, TurnRecord
-    from roll_pipeline_agentic.chat_encoder import ChatEncoder
+    from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
     from roll_pipeline_agentic.config import ResponseMaskConfig
 
     Decode = Callable[[TokenIds], str]
@@ -61,22 +60,16 @@ def mask_of_reply(ids: TokenIds, decode: Decode, pattern: str | None) -> Bools:
     return mask_of_spans(ids, decode, [each.span() for each in re.finditer(pattern, decode(ids), re.DOTALL)])
 
 
-def mask_of_messages(ids: TokenIds, decode: Decode, messages: Sequence[Message]) -> Bools | None:
-    """Mask of the texts of `messages`, the last ones that `ids` encode. None if a text is not found.
+def mask_of_messages(ids: TokenIds, encoder: ChatEncoder, chat: EncodedChat, number: int) -> Bools | None:
+    """Mask of the texts of the last `number` messages of `chat`, whose last tokens are `ids`.
 
-    Templates may strip blanks around a text. Texts that a template escapes or rewrites are not found.
+    None if the template escapes or rewrites a text, or if the tokenizer decodes the messages to another text.
     """
-    text, spans = decode(ids), []
-    end = len(text)
-    for message in reversed(messages):
-        content = message["content"].strip()
-        begin = text.rfind(content, 0, end)
-        if begin < 0:
-            return None
-        if content:
-            spans.append((begin, begin + len(content)))
-        end = begin
-    return mask_of_spans(ids, decode, spans)
+    spans, text = encoder.spans_of_messages(chat, number), encoder.text(ids)
+    if spans is None or not text.endswith(chat.text[spans[0][0] :] if spans else ""):
+        return None
+    shift = len(text) - len(chat.text)
+    return mask_of_spans(ids, encoder.text, [(begin + shift, end + shift) for begin, end in spans])
 
 
 def mask_rollout(rollout: Rollout, config: ResponseMaskConfig, encoder: ChatEncoder) -> Rollout:
