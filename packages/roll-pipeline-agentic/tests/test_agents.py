@@ -80,6 +80,13 @@ async def reply(task, session):
     return await asyncio.to_thread(call, session.base_url, session.api_key, list(session.messages))
 
 
+def stubborn(task, session):
+    """Asks the policy once, and then repeats a reply of its own."""
+    if len(session.messages) == 1:
+        call(session.base_url, session.api_key, list(session.messages))
+    return "0"
+
+
 def length(prompt, response):
     return float(len(response))
 
@@ -152,6 +159,16 @@ def test_an_environment_scores_the_replies_of_an_agent(
     )
     for name in ("score/mean", "env/guess/turns/mean", "tokens/generated", "tokens/trained", "actor/grad_norm"):
         assert played[name] == pytest.approx(alone[name], rel=1e-4), name
+
+
+def test_an_agent_that_replies_without_calls_ends_at_the_limit_of_turns(own: AgenticRuns) -> None:
+    """The environment never ends, and the recorder counts one call."""
+    given = {"environment": "guess_number", "env_config": {"step_penalty": 1.0}, "agent": "my_agent:stubborn"}
+    custom = {"guess": {**given, "isolation": "thread", "max_steps": 4}}
+    (line,) = own.metrics(own.ok(own.config(custom_envs=custom, max_steps=1)))
+    assert line["env/guess/score/mean"] == -4
+    assert line["env/guess/truncated_share"] == 1
+    assert line["agent/guess/calls/mean"] == 1
 
 
 def test_a_command_is_an_agent(own: AgenticRuns) -> None:

@@ -190,7 +190,7 @@ class AgentHost(EnvironmentHost):
         messages: list[Message] = list(opening.messages)
         values: list[float] = []
         turn = Turn()
-        while not (turn.done or turn.truncated or recorder.exhausted):
+        for _ in range(self._run_config.max_turns(self.tag)):  # also if the agent replies without calls
             asked = replace(session, messages=tuple(messages), tools=tuple(opening.tools))
             try:
                 reply = await self._run(agent, recorder, task, asked)
@@ -205,6 +205,8 @@ class AgentHost(EnvironmentHost):
             values += [] if turn.reward is None else [turn.reward]
             messages += [{"role": "assistant", "content": text}, *turn.messages]
             recorder.expect(text)
+            if turn.done or turn.truncated or recorder.exhausted:
+                break
         score = await environment.score()
         values += [] if score is None or score.value is None else [score.value]
         if not values:
