@@ -96,6 +96,10 @@ def run(main: Any) -> Any:
     return asyncio.run(asyncio.wait_for(main, 30))
 
 
+def called(function: dict[str, str]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -158,6 +162,24 @@ def test_responses(tokenizer: Any, stream: bool) -> None:
     run(main())
 
 
+def test_a_response_continues_the_system_messages_of_its_input(tokenizer: Any) -> None:
+    """Only `instructions` are those of one request."""
+
+    async def main() -> None:
+        async with endpoint(tokenizer, "Four.", "Six.") as on:
+            items: list[Any] = [{"role": "developer", "content": "Be brief."}, user("2 + 2?")]
+            first = await on.openai.responses.create(model="any", input=items)
+            await on.openai.responses.create(model="any", input="3 + 3?", previous_response_id=first.id)
+            first = await on.openai.responses.create(model="any", instructions="Be polite.", input="5 + 5?")
+            await on.openai.responses.create(model="any", input="6 + 6?", previous_response_id=first.id)
+            assert chain(await on.recorder.finish()) == [None, 0, None, None]
+            prompts = [tokenizer.decode(each.prompt_ids.tolist()) for each in on.policy.calls]
+            assert ["brief" in each for each in prompts] == [True, True, False, False]
+            assert ["polite" in each for each in prompts] == [False, False, True, False]
+
+    run(main())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_messages_of_anthropic(tokenizer: Any, stream: bool) -> None:
     async def main() -> None:
@@ -209,6 +231,11 @@ def test_errors_are_those_of_the_clients(tokenizer: Any) -> None:
                 {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
                 {"messages": []},
                 {"n": 0},
+                {"stop": [""]},
+                {"stop": [1]},
+                {"tools": ["weather"]},
+                {"messages": [user("a"), called({"name": "weather"}), user("b")]},
+                {"messages": [user("a"), called({"arguments": "{}"}), user("b")]},
                 {"messages": [user("x" * 3000)]},
             ):
                 with pytest.raises(openai.BadRequestError):
@@ -218,8 +245,13 @@ def test_errors_are_those_of_the_clients(tokenizer: Any) -> None:
                 await create(model="any", messages=[user("a")])
             assert refused.value.code == "max_turns"
             with pytest.raises(anthropic.BadRequestError):
+                await on.anthropic.messages.create(
+                    model="any", max_tokens=5, messages=[user("a")], stop_sequences=["", "x"]
+                )
+            with pytest.raises(anthropic.BadRequestError):
                 await on.anthropic.messages.create(model="any", max_tokens=5, messages=[user("a")])
             assert len(on.policy.calls) == 1
+            assert on.recorder.error is None  # which would end the run
 
     run(main())
 

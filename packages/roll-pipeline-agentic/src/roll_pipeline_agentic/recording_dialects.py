@@ -96,13 +96,12 @@ class ChatCompletions(Dialect):
 
     @override
     def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
-        stop = body.get("stop") or ()
         return ChatRequest(
             messages=tuple(_message(each) for each in body["messages"]),
-            tools=() if body.get("tool_choice") == "none" else tuple(body.get("tools") or ()),
+            tools=() if body.get("tool_choice") == "none" else tuple(dict(each) for each in body.get("tools") or ()),
             n=_count(body.get("n"), "n") or 1,
             max_tokens=_count(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=_stop(body.get("stop"), "stop"),
             sampling=_sampling(body),
             stream=bool(body.get("stream")),
         )
@@ -148,7 +147,7 @@ class Responses(Dialect):
         if previous := body.get("previous_response_id"):
             if previous not in conversations:
                 raise RequestError(f"previous_response_id {previous!r} is no response of this rollout")
-            messages += [each for each in conversations[previous] if each["role"] != "system"]
+            messages += conversations[previous]
         given = body["input"]
         messages += _items([{"role": "user", "content": given}] if isinstance(given, str) else given)
         if body.get("instructions"):
@@ -237,7 +236,7 @@ class Messages(Dialect):
             messages=tuple(messages),
             tools=() if (body.get("tool_choice") or {}).get("type") == "none" else tuple(tools),
             max_tokens=_count(body["max_tokens"], "max_tokens"),
-            stop=tuple(body.get("stop_sequences") or ()),
+            stop=_stop(body.get("stop_sequences"), "stop_sequences"),
             sampling=_sampling(body),
             stream=bool(body.get("stream")),
         )
@@ -538,7 +537,7 @@ def _message(given: Mapping[str, Any]) -> Message:
     found: dict[str, Any] = {"role": role, "content": _text(given.get("content") or "")}
     if given.get("tool_calls"):
         found["tool_calls"] = [
-            {"id": each["id"], "type": "function", "function": _only(each["function"], "name", "arguments")}
+            {"id": each["id"], "type": "function", "function": _function(each["function"])}
             for each in given["tool_calls"]
         ]
     for key in ("tool_call_id", "name", "reasoning_content"):
@@ -563,7 +562,7 @@ def _items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif kind == "message":
             found.append(dict(_message(item)))
         elif kind == "function_call":
-            call = {"id": item["call_id"], "type": "function", "function": _only(item, "name", "arguments")}
+            call = {"id": item["call_id"], "type": "function", "function": _function(item)}
             of_reply().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
@@ -662,6 +661,11 @@ def _object(function: Mapping[str, Any]) -> Any:
     return found if isinstance(found, dict) else {"arguments": function["arguments"]}
 
 
+def _function(given: Mapping[str, Any]) -> Body:
+    """Name and arguments of a tool call in a request."""
+    return {"name": given["name"], "arguments": given["arguments"]}
+
+
 def _only(given: Mapping[str, Any], *names: str) -> Body:
     return {name: given[name] for name in names if given.get(name) is not None}
 
@@ -676,6 +680,13 @@ def _count(value: Any, name: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RequestError(f"{name} is {value!r:.40}, expected a positive integer")
     return value
+
+
+def _stop(value: Any, name: str) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) and value else list(value or ())
+    if not all(isinstance(each, str) and each for each in found):
+        raise RequestError(f"{name} is {value!r:.80}, expected texts that are not empty")
+    return tuple(found)
 
 
 def _usage(replies: Sequence[ChatReply]) -> Body:

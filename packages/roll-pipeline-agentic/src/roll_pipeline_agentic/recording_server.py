@@ -142,7 +142,7 @@ class RecordingServer:
         raw = await request.read()
         try:
             body: Any = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not JSON: {error}") from error
         parsed = dialect.parse(body, recorder.conversations)
         call = recorder.begin(
