@@ -11,6 +11,7 @@ from helpers_environments import call, play
 from roll_core.spec.environment import Reply
 from roll_environments.local_search import LocalSearch
 from roll_environments.math_with_python import MathWithPython
+from roll_environments.openenv_adapter import OpenEnv
 from roll_environments.python_tools import PythonTools
 from roll_environments.targets import WrappedError
 
@@ -88,6 +89,21 @@ def test_an_episode_of_mistakes_has_a_reward() -> None:
             assert [each.metrics["tool_errors"] for each in turns] == [1.0] * 3
             assert sum(each.reward or 0.0 for each in turns) == 0.0
             assert score is not None or all(each.reward is not None for each in turns)
+
+
+def test_calls_after_the_one_that_ends_an_episode_of_openenv_earn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = OpenEnv(url="http://127.0.0.1:1", tools=True)
+    environment.names, environment.called = ["turn"], False
+    sent = []
+
+    def request(kind: str, data: Any) -> Any:
+        sent.append(data["arguments"])
+        return {"observation": {"result": "open"}, "reward": 1.0, "done": True}
+
+    monkeypatch.setattr(environment, "_request", request)
+    calls = [each for number in (6, 6) for each in call("turn", number=number).tool_calls]
+    turn = environment.step(Reply(text="", tool_calls=calls))
+    assert (turn.reward, turn.done, sent) == (1.0, True, [{"number": 6}])
 
 
 @pytest.mark.parametrize("stage", ["init", "reset", "act", "reward"])

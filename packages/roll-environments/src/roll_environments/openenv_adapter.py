@@ -124,6 +124,8 @@ class OpenEnv(Environment):
                 failed += 1
                 messages.append(call.error(error))
                 continue
+            if done:  # an earlier call of this reply ended the episode
+                break
             self.called = reached = True
             with calls_to(self.what, f"step: {call.name}"):
                 data = self._request("step", action)

@@ -27,6 +27,8 @@ def main() -> int:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if os.getpgrp() != os.getpid():
         os.setsid()
+    # A SIGTERM of the group reaches the command, which may take its time: this process ends after it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(command)
     while True:
         try:
