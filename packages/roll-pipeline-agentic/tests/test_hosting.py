@@ -253,6 +253,38 @@ def test_a_process_ends_with_its_driver_also_during_a_call() -> None:
     assert process.wait(timeout=30) == 0
 
 
+DRIVER = """
+import json, sys, time
+from roll_pipeline_agentic.environment_process import start_process
+
+process, connection = start_process()
+options = {"at": "reset", "how": "child", "log": sys.argv[1]}
+for request in (
+    {"create": "wrong_environments:Echo", "options": options},
+    {"call": "reset", "arguments": [{}, 0]},
+):
+    connection.sendall(json.dumps(request).encode() + b"\\n")
+time.sleep(600)
+"""
+
+
+def test_what_an_environment_started_ends_with_a_killed_driver(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(log)], env={**os.environ, "PYTHONPATH": path})
+    end = time.monotonic() + 60
+    # The file has first the lines of the log, then the child's id alone.
+    while not (log.exists() and log.read_text().isdecimal()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    child = psutil.Process(int(log.read_text()))
+    driver.kill()
+    driver.wait()
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_a_cancelled_episode_stops_the_call_of_its_environment(tmp_path: Path) -> None:
     log = tmp_path / "log"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -31,7 +32,10 @@ class Echo(Environment):
             return
         if self.how == "raise":
             raise ValueError("no such level")
-        if self.how == "hang":
+        if self.how == "child":
+            child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+            Path(self.log).write_text(str(child.pid))
+        if self.how in ("hang", "child"):
             time.sleep(3600)
         if self.how == "exit":
             sys.exit(3)

@@ -6,7 +6,8 @@
       {"call": "step", "arguments"}          ►  {"result", "type"} or {"error", "trace"}
       {"call": "close"}                      ►  {"result"}; then the next create
 
-Lines of JSON in both directions. When the driver exits, the socket closes and this process ends, also during a call.
+Lines of JSON in both directions. When the driver exits, the socket closes: this process and all that it started end,
+also during a call.
 
 This file imports only the standard library, because it also runs in interpreters without our packages, from Python 3.8
 on. There, `roll_core` is the driver's unless the interpreter has its own: `roll_core.spec` needs no other package.
@@ -230,10 +231,13 @@ def _plain(result: Any) -> Any:
 
 
 def _read(connection: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:
-    """Queue incoming lines. Ends the process when the connection closes."""
-    with connection.makefile("rb") as stream:
+    """Queue incoming lines. When the connection closes, kills this process and all that the environment started."""
+    # A driver that is killed before it read a reply resets the connection.
+    with contextlib.suppress(ConnectionError), connection.makefile("rb") as stream:
         for line in stream:
             lines.put(line)
+    if os.getpgrp() == os.getpid():  # `start_process` gave it a session of its own
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)
 
 
