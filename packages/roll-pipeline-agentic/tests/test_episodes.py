@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.spec.rollout import Prompt, RolloutContext
 from roll_core.types import Completion, CompletionOutput, Group, Reward, SamplingParams
-from roll_pipeline_agentic.agentic import episode_metrics, with_echo
+from roll_pipeline_agentic.agentic import AgenticPipeline, EpisodeOrder, episode_metrics, with_echo
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
-from roll_pipeline_agentic.config import AgenticEnvConfig, ResponseMaskConfig
+from roll_pipeline_agentic.config import AgenticEnvConfig, ResponseMaskConfig, ValEnvManagerConfig
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
@@ -464,3 +465,26 @@ def test_an_environment_that_ignores_its_seed_loses_no_episode(tokenizer: Any) -
     group, shared = asyncio.run(run())
     assert [sample.reward for sample in group.samples] == [Reward(value=1.0)] * 2
     assert shared.counts["guess", "repeats"] == 2
+
+
+def test_an_evaluation_keeps_the_counts_of_training_episodes(tokenizer: Any) -> None:
+    """With asynchronous rollouts, episodes are retried between two batches, also before an evaluation."""
+    pipeline = object.__new__(AgenticPipeline)
+    pipeline.config = Config()  # type: ignore[assignment]
+    pipeline.config.val_env_manager = ValEnvManagerConfig()
+    pipeline.with_success, pipeline.agents = set(), {}
+    pipeline.episodes = episodes(tokenizer, FIVE)
+    pipeline.hosts, pipeline.encoders = dict(pipeline.episodes.hosts), dict(pipeline.episodes.encoders)
+    pipeline.hosts["guess"].seconds["step"].append(3.0)
+    pipeline.validation_order = EpisodeOrder({"guess": 1}, {}, seed=1, split="val/")
+    pipeline.episodes.counts["guess", "retries"] = 2
+
+    async def nothing(*given: Any, **options: Any) -> list[Any]:
+        return []
+
+    run: Any = SimpleNamespace(
+        publish_weights=nothing, rollout=nothing, tokenizer=tokenizer, log_samples=lambda *given, **options: None
+    )
+    asyncio.run(pipeline.evaluate(run))
+    assert pipeline.episodes.counts == {("guess", "retries"): 2}
+    assert pipeline.hosts["guess"].seconds["step"] == []

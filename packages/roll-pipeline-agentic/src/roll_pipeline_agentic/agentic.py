@@ -201,11 +201,13 @@ class AgenticPipeline(RLVRPipeline):
     @override
     def _batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         samples = [sample for group in groups for sample in group.samples]
-        metrics = episode_metrics(samples, self.with_success)
-        return super()._batch_metrics(groups) | metrics | self._host_metrics()
+        metrics = episode_metrics(samples, self.with_success) | self._host_metrics()
+        metrics |= {f"env/{tag}/{what}": float(number) for (tag, what), number in self.episodes.counts.items()}
+        self.episodes.counts.clear()
+        return super()._batch_metrics(groups) | metrics
 
     def _host_metrics(self) -> dict[str, float]:
-        """Durations of the environments' calls, and numbers of failed and repeated episodes, since the last batch."""
+        """Durations of the environments' calls, and counts of the agents' recorders, since the last call."""
         found: dict[str, float] = {}
         for tag, agent in self.agents.items():
             found |= {f"agent/{tag}/{name}": number for name, number in agent.take_counts().items()}
@@ -214,9 +216,6 @@ class AgenticPipeline(RLVRPipeline):
                 if seconds:
                     found[f"env/{tag}/{method}_s/mean"] = statistics.fmean(seconds)
                     found[f"env/{tag}/{method}_s/max"] = max(seconds)
-        for (tag, what), number in self.episodes.counts.items():
-            found[f"env/{tag}/{what}"] = float(number)
-        self.episodes.counts.clear()
         return found
 
     @override
