@@ -251,6 +251,7 @@ def test_a_run_ends_after_too_many_failures_in_a_row(own: AgenticRuns) -> None:
         ),
         ({"train_env_manager": {"group_size": 4, "format_penalty": 0.1}}, "train_env_manager.format_penalty"),
         ({"echo_coef": -1.0}, "echo_coef"),
+        ({"train_env_manager": {"group_size": 4, "tags": ["guess", "guess"]}}, "train_env_manager.tags"),
         (
             {"train_env_manager": {"group_size": 4, "num_env_groups": 8, "num_groups_partition": [7]}},
             "train_env_manager.num_groups_partition",

@@ -278,11 +278,6 @@ class AgentHost(EnvironmentHost):
         self.counts, self.calls = Counter(), []
         return found
 
-    @override
-    def take_seconds(self) -> dict[str, list[float]]:
-        taken, self.seconds = self.seconds, {"run": []}
-        return taken
-
 
 def _credited(rollout: Rollout, reward: Reward | None) -> Rollout:
     """The rollout with its reward at the last turn."""

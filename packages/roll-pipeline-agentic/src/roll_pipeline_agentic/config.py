@@ -158,6 +158,8 @@ class EnvManagerConfig(Config):
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> EnvManagerConfig:
+        if len(set(self.tags)) < len(self.tags):
+            raise ValueError(f"tags names a tag twice: {self.tags}; shares are those of num_groups_partition")
         shares = self.num_groups_partition
         if shares is None:
             return self

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_core.types import Reward
+from roll_pipeline_agentic.environment_process import load
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -20,10 +20,7 @@ class HostedAgent:
     """An agent of a class or function, whose result is a `Reward`, a text or None."""
 
     def __init__(self, target: str, options: Mapping[str, Any]) -> None:
-        module, _, name = target.partition(":")
-        found: Any = importlib.import_module(module)
-        for each in name.split("."):
-            found = getattr(found, each)
+        found = load(target)
         self._agent = found(**options) if isinstance(found, type) else None
         self._run = partial(found, **options) if self._agent is None else self._agent.run
 
