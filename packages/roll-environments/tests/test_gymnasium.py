@@ -158,6 +158,12 @@ def test_an_action_is_the_longest_word_that_fits(text: str, action: int | None) 
 
 
 @engine
+def test_more_words_than_actions_are_refused_before_one_is_played() -> None:
+    with raises_error(WrappedError, "actions", "3", "2"):
+        called(GymnasiumAdapter(id="CartPole-v1", actions=["left", "right", "stay"]), "reset", {}, 0)
+
+
+@engine
 def test_the_prompt_asks_for_all_numbers_of_a_space() -> None:
     from gymnasium import spaces
 

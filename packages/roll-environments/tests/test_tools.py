@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers_environments import call, play
 from roll_core.spec.environment import Reply
 from roll_environments.local_search import LocalSearch
 from roll_environments.math_with_python import MathWithPython
+from roll_environments.mcp_adapter import McpServer
 from roll_environments.openenv_adapter import OpenEnv
 from roll_environments.python_tools import PythonTools
 from roll_environments.targets import WrappedError
@@ -104,6 +106,25 @@ def test_calls_after_the_one_that_ends_an_episode_of_openenv_earn_nothing(monkey
     calls = [each for number in (6, 6) for each in call("turn", number=number).tool_calls]
     turn = environment.step(Reply(text="", tool_calls=calls))
     assert (turn.reward, turn.done, sent) == (1.0, True, [{"number": 6}])
+
+
+def test_all_parts_of_a_result_of_mcp_have_a_text() -> None:
+    def part(kind: str, **given: Any) -> Any:
+        return SimpleNamespace(type=kind, **given)
+
+    environment = McpServer(url="http://127.0.0.1:1")
+    content = [
+        part("text", text="Here:"),
+        part("resource", resource=SimpleNamespace(text="a = 1")),
+        part("resource", resource=SimpleNamespace(blob="AA==")),
+        part("image", data="AA=="),
+    ]
+    result = SimpleNamespace(content=content, structured_content={"a": 1}, is_error=False)
+    environment.client = SimpleNamespace(call_tool=None)
+    environment.portal = SimpleNamespace(call=lambda *given: result)  # type: ignore[assignment]
+    assert environment._call("read", {}) == ("Here:\na = 1\n[resource]\n[image]", False)
+    result.content = []
+    assert environment._call("read", {}) == ('{"a": 1}', False)
 
 
 @pytest.mark.parametrize("stage", ["init", "reset", "act", "reward"])

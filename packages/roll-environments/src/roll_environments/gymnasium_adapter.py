@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.spec.environment import Environment, Opening, Turn
-from roll_environments.targets import calls_to, load
+from roll_environments.targets import WrappedError, calls_to, load
 from roll_environments.tool_calls import as_text
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class GymnasiumAdapter(Environment):
             options = {"render_mode": "ansi", **self.options} if self.observation == "render" else self.options
             self.env = load(self.make)(*([self.id] if self.id else []), **options)
         self.space = getattr(self.env, "action_space", None)
+        n = getattr(self.space, "n", None)
+        if n is not None and len(self.actions) > n:
+            raise WrappedError(f"actions has {len(self.actions)} words, but {self.space} has {n} actions: remove words")
         self.describe = None if self.observation in ("text", "render") else load(self.observation)
         self.parse = None if self.action is None else load(self.action)
         with calls_to(self._inner(), "reset"):

@@ -135,7 +135,7 @@ class McpServer(Environment):
         """The text of a result, and True if the tool reported an error."""
         with calls_to(self.what, f"tools/call {name}"):
             result = self.portal.call(self.client.call_tool, name, dict(arguments))
-            texts = [each.text for each in result.content if each.type == "text"]
+            texts = [_text(each) for each in result.content]
             if not texts and result.structured_content is not None:
                 texts = [as_text(result.structured_content)]
         return "\n".join(texts), bool(result.is_error)
@@ -159,3 +159,11 @@ class McpServer(Environment):
                 return call.error(error.__cause__), 1.0
             raise
         return (call.error(text), 1.0) if failed else (call.result(text), 0.0)
+
+
+def _text(content: Any) -> str:
+    """The text of a part of a result. The policy reads only the kind of an image, a sound or a link."""
+    if content.type == "text":
+        return str(content.text)
+    text = getattr(getattr(content, "resource", None), "text", None)
+    return f"[{content.type}]" if text is None else str(text)
