@@ -30,6 +30,7 @@ from roll_pipeline_diffusion import plugin
 from roll_pipeline_diffusion.rewards import config as schemas
 from roll_pipeline_diffusion.rewards.base import DifferentiableReward, DifferentiableRewards, ImageRewards
 from roll_pipeline_diffusion.rewards.function import edit_distance
+from roll_pipeline_diffusion.rewards.pixels import BrightnessReward
 from roll_testing.errors import mentions, raises_error
 
 
@@ -271,6 +272,20 @@ def test_a_weighted_sum_has_the_values_of_the_images_and_right_gradients(
     with torch.no_grad():
         above, below = (differentiable(pixels + sign * step * direction, batch).sum() for sign in (1, -1))
     assert float((gradient * direction).sum()) == pytest.approx(float((above - below) / (2 * step)), rel=0.05, abs=1e-3)
+
+
+def test_a_process_that_gets_rewards_with_every_update_loads_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    monkeypatch.setattr(BrightnessReward, "load", lambda self, device: loads.append(device))
+    rewards = ImageRewards({"bright": schemas.BrightnessConfig(reward="image_brightness")})
+    sent = pickle.dumps(DifferentiableRewards(rewards))
+    for _ in range(3):
+        found = pickle.loads(sent)(torch.zeros(2, 3, 4, 4, requires_grad=True), ModuleBatch(ids=("a", "b"), tensors={}))
+        assert found.tolist() == pytest.approx([0.5, 0.5])
+    rewards.score(np.zeros((1, 4, 4, 3), np.uint8), [""], [{}])
+    assert loads == ["cpu"]
+    ImageRewards(rewards.configs).reward("bright")  # another run loads its own
+    assert len(loads) == 2
 
 
 def test_gradients_of_a_video_are_those_of_its_frames() -> None:

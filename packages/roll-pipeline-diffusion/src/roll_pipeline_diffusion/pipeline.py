@@ -53,9 +53,9 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         config, train = self.config, self.config.actor_train
         self.data = FlowData(config)
         self.rewards = ImageRewards(config.rewards) if config.rewards else None
-        self.gradient = (
-            DifferentiableRewards(ImageRewards(config.rewards)) if "score" in config.objective_inputs else None
-        )
+        self.gradient: DifferentiableRewards | None = None
+        if self.rewards is not None and "score" in config.objective_inputs:
+            self.gradient = DifferentiableRewards(self.rewards)
         self.rows = self.data.read(run.rows(train.data_args), train.data_args, images=config.image_columns)
         self.held_out: Sequence[FlowRow] = ()
         if config.validation is not None:

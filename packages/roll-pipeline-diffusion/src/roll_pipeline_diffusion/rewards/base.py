@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import math
 from abc import abstractmethod
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 from typing_extensions import override
@@ -107,7 +109,10 @@ class DifferentiableReward(ImageReward):
 
 
 class ImageRewards:
-    """The rewards of a run, by name. Picklable; each process loads them at their first use."""
+    """The rewards of a run, by name. Picklable; each process loads them once, at their first use.
+
+    A process that receives them again with every update finds the rewards that it has loaded.
+    """
 
     def __init__(self, configs: Mapping[str, RewardConfig], device: str = "cpu") -> None:
         """`configs` are `ImageRewardConfig`: the schema of `reward_flow` refuses rewards of text."""
@@ -115,18 +120,15 @@ class ImageRewards:
             name: each for name, each in configs.items() if isinstance(each, ImageRewardConfig)
         }
         self.device = device
-        self._loaded: dict[tuple[str, str], ImageReward] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": {}}
+        self.id = uuid4().hex
 
     def reward(self, name: str, device: str = "") -> ImageReward:
         """The reward of this name, loaded on a device, by default that of the constructor.
 
         Raises errors of `ImageReward.load`, and `ContractError` for exceptions of other classes.
         """
-        key = (name, device or self.device)
-        if key not in self._loaded:
+        key, loaded = (name, device or self.device), _loaded(self.id)
+        if key not in loaded:
             config = self.configs[name]
             module, _, attribute = config.target.partition(":")
             reward: ImageReward = getattr(importlib.import_module(module), attribute)(config)
@@ -136,8 +138,8 @@ class ImageRewards:
                 raise
             except Exception as error:  # code of a plugin
                 raise ContractError(f"{_where(name, config)}: load failed: {_describe(error)}") from error
-            self._loaded[key] = reward
-        return self._loaded[key]
+            loaded[key] = reward
+        return loaded[key]
 
     def score(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> dict[str, list[Reward]]:
         """Rewards of B images by name, before `weight`.
@@ -172,6 +174,12 @@ class ImageRewards:
             raise ContractError(f"{where} returned {size} for {len(images)} images, expected a list with one each")
         checked = [_checked(each, where) for each in found]
         return [_mean(checked[at : at + frames]) for at in range(0, len(checked), frames)]
+
+
+@lru_cache(maxsize=2)
+def _loaded(id: str) -> dict[tuple[str, str], ImageReward]:
+    """Rewards that this process has loaded for the `ImageRewards` of an id, by name and device."""
+    return {}
 
 
 class DifferentiableRewards:
