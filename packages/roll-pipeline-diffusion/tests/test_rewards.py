@@ -529,6 +529,44 @@ def test_a_wrong_reply_is_a_failure(content: Any, status: int, requests: int, mo
     assert len(count) == requests
 
 
+def cut_in_a_chunk(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{")
+
+
+def cut_in_the_body(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+
+def no_http(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"busy\r\n")
+
+
+def cut_in_an_error(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{")
+
+
+@pytest.mark.parametrize("broken", [cut_in_a_chunk, cut_in_the_body, no_http, cut_in_an_error])
+def test_a_broken_connection_is_retried_and_fails_only_its_own_images(broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    from roll_pipeline_diffusion.rewards import http as module
+
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
+    places: list[int] = []
+
+    def reply(handler: BaseHTTPRequestHandler, message: Any) -> None:
+        place = message["rows"][0]["place"]
+        places.append(place)
+        if place == 1 or (place == 0 and places == [0]):
+            broken(handler)
+        else:
+            send(handler, {"scores": [place]})
+
+    with endpoint(reply) as url:
+        config = http(url, batch_size=1, row_columns=["place"], max_retries=1)
+        found = score(config, noise(3, 2, 2, 3), [{"place": place} for place in range(3)])
+    assert [each.value for each in found] == [0.0, None, 2.0]
+    assert places == [0, 0, 1, 1, 2]
+
+
 def test_a_slow_endpoint_is_a_failure_within_the_timeout() -> None:
     def reply(handler: BaseHTTPRequestHandler, message: Any) -> None:
         handler.send_response(200)

@@ -8,6 +8,8 @@ import json
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -93,12 +95,16 @@ class HttpReward(ImageReward):
                         raise RewardFailure(f"{url}: a reply of more than {MAX_REPLY} bytes")
                     if time.monotonic() > deadline:
                         raise _TemporaryFailure(f"{url}: no whole reply within timeout_s {self.config.timeout_s:g} s")
+                if reply.length:
+                    raise _TemporaryFailure(f"{url}: the reply ended {reply.length} bytes early")
         except urllib.error.HTTPError as error:
-            with error:
-                kind = _TemporaryFailure if error.code == 429 or error.code >= 500 else RewardFailure
-                raise kind(f"{url}: status {error.code}: {error.read(300)!r}") from error
-        except (OSError, ValueError) as error:
-            raise _TemporaryFailure(f"{url}: {error}") from error
+            start = b""
+            with error, suppress(OSError, HTTPException):
+                start = error.read1(300)
+            kind = _TemporaryFailure if error.code == 429 or error.code >= 500 else RewardFailure
+            raise kind(f"{url}: status {error.code}: {start!r}") from error
+        except (OSError, ValueError, HTTPException) as error:
+            raise _TemporaryFailure(f"{url}: {type(error).__name__}: {error}") from error
         try:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
