@@ -149,10 +149,12 @@ def test_functions_of_the_user_have_their_options_checked(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     mine = {"objective": "flow_config_a:mine"}
 
-    found = FlowAlgorithmConfig(**mine, objective_options={"scale": 2.0}, window="flow_config_a:three")
+    found = FlowAlgorithmConfig(**mine, objective_options={"scale": 2.0}, sampler="sde")
 
     assert found.bound("objective").options == {"scale": 2.0}
-    assert (found.objective_inputs, found.window_steps(0, 0)) == ({"data"}, (0, 1))
+    assert found.objective_inputs == {"data"}
+    assert FlowAlgorithmConfig(window="flow_config_a:three").window_steps(0, 0) == (0, 1)
+    assert places(**mine, window="flow_config_a:three") == ["window"]
     assert places(**mine, objective_options={"scale": -1.0}) == ["objective_options.scale"]
     assert places(**mine, objective_options={"scales": 1.0}) == ["objective_options.scales"]
     assert places(window="flow_config_a:three", window_options={"gap": "two"}) == ["window_options.gap"]
@@ -161,6 +163,31 @@ def test_functions_of_the_user_have_their_options_checked(tmp_path, monkeypatch)
     last = FlowAlgorithmConfig(window="flow_config_a:three", window_options={"first": 8})
     with pytest.raises(ContractError, match="flow_config_a:three"):
         last.window_steps(0, 0)
+
+
+@pytest.mark.parametrize("inputs", [{"sample"}, "samples ", {"advantages", "data"}, {"teacher", "samples"}])
+def test_inputs_that_the_pipeline_does_not_provide_are_refused(inputs, tmp_path, monkeypatch):
+    name = f"flow_config_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(f"def mine(module, batch, setup): ...\nmine.inputs = {inputs!r}")
+    monkeypatch.chdir(tmp_path)
+
+    assert places(objective=f"{name}:mine") == ["objective"]
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"objective": "nft", "sampler": "sde"}, "sampler"),
+        ({"objective": "flow_matching", "sampler": "ode"}, "sampler"),
+        ({"objective": "nft", "window": "random"}, "window"),
+        ({"objective": "refl", "window": "random", "window_options": {"size": 1}}, "window"),
+        ({"objective": "refl", "advantage_options": {"std": "none"}}, "advantage_options"),
+        ({"objective": "diffusion_dpo", "logprob_reduction": "sum"}, "logprob_reduction"),
+        ({"dynamic_shift": True, "shift": 3.0}, "shift"),
+    ],
+)
+def test_a_key_that_the_objective_does_not_read_is_refused(given, key):
+    assert places(**given) == [key]
 
 
 def test_functions_of_the_user_are_those_of_the_working_directory(tmp_path, monkeypatch):

@@ -96,6 +96,8 @@ def test_a_config_is_accepted(text, overrides):
         (GRPO, ["teacher={strategy_args: {strategy_name: hf_infer}}"], ""),
         (GRPO, ["objective=grpo"], "objective"),
         (GRPO, ["num_inference_steps=1"], "num_inference_steps"),
+        (GRPO, ["negative_prompt=blurred"], "negative_prompt"),  # without guidance
+        (GRPO, ["embedded_guidance=3.5"], "embedded_guidance"),  # SD3 embeds none
         (GRPO, ["objective=refl", "rewards.bright.reward=jpeg_size"], "rewards.bright"),  # no gradients
         (GRPO, ["rewards.bright={reward: math_rule}"], "rewards.bright"),  # scores text
         (GRPO, ["height=7"], "height"),  # patches of 2

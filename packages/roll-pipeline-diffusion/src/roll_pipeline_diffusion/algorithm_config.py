@@ -331,8 +331,17 @@ OBJECTIVES = {
         ("distill", DistillOptions, ("steps", "teacher")),
     )
 }
+INPUTS = frozenset({"samples", "steps", "advantages", "score", "data", "pairs", "teacher"})
+"""All inputs of objectives, see `BuiltInObjective.inputs`."""
 USER_INPUTS = frozenset({"samples", "steps", "advantages"})
 """Inputs of an objective of the user without an attribute `inputs`."""
+READERS: Mapping[str, frozenset[str]] = {
+    "sampler": frozenset({"steps", "score"}),
+    "logprob_reduction": frozenset({"steps"}),
+    "window": frozenset({"steps"}),
+    "advantage": frozenset({"advantages"}),
+}
+"""Inputs of objectives with which a key, and the key of its options, have an effect."""
 REGISTRIES: Mapping[str, Mapping[str, BuiltIn]] = {
     "sampler": SAMPLERS,
     "window": WINDOWS,
@@ -441,6 +450,8 @@ class FlowAlgorithmConfig(Config):
             raise ValueError(f"found {value}, expected {', '.join(REGISTRIES[key])}, or my_module:function")
         try:
             options_of(key, value)
+            if key == "objective":
+                _inputs_of(value)
         except ContractError as error:
             raise ValueError(str(error)) from error
         return value
@@ -484,6 +495,22 @@ class FlowAlgorithmConfig(Config):
             )
         return value
 
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> FlowAlgorithmConfig:
+        fields, built_in = FlowAlgorithmConfig.model_fields, self.objective in OBJECTIVES
+        for key, inputs in READERS.items():
+            if inputs & self.objective_inputs or (key in ("sampler", "logprob_reduction") and not built_in):
+                continue  # an objective of the user has them in its setup
+            for name in [each for each in (key, f"{key}_options") if each in fields]:
+                value = getattr(self, name)
+                if value != fields[name].get_default(call_default_factory=True):
+                    message = f"found {value}, but objective {self.objective} reads no {key}: remove it"
+                    raise invalid(message, value, name)
+        if self.dynamic_shift and self.shift != 1:
+            message = f"found {self.shift:g}, but dynamic_shift computes the shift: remove one of them"
+            raise invalid(message, self.shift, "shift")
+        return self
+
     @property
     def sampler_name(self) -> str:
         """Name of the sampler, also if it is not configured."""
@@ -509,7 +536,7 @@ class FlowAlgorithmConfig(Config):
         """Inputs of the objective, see `BuiltInObjective.inputs`. An objective of the user declares them as an
         attribute of the function; default: `USER_INPUTS`."""
         if (found := OBJECTIVES.get(self.objective)) is None:
-            return frozenset(getattr(load_function(self.objective), "inputs", USER_INPUTS))
+            return _inputs_of(self.objective)
         options = self.objective_settings
         with_data = isinstance(options, ReflOptions) and options.pretrain_loss_coef > 0
         return found.inputs | {"data"} if with_data else found.inputs
@@ -550,6 +577,18 @@ class FlowAlgorithmConfig(Config):
         return checked_window(
             function(update, self.num_inference_steps, seed), self.num_inference_steps, function.target
         )
+
+
+def _inputs_of(target: str) -> frozenset[str]:
+    """Inputs of an objective of the user. Raises `ContractError` if the pipeline does not provide them."""
+    given = getattr(load_function(target), "inputs", USER_INPUTS)
+    found = frozenset((given,)) if isinstance(given, str) else frozenset(given)
+    if unknown := sorted(found - INPUTS):
+        raise ContractError(f"{target} has inputs {unknown[0]!r}, expected some of {', '.join(sorted(INPUTS))}")
+    for name, needed in (("advantages", {"samples", "steps"}), ("teacher", {"steps"})):
+        if name in found and not found & needed:
+            raise ContractError(f"{target} has inputs {name!r} without {' or '.join(sorted(needed))}: add it")
+    return found
 
 
 def _default_sampler(objective: str) -> str:

@@ -150,12 +150,22 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
             return self
         if problem := model.size_problem(self.height, self.width, self.num_frames):
             raise invalid(problem[1], getattr(self, problem[0]), problem[0])
+        if self.embedded_guidance is not None and "guidance" not in model.family.conditioning(model.config):
+            message = f"found {self.embedded_guidance:g}, but {model.family.class_name} embeds no guidance: remove it"
+            raise invalid(message, self.embedded_guidance, "embedded_guidance")
         if model.vae is None and model.channels != 3 and (self.samples_images or self.validation is not None):
             message = (
                 f"the model has no VAE, so its latents must be pixels with 3 channels, found {model.channels}: name a"
                 " pipeline's directory"
             )
             raise invalid(message, args, "actor_train", "model_args")
+        return self
+
+    @model_validator(mode="after")
+    def _negative_prompt_is_read(self) -> RewardFlowConfig:
+        if self.negative_prompt and not self.needs_unconditional:
+            message = "not read, because guidance_scale is 1: remove it, or set guidance_scale"
+            raise invalid(message, self.negative_prompt, "negative_prompt")
         return self
 
     @model_validator(mode="after")
