@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
 from roll_pipeline_diffusion import plans
+from roll_pipeline_diffusion.samples import FlowData
 from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins("roll-pipeline-diffusion"))
@@ -114,6 +116,18 @@ def test_a_wrong_config_is_refused(text, overrides, key):
         loaded(text, *overrides)
     (problem,) = raised.value.problems
     assert problem.key == key
+
+
+@pytest.mark.parametrize(("model", "num_tokens"), [(GRPO, 1024), (FLUX, 4096)])
+def test_a_dynamic_shift_counts_the_tokens_of_the_model(model, num_tokens):
+    """64 × 64 latents: SD3 has patches of 2 × 2, the latents of FLUX.2 are patchified already."""
+    flux = ["embedded_guidance=3.5", "actor_train.model_args.random_init.in_channels=3"] if model == FLUX else []
+    config = loaded(model, "dynamic_shift=true", "height=64", "width=64", "num_inference_steps=2", *flux).config
+    data = FlowData(config)
+
+    shift = exp(0.5 + (1.15 - 0.5) / (4096 - 256) * (num_tokens - 256))  # `calculate_shift` of diffusers
+    assert data.schedule().sigmas(data.latent_shape)[1] == pytest.approx(shift * 0.5 / (1 + (shift - 1) * 0.5))
+    assert len(data.schedule(5).sigmas(data.latent_shape)) == 6
 
 
 @pytest.mark.parametrize(

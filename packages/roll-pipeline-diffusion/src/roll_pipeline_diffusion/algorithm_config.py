@@ -563,12 +563,15 @@ class FlowAlgorithmConfig(Config):
             target=target, options={each: getattr(options, each) for each in type(options).model_fields}
         )
 
-    def schedule(self, num_steps: int | None = None) -> SigmaSchedule:
-        """The sigma schedule, with another number of steps for an evaluation."""
+    def schedule(self, num_steps: int | None = None, *, patch_size: int = 2) -> SigmaSchedule:
+        """The sigma schedule, with another number of steps for an evaluation.
+
+        `patch_size` is the height and width of the model's tokens in latents, for `dynamic_shift`.
+        """
         return SigmaSchedule(
             num_steps=num_steps or self.num_inference_steps,
             shift=self.shift,
-            dynamic_shift=DynamicShift() if self.dynamic_shift else None,
+            dynamic_shift=DynamicShift(patch_size=patch_size) if self.dynamic_shift else None,
         )
 
     def window_steps(self, update: int, seed: int) -> tuple[int, ...]:

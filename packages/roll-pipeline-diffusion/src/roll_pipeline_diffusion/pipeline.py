@@ -101,7 +101,7 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
 
         setup = replace(
             self._setup(run.step),
-            schedule=config.schedule(validation.num_inference_steps),
+            schedule=self.data.schedule(validation.num_inference_steps),
             guidance_scale=config.validation_guidance,
         )
         sampling = SamplingProgram(setup=setup, weights="average" if validation.ema else "trained")
@@ -143,7 +143,7 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
             steps = config.num_inference_steps
             stop = stop_step(update, steps, config.seed, options.resolved_stop_range(steps))
         return FlowSetup(
-            schedule=config.schedule(),
+            schedule=self.data.schedule(),
             latent_shape=self.data.latent_shape,
             sampler=config.bound("sampler"),
             guidance_scale=config.guidance_scale,

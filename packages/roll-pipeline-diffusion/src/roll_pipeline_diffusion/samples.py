@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from roll_core.spec.module_program import ModuleBatch, ProgramModule
     from roll_pipeline_diffusion.config import RewardFlowConfig
     from roll_pipeline_diffusion.programs import SamplingProgram
+    from roll_pipeline_diffusion.schedules import SigmaSchedule
 
     Arrays = dict[str, NDArray[np.generic]]
 
@@ -66,6 +67,10 @@ class FlowData:
             checkpoint=config.objective == "refl",
         )
         self.cache = ArrayCache(Path(config.output_dir).expanduser() / "flow_cache")
+
+    def schedule(self, num_steps: int | None = None) -> SigmaSchedule:
+        """Sigma schedule of the config for the model's tokens, with another number of steps for an evaluation."""
+        return self.config.schedule(num_steps, patch_size=self.model.family.patch(self.model.config))
 
     def read(self, rows: Rows, data: DataArguments, *, images: Mapping[str, str]) -> list[FlowRow]:
         """All rows. `images` maps names of latents to the columns that they are from. Raises `DataError`."""
