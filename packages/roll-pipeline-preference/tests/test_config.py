@@ -87,6 +87,8 @@ def test_a_config_is_accepted(text, overrides):
         (DPO, ["loss_type=apo_zero", "f_divergence_type=forward_kl"]),
         (DPO, ["loss_type=kto", "ld_alpha=0.5"]),
         (DPO, ["loss_type=kto", "use_weighting=true"]),
+        (FREE, ["loss_type=sft", "ld_alpha=0.5"]),
+        (FREE, ["loss_type=sft", "use_weighting=true"]),
         (DPO, ["label_smoothing=0.5"]),
         (DPO, ["simpo_gamma=1.0"]),
         (DPO, ["desirable_weight=2.0"]),

@@ -121,6 +121,14 @@ def test_truncation_cuts_only_responses(load):
         pairs(loaded, prompt_length=3)
 
 
+def test_a_dropped_pair_is_counted_once(load):
+    long = {"prompt": "a long prompt", "chosen": "x", "rejected": "y"}
+    _, counts = pairs(load([PAIR, long]), prompt_length=6)
+    assert (counts.kept, counts.overlong_prompts) == (1, 1)
+    _, counts = pairs(load([PAIR, PAIR | {"chosen": "four and", "rejected": "five and"}]), response_length=6)
+    assert (counts.kept, counts.overlong_responses) == (1, 1)
+
+
 def test_a_margin_is_at_the_last_token_of_the_chosen_response(load):
     loaded = load([PAIR | {"better_by": 1.5}])
     (chosen, rejected), _ = pairs(loaded, margin="better_by")

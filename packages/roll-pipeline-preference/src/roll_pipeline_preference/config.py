@@ -202,7 +202,7 @@ class PreferenceConfig(RewardRunConfig):
                     f"{key} has no effect on f_divergence_type: {self.f_divergence_type}: remove it, or use"
                     f" {' or '.join(kinds)}"
                 )
-        if self.labelled and (self.ld_alpha != 1.0 or self.use_weighting):
+        if (self.labelled or names == {"sft"}) and (self.ld_alpha != 1.0 or self.use_weighting):
             key = "use_weighting" if self.use_weighting else "ld_alpha"
             raise ValueError(f"{key} compares the responses of a pair, but {self.loss_type[0]} trains on single ones")
         return self

@@ -67,7 +67,11 @@ def encode_pairs(
     for row in rows:
         prompt, *responses = pair_of(row, data, rows)
         value = margin_of(row, margin, rows) if margin is not None else 0.0
-        found = [encode(row, prompt, response) for response in responses]
+        found: list[tuple[Any, Any] | None] = []
+        for response in responses:
+            found.append(encode(row, prompt, response))
+            if found[-1] is None:
+                break  # the pair is dropped, and counted once
         if encode.keeps(row, found):
             (tokens, mask), (other, other_mask) = (each for each in found if each is not None)
             sequences.append(_sequence(f"{row.id}/chosen", tokens, mask, chosen=True, margin=value))
