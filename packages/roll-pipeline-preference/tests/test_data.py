@@ -71,6 +71,13 @@ def assistant(content):
 HISTORY = [user("hi"), assistant("hello"), user("bye")]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_chats_without_a_chat_template_are_refused_wherever_they_are(load, order):
+    rows = [PAIR, {"prompt": "bye", "chosen": [*HISTORY, assistant("ciao")], "rejected": [*HISTORY, assistant("go")]}]
+    with pytest.raises(DataError):
+        pairs(load(rows[::order]))
+
+
 @pytest.mark.parametrize(
     "row",
     [

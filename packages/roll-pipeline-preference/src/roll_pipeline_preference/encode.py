@@ -156,14 +156,18 @@ class _PreferenceEncoder:
         response_length: int,
         overlong: Overlong,
     ) -> None:
-        columns = (data.prompt, data.chosen, data.response)
-        chats = are_chats(data) or any(isinstance(rows[0].values.get(column), list) for column in columns)
-        self.encoder = Encoder(tokenizer, data, chats=chats)
+        self.tokenizer, self.encoder, self.chats = tokenizer, Encoder(tokenizer, data), are_chats(data)
         self.rows, self.data, self.counts = rows, data, PairCounts()
         self.prompt_length, self.response_length, self.overlong = prompt_length, response_length, overlong
 
     def __call__(self, row: Row, prompt: list[Message], response: list[Message]) -> tuple[Any, Any] | None:
-        """Tokens and mask of the response's own tokens. None, counted, if the row is too long."""
+        """Tokens and mask of the response's own tokens. None, counted, if the row is too long.
+
+        Raises `DataError` for the first row with messages if the tokenizer has no chat template.
+        """
+        columns = (self.data.prompt, self.data.chosen, self.data.rejected, self.data.response)
+        if not self.chats and any(isinstance(row.values.get(each), list) for each in columns):
+            self.encoder, self.chats = Encoder(self.tokenizer, self.data, chats=True), True
         context = sum(each["role"] == "assistant" for each in prompt)
         tools = tools_of(row, self.data, self.rows)
         tokens, mask = self.encoder.conversation([*prompt, *response], row.where, tools, context=context)
