@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_core.errors import ConfigError, DataError
+from roll_core.errors import ConfigError, DataError, GuardTrippedError
 from roll_testing.errors import mentions
 from roll_testing.runs import TINY
 
@@ -136,6 +136,15 @@ def test_task_rewards_are_mixed_in(local_runs):
     recipe = {"kd_support": "student_topk", "logits_topk": 4, "rewards": rewards, "task_coef": 0.5}
     for line in local_runs.metrics(local_runs.ok(local_runs.distill(max_steps=2, **recipe))):
         assert {"score/mean", "actor/policy_loss", "actor/divergence", "advantage/max"} <= line.keys()
+
+
+@pytest.mark.parametrize("recipe", [{}, {"kd_support": "student_topk", "logits_topk": 4}])
+def test_masks_that_exclude_all_samples_trip_a_guard(local_runs, recipe):
+    """The first step has no whole response of one token."""
+    given = {"max_len_mask": True, "response_length": 1, "max_steps": 1, "guards": {"all_groups_filtered": "error"}}
+    result = local_runs.run(local_runs.distill(**recipe, **given))
+    assert isinstance(result.error, GuardTrippedError)
+    assert mentions(str(result.error), "all_groups_filtered")
 
 
 AHEAD = {

@@ -212,8 +212,11 @@ class DistillPipeline(RLVRPipeline):
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
         if self.config.trains_policy:
             await super()._train(run, experience, replace(chosen, sequences=_weighted(chosen.sequences)))
-        else:
+        elif chosen.sequences:
             await self._distill(run, chosen.sequences)
+        else:
+            run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
+            run.log({"tokens/trained": 0})
 
     async def _distill(self, run: Run, sequences: Sequence[TrainSequence]) -> None:
         """Update the student with the divergence alone."""
