@@ -371,6 +371,17 @@ def test_a_function_with_a_wrong_result_is_named(body: str, functions: Callable[
         score(config, noise(2, 2, 2, 3))
 
 
+def test_an_evaluation_of_a_differentiable_function_has_the_timeout(functions: Callable[[str], str]) -> None:
+    name = functions("import time\ndef hang(pixels, columns):\n    time.sleep(5)\n")
+    config = schemas.ImageFunctionConfig(
+        reward="image_function", function=f"{name}:hang", differentiable=True, timeout_s=0.1
+    )
+    begun = time.monotonic()
+    (found,) = score(config, noise(1, 2, 2, 3))
+    assert time.monotonic() - begun < 4
+    assert mentions(found.failure, f"{name}:hang", "timeout_s")
+
+
 def test_a_function_that_raises_or_hangs_fails_its_images(functions: Callable[[str], str]) -> None:
     name = functions(
         "import time\ndef bad(images, prompts, rows):\n    raise RuntimeError('broken')\n"
@@ -599,6 +610,29 @@ def test_every_reward_of_the_hook_has_the_target_of_its_schema() -> None:
         optional = provider.name == "image_function"
         assert issubclass(kind, DifferentiableReward) == (optional or schema.model_construct().has_gradients)
         assert schema.model_fields["reward"].annotation.__args__ == (provider.name,)
+
+
+ANY = {"tag_included": ["a"], "processes": 2, "start_timeout_s": 1.0, "device_mapping": (0,), "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"reward": "image_brightness"}, {**ANY, "timeout_s": 1.0, "max_retries": 0}),
+        ({"reward": "jpeg_size"}, {**ANY, "timeout_s": 1.0, "max_retries": 0}),
+        ({"reward": "image_function", "function": "mine:f"}, {**ANY, "max_retries": 0}),
+        ({"reward": "image_http", "url": "http://x"}, ANY),
+    ],
+)
+def test_keys_that_an_image_reward_does_not_read_are_refused(given: Any, keys: Any) -> None:
+    provider = next(each for each in plugin.roll_rewards() if each.name == given["reward"])
+    schema = resolve_name(str(provider.config))
+    saved = schema(**given).model_dump()
+    assert schema(**saved) == schema(**given)
+    for key, value in keys.items():
+        with pytest.raises(ValidationError) as caught:
+            schema(**given, **{key: value})
+        assert mentions(str(caught.value), key)
 
 
 def test_a_reward_of_images_scores_no_text() -> None:

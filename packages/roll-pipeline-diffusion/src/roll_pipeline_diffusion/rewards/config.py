@@ -29,6 +29,20 @@ FUNCTION = ("images", "prompts", "rows")
 """Arguments of a function of `image_function`."""
 DIFFERENTIABLE = ("pixels", "columns")
 """Arguments of a differentiable one."""
+OF_WORKERS = (
+    "tag_included",
+    "query_filter_config",
+    "processes",
+    "start_timeout_s",
+    "device_mapping",
+    "num_gpus_per_worker",
+    "world_size",
+    "system_envs",
+    "environment",
+)
+"""Keys of rewards of text: image rewards score all images, in the process of the run."""
+WITHOUT_CALLS = (*OF_WORKERS, "timeout_s", "max_retries")
+"""Keys without an effect on rewards that call no code of a user and no endpoint."""
 
 
 class ImageRewardConfig(RewardConfig):
@@ -38,6 +52,8 @@ class ImageRewardConfig(RewardConfig):
     """`"module:Class"` of the `ImageReward`, as in its provider."""
     sees_videos: ClassVar[bool] = False
     """True if the reward takes videos, otherwise only their frames."""
+    unread: ClassVar[tuple[str, ...]] = OF_WORKERS
+    """Inherited keys that have no effect, and are refused."""
 
     frames: Literal["mean", "together"] = "mean"
     """Frames of a video: `mean` scores each by itself and averages; `together` gives the reward the whole video."""
@@ -46,6 +62,18 @@ class ImageRewardConfig(RewardConfig):
     def has_gradients(self) -> bool:
         """True if the reward is a `DifferentiableReward`, which `refl` can train on."""
         return False
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> ImageRewardConfig:
+        # A saved config contains every default explicitly, so only other values count as given.
+        fields = RewardConfig.model_fields
+        given = [key for key in self.unread if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
+        if given:
+            raise ValueError(
+                f"{given[0]} has no effect with reward: {self.reward}, remove it: it scores all images, in the process"
+                " of the run"
+            )
+        return self
 
     @model_validator(mode="after")
     def _takes_videos(self) -> ImageRewardConfig:
@@ -67,6 +95,7 @@ class BrightnessConfig(DifferentiableRewardConfig):
     """`reward: image_brightness`: the mean luminance, from 0 to 1."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:BrightnessReward"
+    unread: ClassVar[tuple[str, ...]] = WITHOUT_CALLS
 
     reward: Literal["image_brightness"]
 
@@ -75,6 +104,7 @@ class ColorConfig(DifferentiableRewardConfig):
     """`reward: image_color`: 1 minus the mean distance of pixels to a colour."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:ColorReward"
+    unread: ClassVar[tuple[str, ...]] = WITHOUT_CALLS
 
     reward: Literal["image_color"]
     color: Annotated[list[Fraction], Field(min_length=3, max_length=3)] | None = None
@@ -85,6 +115,7 @@ class JpegSizeConfig(ImageRewardConfig):
     """`reward: jpeg_size`: size of the image as JPEG in kB. A negative `weight` rewards compressible images."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.pixels:JpegSizeReward"
+    unread: ClassVar[tuple[str, ...]] = WITHOUT_CALLS
 
     reward: Literal["jpeg_size"]
     quality: Annotated[int, Field(ge=1, le=100)] = 95
@@ -95,6 +126,7 @@ class ClipScoreConfig(DifferentiableRewardConfig):
     """`reward: clip_score`: similarity of image and prompt by a CLIP model, or a model like PickScore."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.clip:ClipScoreReward"
+    unread: ClassVar[tuple[str, ...]] = WITHOUT_CALLS
 
     reward: Literal["clip_score"]
     model_name_or_path: str
@@ -111,6 +143,7 @@ class AestheticConfig(DifferentiableRewardConfig):
     """`reward: aesthetic`: the output of linear layers on the embedding of an image by CLIP."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.clip:AestheticReward"
+    unread: ClassVar[tuple[str, ...]] = WITHOUT_CALLS
 
     reward: Literal["aesthetic"]
     model_name_or_path: str
@@ -130,6 +163,7 @@ class ImageTextConfig(ImageRewardConfig):
     """`reward: image_text`: 1 minus the edit distance between text in the image and the text that it must have."""
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.function:TextReward"
+    unread: ClassVar[tuple[str, ...]] = (*OF_WORKERS, "max_retries")
 
     reward: Literal["image_text"]
     reader: FunctionName = RAPIDOCR
@@ -156,6 +190,7 @@ class ImageFunctionConfig(ImageRewardConfig):
     """
 
     target: ClassVar[str] = "roll_pipeline_diffusion.rewards.function:FunctionReward"
+    unread: ClassVar[tuple[str, ...]] = (*OF_WORKERS, "max_retries")
     sees_videos: ClassVar[bool] = True
 
     reward: Literal["image_function"]

@@ -57,12 +57,13 @@ class FunctionReward(DifferentiableReward):
     @override
     def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
         if self.config.differentiable:
-            return super().score_images(images, prompts, rows)
-        found = self.calls(lambda: self.function(images, list(prompts), list(rows)))
+            found: Sequence[Reward] = self.calls(lambda: DifferentiableReward.score_images(self, images, prompts, rows))
+            return found
+        values = self.calls(lambda: self.function(images, list(prompts), list(rows)))
         try:
-            listed = list(found)
+            listed = list(values)
         except TypeError as error:
-            raise ContractError(f"returned {type(found).__name__}, expected a value for each image") from error
+            raise ContractError(f"returned {type(values).__name__}, expected a value for each image") from error
         return [_reward(each) for each in listed]
 
 
