@@ -88,6 +88,7 @@ def test_a_config_is_accepted(text, overrides):
             ["num_images_per_prompt=1", "advantage_options={std: group}"],
             "",
         ),
+        (GRPO.replace("batch_size: 8", "batch_size: 2"), ["num_images_per_prompt=1"], ""),  # advantages of 0
         (GRPO, ["window_options.step_range=[0, 10]", "window=random"], "window_options.step_range"),
         (GRPO, ["sampler=ode"], "sampler"),
         (GRPO, ["objective_options={kl_coef: 0.04}"], ""),  # a reference without adapters

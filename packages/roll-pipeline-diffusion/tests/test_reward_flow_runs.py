@@ -82,6 +82,14 @@ def test_a_step_whose_rewards_all_fail_trains_on_nothing(runs):
     assert "train/loss" not in line
 
 
+def test_equal_rewards_trip_the_guard_of_a_missing_signal(runs):
+    rewards = {"same": {"reward": "image_function", "function": "imagerewards:moving"}}
+    given = flow_config(runs, "flow_grpo", rewards=rewards, max_steps=1, guards={"all_groups_filtered": "error"})
+    result = runs.run(given)
+    assert isinstance(result.error, GuardTrippedError)
+    assert mentions(str(result.error), "all_groups_filtered")
+
+
 def test_refl_with_a_pretraining_term_reads_the_images(runs):
     given = flow_config(runs, "refl", objective_options={"pretrain_loss_coef": 0.1}, max_steps=1)
     (line,) = runs.metrics(runs.ok(given))

@@ -20,7 +20,7 @@ from roll_core.spec.config import (
     ScoreWorkerConfig,
     TrainWorkerConfig,
 )
-from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, GroupAdvantageOptions, NFTOptions, invalid
+from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, NFTOptions, invalid
 from roll_pipeline_diffusion.models.description import describe_args
 from roll_pipeline_diffusion.rewards.config import ImageRewardConfig
 
@@ -180,11 +180,8 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
                 f" {self.num_images_per_prompt} = {images} images, expected a multiple of the images of an optimizer"
                 f" step: {product}"
             )
-        options = self.advantage_settings
-        compares = isinstance(options, GroupAdvantageOptions) and (
-            options.std == "group" or self.rollout_batch_size == 1
-        )
-        if "advantages" in self.objective_inputs and compares and self.num_images_per_prompt == 1:
+        compares = "advantages" in self.objective_inputs and self.advantage == "group"
+        if compares and self.num_images_per_prompt == 1:
             raise ValueError(
                 "num_images_per_prompt 1 leaves nothing to compare: every advantage would be 0; set at least 2"
             )

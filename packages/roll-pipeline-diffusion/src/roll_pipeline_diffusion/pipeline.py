@@ -204,10 +204,11 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         run.log(self._score_metrics(scores))
         if counts.any():
             run.log({"advantage/std": float(advantages[counts].std(correction=0))})
+        reason = "all advantages are 0: are the rewards of each prompt's images equal?"
         run.guard(
             "all_groups_filtered",
-            bool(counts.any()),
-            f"step {run.step + 1}: every image has a failed reward, so the step trains on nothing",
+            bool((advantages[counts] != 0).any()),
+            f"no reward signal at {{steps}}: {reason if counts.any() else 'every image has a failed reward'}",
         )
         return [
             replace(row, arrays={**row.arrays, "advantages": np.asarray(value, np.float32)})
