@@ -90,6 +90,14 @@ def test_equal_rewards_trip_the_guard_of_a_missing_signal(runs):
     assert mentions(str(result.error), "all_groups_filtered")
 
 
+def test_the_learning_rate_of_several_epochs_ends_with_the_run(runs):
+    given = flow_config(runs, "flow_matching", ppo_epochs=2, max_steps=4)
+    given["actor_train"]["training_args"] |= {"learning_rate": 1.0, "lr_scheduler_type": "linear"}
+    rates = [line["train/lr"] for line in runs.metrics(runs.ok(given))]
+    # Of optimizer steps 1 to 8 with the factors 8/8, 7/8, ..., 1/8: the means of two each.
+    assert rates == pytest.approx([15 / 16, 11 / 16, 7 / 16, 3 / 16])
+
+
 def test_refl_with_a_pretraining_term_reads_the_images(runs):
     given = flow_config(runs, "refl", objective_options={"pretrain_loss_coef": 0.1}, max_steps=1)
     (line,) = runs.metrics(runs.ok(given))

@@ -273,6 +273,6 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     def num_steps_per_batch(self) -> int:
         """Optimizer steps per pipeline step."""
         if not self.samples_images:
-            return 1
+            return self.ppo_epochs
         images = self.rollout_batch_size * self.num_images_per_prompt
         return self.ppo_epochs * (images // sequences_per_step(self.actor_train)[0])
