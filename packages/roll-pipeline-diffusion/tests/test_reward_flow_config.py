@@ -10,10 +10,12 @@ import pytest
 
 from roll_core.api.files import FileCheck
 from roll_core.config import load
-from roll_core.errors import ConfigError
+from roll_core.data.rows import read_rows
+from roll_core.errors import ConfigError, DataError
 from roll_core.plugins.registry import Registry
 from roll_pipeline_diffusion import plans
-from roll_pipeline_diffusion.samples import FlowData
+from roll_pipeline_diffusion.samples import FlowData, read_image
+from roll_testing.errors import raises_error
 from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins("roll-pipeline-diffusion"))
@@ -117,6 +119,26 @@ def test_a_wrong_config_is_refused(text, overrides, key):
         loaded(text, *overrides)
     (problem,) = raised.value.problems
     assert problem.key == key
+
+
+@pytest.mark.parametrize("name", ["0.png", "0.npy"])
+@pytest.mark.parametrize("content", [b"", b"no file of an image or of latents"])
+def test_a_file_that_cannot_be_read_is_located(name, content):
+    Path(name).write_bytes(content)
+    write({"prompt": "red square", "image": name})
+    config = loaded(MATCHING).config
+    data = config.actor_train.data_args
+    with raises_error(DataError, "rows.jsonl row 1", "'image'", name):
+        FlowData(config).read(read_rows(data), data, images=config.image_columns)
+
+
+def test_an_image_that_is_too_large_is_located(monkeypatch):
+    from PIL import Image
+
+    Image.new("RGB", (40, 40)).save("0.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with raises_error(DataError, "row 1", "0.png"):
+        read_image(Path("0.png"), "row 1")
 
 
 @pytest.mark.parametrize(("model", "num_tokens"), [(GRPO, 1024), (FLUX, 4096)])

@@ -120,7 +120,10 @@ class FlowData:
         """Latents of an image file, or latents as they are in a `.npy` file."""
         file, where = image_file(row, data, column), f"{row.where}: column {column!r}"
         if file.suffix == ".npy":
-            found: NDArray[np.generic] = np.load(file, allow_pickle=False).astype(np.float32)
+            try:
+                found: NDArray[np.generic] = np.load(file, allow_pickle=False).astype(np.float32)
+            except (OSError, ValueError, EOFError) as error:
+                raise DataError(f"{where}: {file} cannot be read as latents: {error}") from error
         else:
             pixels = read_image(file, where)
             wanted = (self.config.height, self.config.width)
@@ -154,7 +157,7 @@ def read_image(file: Path, where: str) -> NDArray[np.uint8]:
     try:
         with Image.open(file) as image:
             return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # PIL raises many classes for bad files
         raise DataError(f"{where}: {file} cannot be read as an image: {error}") from error
 
 
