@@ -149,12 +149,17 @@ def test_mlflow_has_config_metrics_files_and_outcome_and_continues_a_run(tmp_pat
 
 
 @pytest.mark.engine("wandb")
-def test_wandb_writes_an_offline_run_and_continues_it(tmp_path):
+def test_wandb_writes_an_offline_run_and_continues_it(tmp_path, monkeypatch):
     from roll_trackers.wandb_tracker import WandbTracker
 
+    monkeypatch.delenv("WANDB_CONSOLE", raising=False)
+    arguments = ["roll-core", "run", f"tracker_kwargs.wandb.api_key={SECRET}"]
+    monkeypatch.setattr(sys, "argv", arguments)
     options = {"mode": "offline", "tags": ["a"], "notes": "first", "api_key": SECRET}
     folder = run_dir(tmp_path)
     tracker = WandbTracker(folder, "grpo/001", options)
+    assert sys.argv is arguments
+    sys.stdout.write("not recorded\n")
     tracker.log_config(CONFIG)
     tracker.log(1, {"score/mean": 0.5, "nan": math.nan})
     end(tracker, folder, failed=True)
@@ -171,6 +176,7 @@ def test_wandb_writes_an_offline_run_and_continues_it(tmp_path):
             time.sleep(0.1)
         for stored in (path for path in each.rglob("*") if path.is_file()):
             assert SECRET.encode() not in stored.read_bytes(), stored
+            assert b"not recorded" not in stored.read_bytes(), stored
         assert {path.name for path in each.glob("wandb/offline-run-*/files/*")} >= set(FILES)
 
 
@@ -234,6 +240,8 @@ def test_swanlab_writes_an_offline_run_continues_it_and_leaves_ctrl_c_to_the_run
     assert [swanlab_state(each) for each in (folder, new)] == ["RUN_STATE_CRASHED", "RUN_STATE_FINISHED"]
     saved = {record.save.name for record in swanlab_records(folder) if record.HasField("save")}
     assert saved >= set(FILES)
+    (metadata,) = folder.glob("swanlab/run-*/files/swanlab-metadata.json")
+    assert "command" not in metadata.read_text()
     (config,) = folder.glob("swanlab/run-*/files/config.yaml")
     assert yaml.safe_load(config.read_text())["role"]["value"] == CONFIG["role"]
     for stored in (path for path in tmp_path.rglob("*") if path.is_file()):
