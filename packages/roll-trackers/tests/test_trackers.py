@@ -148,6 +148,32 @@ def test_mlflow_has_config_metrics_files_and_outcome_and_continues_a_run(tmp_pat
     assert run.info.artifact_uri.startswith((tmp_path / "output" / "mlartifacts").as_uri())
 
 
+@pytest.mark.engine("mlflow")
+def test_mlflow_takes_names_with_the_tags_of_a_data_set(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    from roll_trackers.mlflow_tracker import MlflowTracker
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    folder = run_dir(tmp_path)
+    store = (tmp_path / "store").as_uri()
+    tracker = MlflowTracker(folder, "grpo/001", {"tracking_uri": store})
+    given = {"rewards": {"C++": {"weight": 1}, "größe (m)": 2}, "long": {"x" * 300: 3}}
+    tracker.log_config(given)
+    tracker.log(1, {"val/C++/score/mean": 0.5, "val/größe (m)/score/mean": 0.25, "val//score/mean": 1.0})
+    end(tracker, folder, failed=False)
+    second = MlflowTracker(continued(folder, tmp_path), "grpo/002", {"tracking_uri": store})
+    second.log_config(given)  # of which the run has all parameters
+    second.close()
+    run = MlflowClient(store).get_run(id_of(folder, "mlflow"))
+    assert run.data.params == {
+        "rewards.C__.weight": "1", "rewards.größe _m_": "2", f"long.{'x' * 245}": "3",
+    }  # fmt: skip
+    assert run.data.metrics == {
+        "val/C__/score/mean": 0.5, "val/größe _m_/score/mean": 0.25, "val/score/mean": 1.0,
+    }  # fmt: skip
+
+
 @pytest.mark.engine("wandb")
 def test_wandb_writes_an_offline_run_and_continues_it(tmp_path, monkeypatch):
     from roll_trackers.wandb_tracker import WandbTracker

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ _MOST_PARAMETERS = 100
 """Parameters per request that a server of MLflow accepts."""
 _MOST_METRICS = 1000
 _MOST_CHARS = 6000
+_MOST_CHARS_OF_A_NAME = 250
 
 
 class MlflowTracker(RemoteTracker):
@@ -60,7 +63,8 @@ class MlflowTracker(RemoteTracker):
         from mlflow.entities import Param
 
         known = self._client.get_run(self._id).data.params
-        params = [Param(key, text[:_MOST_CHARS]) for key, text in _flat(config) if key not in known]
+        found = ((_valid(key), text) for key, text in _flat(config))
+        params = [Param(key, text[:_MOST_CHARS]) for key, text in found if key not in known]
         for begin in range(0, len(params), _MOST_PARAMETERS):
             self._client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMETERS])
 
@@ -69,7 +73,7 @@ class MlflowTracker(RemoteTracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        rows = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        rows = [Metric(_valid(name), float(value), now, step) for name, value in metrics.items()]
         for begin in range(0, len(rows), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=rows[begin : begin + _MOST_METRICS])
 
@@ -80,6 +84,12 @@ class MlflowTracker(RemoteTracker):
                 self._client.log_artifact(self._id, str(path))
         finally:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _valid(name: str) -> str:
+    """Name that MLflow accepts: it rejects some characters, which tags of a data set may have, and names of paths such
+    as `a//b`."""
+    return posixpath.normpath(re.sub(r"[^\w/. :-]", "_", name))[:_MOST_CHARS_OF_A_NAME]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
