@@ -44,6 +44,7 @@ def said(tokens, *, of=None, version=0, spans=(), prompt=None):
     [
         (request(repetition_penalty=1.1), ("repetition_penalty", "1.1")),
         (request(stop=tuple(map(str, range(33)))), ("32",)),
+        (request(temperature=9e-7), ("9e-07", "1e-06")),
     ],
 )
 def test_what_sglang_does_otherwise_is_refused(asked, facts):

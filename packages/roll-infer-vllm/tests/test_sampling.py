@@ -21,7 +21,11 @@ def request(prompt=(1, 2, 3), n=1, **params):
 
 @pytest.mark.parametrize(
     ("asked", "facts"),
-    [(request(temperature=2.5), ("2",)), (request(top_p=0.9, min_p=0.1), ("top_p", "0.9", "min_p", "0.1"))],
+    [
+        (request(temperature=2.5), ("2",)),
+        (request(temperature=0.009), ("0.009", "0.01")),
+        (request(top_p=0.9, min_p=0.1), ("top_p", "0.9", "min_p", "0.1")),
+    ],
 )
 def test_what_vllm_does_otherwise_is_refused(asked, facts):
     with raises_error(UnsupportedError, *facts):
@@ -30,6 +34,7 @@ def test_what_vllm_does_otherwise_is_refused(asked, facts):
 
 def test_what_can_be_served_is_not_refused():
     check_served(request(max_new_tokens=5, temperature=2.0, top_p=0.9, top_k=3))
+    check_served(request(temperature=0.01))
     check_served(request(top_p=0.9, min_p=0.1, temperature=0.0))
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from roll_core.types import Floats, GenerateRequest
 
+MIN_TEMPERATURE = 1e-6
+"""Lowest temperature above 0. For a lower one SGLang decodes greedily, with logprobs at temperature 1."""
 MAX_STOP_STRINGS = 32
 """Maximum number of stop strings per request in SGLang."""
 SEED, MIN_NEW, ENDS = "roll_seed", "roll_min_new", "roll_ends"
@@ -30,6 +32,11 @@ def check_served(request: GenerateRequest) -> None:
         raise UnsupportedError(
             f"request {request.id!r}: repetition_penalty is {params.repetition_penalty:g}; SGLang penalises tokens"
             " of the response alone, other engines those of the prompt too; leave it at 1"
+        )
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise UnsupportedError(
+            f"request {request.id!r}: temperature is {params.temperature:g}; SGLang samples with at least"
+            f" {MIN_TEMPERATURE:g}, and 0 is greedy decoding"
         )
     if len(params.stop) > MAX_STOP_STRINGS:
         raise UnsupportedError(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from roll_core.types import Floats, GenerateRequest
 
-MAX_TEMPERATURE = 2.0
-"""Maximum temperature that vLLM accepts."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""Range of temperatures above 0 that vLLM samples with. It replaces a lower one by the minimum, with a warning."""
 PROGRESS_TOKENS = 64
 """Number of tokens between two partial outputs from vLLM. vLLM returns the first token and the end of an output at
 once."""
@@ -24,9 +24,10 @@ once."""
 def check_served(request: GenerateRequest) -> None:
     """Raise `UnsupportedError` for parameters that vLLM lacks or interprets differently from other engines."""
     params = request.params
-    if params.temperature > MAX_TEMPERATURE:
+    if params.temperature > 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise UnsupportedError(
-            f"request {request.id!r}: temperature is {params.temperature:g}; vLLM's maximum is {MAX_TEMPERATURE:g}"
+            f"request {request.id!r}: temperature is {params.temperature:g}; vLLM samples with {MIN_TEMPERATURE:g} to"
+            f" {MAX_TEMPERATURE:g}, and 0 is greedy decoding"
         )
     if params.top_p < 1 and params.min_p > 0 and params.temperature > 0:
         raise UnsupportedError(
