@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from vllm_live import CACHE, CACHE_BYTES, start, strategy
 
 from roll_core.errors import EngineDiedError, RollError
+from roll_core.runtime.workers.infer import completion_problem
 from roll_core.spec.model import MeshInfo
 from roll_core.spec.weights import digest, make_manifest
 from roll_infer_vllm.config import VllmConfig
@@ -43,7 +45,13 @@ class TestEngine(HoldingTests):
     def live(cls):
         engine = start(biased(), CACHE | {"bucket_mib": 1, "max_num_seqs": 4})
         yield engine
+        errors = []
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = errors.append
+        logging.getLogger("vllm").addHandler(handler)
         engine.close()
+        logging.getLogger("vllm").removeHandler(handler)
+        assert not [each.getMessage() for each in errors]
 
     def test_the_urgent_are_served_first_where_not_all_can_be(self, live):
         assert live.place_of_the_urgent(12) < 8  # with the second four at the latest
@@ -100,6 +108,21 @@ class TestEngine(HoldingTests):
         assert held[name] != digest(live.model.get_parameter(name))
         manifest, receipt = live.publish()
         assert receipt.digests == digests(manifest)
+
+    def test_a_request_that_is_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs(self, live):
+        async def aborted():
+            engine = live.strategy._engine
+            await engine.pause_generation(mode="keep", clear_cache=False)
+            asked = dataclasses.replace(request("early", [5, 6, 7], prompt_logprobs=True), prompt_topk=2)
+            calling = asyncio.create_task(live.strategy.generate(asked))
+            await asyncio.sleep(0.1)  # to reach vLLM
+            await live.strategy.abort([asked.id])
+            await engine.resume_generation()
+            return asked, await calling
+
+        asked, found = live.run(aborted())
+        assert completion_problem(found, asked, vocab_size=100) == ""
+        assert [(len(each.token_ids), each.finish_reason) for each in found.outputs] == [(0, "abort")]
 
     # -- the endpoint --------------------------------------------------------------------------------------------------
 
@@ -243,6 +266,15 @@ def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
 
     with raises_error(ModelError, "actor_infer rank 0", "16", "CPU", "32", "64"):
         start(biased(num_attention_heads=4))
+
+
+def test_vllm_still_raises_low_temperatures():
+    """When this fails, `sampling.MIN_TEMPERATURE` is another or no longer needed."""
+    from vllm.sampling_params import SamplingParams
+
+    from roll_infer_vllm.sampling import MIN_TEMPERATURE
+
+    assert SamplingParams(temperature=MIN_TEMPERATURE / 2).temperature == MIN_TEMPERATURE
 
 
 def test_vllm_still_has_no_logprobs_at_the_temperature():

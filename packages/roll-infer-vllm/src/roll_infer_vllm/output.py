@@ -34,7 +34,8 @@ class VllmOutput:
     def append(self, delta: Any) -> None:
         """Append the tokens and logprobs of a `RequestOutput` from vLLM."""
         output = delta.outputs[0]
-        if self._last is None and self.request.prompt_logprobs and self.index == 0:
+        first = self._last is None and output.token_ids  # without a token, an abort came amid the prompt
+        if first and self.request.prompt_logprobs and self.index == 0:
             self.prompt_logprobs = flat_logprobs(delta.prompt_logprobs)
             if self.request.prompt_topk:
                 self.prompt_topk = top_tokens(delta.prompt_logprobs, self.request.prompt_topk)

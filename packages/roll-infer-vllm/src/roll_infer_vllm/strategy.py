@@ -119,6 +119,8 @@ class VllmStrategy(InferStrategy):
             await self._server.stop()
         if engine is None:
             return
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()  # otherwise it logs the end as an error, with a traceback
         await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
         if self._weights is not None:
             self._weights.close()
