@@ -40,10 +40,14 @@ def test_what_the_user_set_stays():
     assert not variables("cpu", dict.fromkeys(wanted, "mine"), num_threads=0)
 
 
-def test_growing_segments_are_taken_from_the_allocators_options_alone():
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_growing_segments_are_taken_from_the_allocators_options_alone(name):
     options = "expandable_segments:True,max_split_size_mb:128"
-    assert variables("cuda", {"PYTORCH_CUDA_ALLOC_CONF": options})["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in variables("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"})
+    assert variables("cuda", {name: options})[name] == "max_split_size_mb:128"
+    assert variables("cuda", {name: "max_split_size_mb:128, expandable_segments:True"})[name] == "max_split_size_mb:128"
+    for fine in ("max_split_size_mb:128", "expandable_segments:False", ""):
+        assert name not in variables("cuda", {name: fine})
+    assert name not in variables("cpu", {name: options})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from roll_infer_sglang.registration import FORCED_BACKEND, ON_CPU
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables with options of PyTorch's allocator: the old name, and the new one, which takes precedence."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 """Variable with the CPU cores of each engine process."""
 SYSTEM = Path("/sys/devices/system")
@@ -40,11 +41,12 @@ def engine_environment(
     if device == "cpu" and num_threads:
         # Overrides the worker's own value, which counts the threads of all its slots.
         found["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
-    options = [each for each in present.get(ALLOCATOR, "").split(",") if each]
-    kept = [each for each in options if not each.startswith("expandable_segments")]
-    if device.startswith("cuda") and kept != options:
-        # SGLang's memory pools are incompatible with expandable segments.
-        found[ALLOCATOR] = ",".join(kept)
+    for name in ALLOCATORS if device.startswith("cuda") else ():
+        options = present.get(name, "").split(",")
+        kept = [each for each in options if each.replace(" ", "").lower() != "expandable_segments:true"]
+        if kept != options:
+            # SGLang's memory pools are incompatible with expandable segments.
+            found[name] = ",".join(kept)
     return found
 
 
