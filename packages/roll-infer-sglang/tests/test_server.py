@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import psutil
+
 from roll_infer_sglang.server import SglangServer
 
 STAND_IN = '''
@@ -39,11 +41,48 @@ server.serve_forever()
 '''
 
 
-def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
-    package = tmp_path / "roll_infer_sglang"
+LOADING = """
+import os
+import sys
+import time
+
+sys.stdin.buffer.readline()
+open(os.environ["STARTED"], "w").close()
+time.sleep(30)
+"""
+
+
+def package_in(folder, program):
+    """The server's program in place of ours, for a server whose PYTHONPATH is the folder."""
+    package = folder / "roll_infer_sglang"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "serve.py").write_text(STAND_IN, encoding="utf-8")
+    (package / "serve.py").write_text(program, encoding="utf-8")
+
+
+def test_a_start_that_is_cancelled_ends_at_once_and_with_it_the_process(tmp_path):
+    """Minutes before the model is loaded, as by Ctrl-C."""
+    package_in(tmp_path, LOADING)
+    mark = tmp_path / "started"
+
+    async def cancelled():
+        server = SglangServer("actor_infer rank 0")
+        variables = {"PYTHONPATH": str(tmp_path), "STARTED": str(mark)}
+        starting = asyncio.create_task(server.start({"host": "127.0.0.1"}, variables))
+        while not mark.exists():
+            await asyncio.sleep(0.05)
+        (process,) = map(psutil.Process, server.processes())
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert process.is_running()  # the loop was not blocked until it had exited
+        await server.stop()
+        return process
+
+    assert not asyncio.run(asyncio.wait_for(cancelled(), 60)).is_running()
+
+
+def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
+    package_in(tmp_path, STAND_IN)
 
     async def started():
         server = SglangServer("actor_infer rank 0")

@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import psutil
@@ -94,8 +94,7 @@ class SglangServer:
         finally:
             os.close(writing)
         line = json.dumps({"arguments": arguments, "ready": writing}).encode() + b"\n"
-        with os.fdopen(reading, "rb") as pipe:
-            reply = await asyncio.to_thread(_wait_ready, self._who, self._process, line, pipe)
+        reply = await asyncio.to_thread(_wait_ready, self._who, self._process, line, reading)
         found: dict[str, Any] = json.loads(reply)
         return found
 
@@ -168,14 +167,18 @@ def _rejected(who: str, path: str, status: int, text: str) -> ServerError:
     return ServerError(f"{who}: SGLang returned status {status} for {path}: {text[:2000]}")
 
 
-def _wait_ready(who: str, process: subprocess.Popen[bytes], line: bytes, pipe: BinaryIO) -> bytes:
-    """Send the arguments and wait for the server's ready message. Raises `ServerError` if the process exits before."""
+def _wait_ready(who: str, process: subprocess.Popen[bytes], line: bytes, reading: int) -> bytes:
+    """Send the arguments and wait for the server's ready message. Raises `ServerError` if the process exits before.
+
+    `reading` is closed here, on the thread that reads from it: another one would wait for the reader.
+    """
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line)
             process.stdin.flush()
     # Reads until the pipe closes: after the ready message, or when the process exits. No other process can write to it.
-    reply = pipe.read()
+    with os.fdopen(reading, "rb") as pipe:
+        reply = pipe.read()
     if not reply:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
