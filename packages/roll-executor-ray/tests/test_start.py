@@ -1,6 +1,7 @@
 """A Ray that does not come up in time, as on a host that is busy."""
 
 import signal
+import socket
 import subprocess
 import sys
 
@@ -19,9 +20,10 @@ class ReluctantRay:
     """Leaves a daemon behind each time that it does not come up."""
 
     def __init__(self, *failures):
-        self.failures, self.daemons = list(failures), []
+        self.failures, self.daemons, self.addresses = list(failures), [], []
 
-    def init(self, **_):
+    def init(self, address, **_):
+        self.addresses.append(address)
         self.daemons.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         if self.failures:
             raise self.failures.pop(0)
@@ -70,3 +72,21 @@ def test_what_is_wrong_for_another_reason_is_not_tried_again(begin):
         begin(ValueError("no room for the object store"))
     [(reluctant, _)] = begin.begun
     assert len(reluctant.daemons) == 1
+
+
+@pytest.mark.parametrize("port", ["", ":{port}"])
+def test_a_ray_on_this_host_may_be_named_localhost(begin, monkeypatch, port):
+    """Only `local` alone means a Ray of the run's own."""
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost{port}".format(port=server.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert begin().addresses == [address]
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert begin().addresses == ["local"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:999999999999999999999", f"{'a' * 70}.org:6379"])
+def test_an_address_that_no_host_can_have_is_an_error_as_any_other(begin, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with raises_error(PlacementError, "RAY_ADDRESS", address):
+        begin()

@@ -85,7 +85,9 @@ class RayInstance:
         Call it from a thread that lives as long as the instance: Ray makes Linux end its processes together with the
         thread that started them. Raises `PlacementError`.
         """
-        address = os.environ.get("RAY_ADDRESS", "").removeprefix("local")
+        address = os.environ.get("RAY_ADDRESS", "")
+        if address == "local":  # as in `ray.init`: a Ray of this process's own
+            address = ""
         _check_reachable(address)
         self.scratch.mkdir(mode=0o700)
         with stop_signals_blocked_in_children():
@@ -226,7 +228,7 @@ def _check_reachable(address: str) -> None:
         return
     try:
         socket.create_connection((match["host"], int(match["port"])), timeout=REACH_S).close()
-    except OSError as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
         raise PlacementError(
             f"no Ray is reachable at RAY_ADDRESS={address}: {error}. Start it, correct RAY_ADDRESS, or unset it to let"
             " the run start its own Ray"
