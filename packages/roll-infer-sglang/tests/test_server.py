@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
 
 import psutil
+import pytest
 
-from roll_infer_sglang.server import SglangServer
+from roll_infer_sglang.server import ServerError, SglangServer
 
 STAND_IN = '''
 """Says who may bind the port while it starts, and then serves at it as SGLang does."""
@@ -52,6 +59,38 @@ time.sleep(30)
 """
 
 
+SHARING = """
+import mmap
+import os
+import sys
+
+
+def share(name):
+    with open(f"/dev/shm/{name}", "x+b") as file:
+        file.write(bytes(16))
+        file.flush()
+        return mmap.mmap(file.fileno(), 16)
+
+
+name = os.environ["SEGMENT"]
+kept = share(f"sglang_loads_{name}"), share(f"other_{name}")
+"""
+"""A program that has shared memory of SGLang's and of others."""
+
+
+@pytest.fixture
+def segment():
+    """A name of shared memory that no other test has."""
+    name = uuid.uuid4().hex
+    yield name
+    Path(f"/dev/shm/other_{name}").unlink(missing_ok=True)
+    Path(f"/dev/shm/sglang_loads_{name}").unlink(missing_ok=True)
+
+
+def left_of(name):
+    return [path.name.partition(name)[0] for path in Path("/dev/shm").iterdir() if name in path.name]
+
+
 def package_in(folder, program):
     """The server's program in place of ours, for a server whose PYTHONPATH is the folder."""
     package = folder / "roll_infer_sglang"
@@ -79,6 +118,38 @@ def test_a_start_that_is_cancelled_ends_at_once_and_with_it_the_process(tmp_path
         return process
 
     assert not asyncio.run(asyncio.wait_for(cancelled(), 60)).is_running()
+
+
+def test_a_server_that_is_stopped_leaves_no_shared_memory(tmp_path, segment):
+    package_in(tmp_path, SHARING + LOADING)
+    mark = tmp_path / "started"
+
+    async def stopped():
+        server = SglangServer("actor_infer rank 0")
+        variables = {"PYTHONPATH": str(tmp_path), "STARTED": str(mark), "SEGMENT": segment}
+        starting = asyncio.create_task(server.start({"host": "127.0.0.1"}, variables))
+        while not mark.exists():
+            await asyncio.sleep(0.05)
+        assert len(left_of(segment)) == 2
+        await server.stop()
+        await asyncio.wait([starting])
+        assert isinstance(starting.exception(), ServerError)
+
+    asyncio.run(asyncio.wait_for(stopped(), 60))
+    assert left_of(segment) == ["other_"]
+
+
+def test_a_server_whose_worker_was_killed_leaves_no_shared_memory(segment):
+    program = SHARING + "from roll_infer_sglang import serve\nserve._exit_with_worker()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "SEGMENT": segment},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert left_of(segment) == ["other_"]
 
 
 def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):

@@ -1,22 +1,34 @@
 """Server process: `python -m roll_infer_sglang.serve`, with SGLang's arguments as JSON on standard input.
 
 The worker keeps standard input open while it is alive. When standard input closes, this process kills its whole process
-group. It writes its ready message as JSON to the file descriptor given in the input; its standard output is SGLang's.
+group. SGLang's processes always end by SIGKILL, so the shared memory that they would unlink is unlinked before.
+
+This process writes its ready message as JSON to the file descriptor given in the input; its standard output is
+SGLang's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from roll_infer_sglang.hooks import AFTER_SETTINGS, BEFORE_REQUEST, fork_processes, guard_routes, reject_foreign_code
 from roll_infer_sglang.registration import ON_CPU
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SEGMENTS = tuple(f"/dev/shm/{prefix}" for prefix in ("sglang_loads_", "sgl_shm_", "psm_", "torch_"))
+"""Path prefixes of shared memory: of SGLang, of Python's `SharedMemory` and of torch."""
 POLL_S = 0.05
 """Seconds between two checks whether the server accepts connections."""
 
@@ -79,7 +91,23 @@ def _wait_until_open(server_args: Any) -> bool:
 def _exit_with_worker() -> None:
     while os.read(0, 4096):
         pass
+    this = psutil.Process()
+    unlink_segments([this, *this.children(recursive=True)])
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def unlink_segments(processes: Iterable[psutil.Process]) -> None:
+    """Unlink the shared memory of processes that are about to be killed. They can still use it."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):  # it has exited
+            found.update(each.path for each in process.open_files())
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+            found.update(line.split(maxsplit=5)[-1] for line in maps.splitlines())
+    for path in found:
+        if path.startswith(SEGMENTS):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import aiohttp
 import psutil
 
 from roll_core.errors import EngineDiedError, RollError
+from roll_infer_sglang.serve import unlink_segments
 from roll_modeling.engine_config import check_arguments
 
 if TYPE_CHECKING:
@@ -203,9 +204,11 @@ def _reserved_port(host: str) -> Iterator[int]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the server and all its descendants. SGLang's processes hold only memory, so no cleanup is needed."""
+    """Kill the server and all its descendants, and unlink their shared memory."""
     try:
-        family = psutil.Process(process.pid).children(recursive=True)
+        server = psutil.Process(process.pid)
+        family = server.children(recursive=True)
+        unlink_segments([server, *family])
     except psutil.NoSuchProcess:
         family = []
     with contextlib.suppress(ProcessLookupError):
