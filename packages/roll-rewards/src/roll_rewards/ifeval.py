@@ -3,13 +3,17 @@
 Rows have the columns of IFEval, `instruction_id_list` and `kwargs`, or the JSON of RLVR-IFeval (Tulu 3, 2411.15124) in
 `ground_truth`, which ROLL uses too.
 
-Where they differ: this is IFEval's *strict* accuracy, of the response as it is. Sentences end at `.`, `!` or `?` before
-a blank; IFEval uses nltk's model for English.
+These are the definitions of IFEval's *strict* accuracy, of the response as it is. They differ from its code here:
+
+* Sentences end at `.`, `!` or `?` before a blank; IFEval uses nltk's model for English.
+* `change_case` does not detect the language.
+* A postscript, a placeholder and a highlight are not empty, and an empty response follows nothing.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -105,13 +109,40 @@ def sentences(text: str) -> list[str]:
 
 def _compare(found: int, options: Mapping[str, Any], number: str, relation: str = "relation") -> bool:
     wanted, how = int(options[number]), options.get(relation) or "at least"
-    if how not in ("at least", "less than"):
-        raise ValueError(f"{relation} {how!r}, expected 'at least' or 'less than'")
-    return found >= wanted if how == "at least" else found < wanted
+    if how == "around":
+        return abs(found - wanted) <= int(options.get("slack", max(round(wanted * 0.1), 1)))
+    if how not in RELATIONS:
+        raise ValueError(f"{relation} {how!r}, expected around or one of {', '.join(RELATIONS)}")
+    return RELATIONS[how](found, wanted)
 
 
-def _count(keyword: str, text: str) -> int:
-    return len(re.findall(rf"\b{re.escape(keyword)}\b", text, re.IGNORECASE))
+RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+    "exactly": operator.eq,
+}
+"""The first two are IFEval's; RLVR-IFeval has the others, and `around`."""
+
+
+def _count(keyword: str, text: str, *, whole_words: bool = False) -> int:
+    pattern = re.escape(keyword)
+    return len(re.findall(rf"(?<!\w){pattern}(?!\w)" if whole_words else pattern, text, re.IGNORECASE))
+
+
+def _frequency(text: str, options: Mapping[str, Any]) -> bool:
+    found = _count(str(options["keyword"]), text, whole_words=options.get("whole_words", False))
+    return _compare(found, options, "frequency")
+
+
+def _no_forbidden_word(text: str, options: Mapping[str, Any]) -> bool:
+    whole_words = options.get("whole_words", True)
+    return not any(_count(each, text, whole_words=whole_words) for each in options["forbidden_words"])
+
+
+def _num_words(text: str, options: Mapping[str, Any]) -> bool:
+    found = text.split() if options.get("at_blanks") else words(text)
+    return _compare(len(found), options, "num_words")
 
 
 def _paragraphs(text: str, separator: str) -> list[str] | None:
@@ -123,7 +154,7 @@ def _paragraphs(text: str, separator: str) -> list[str] | None:
 
 
 def _num_paragraphs(text: str, options: Mapping[str, Any]) -> bool:
-    found = _paragraphs(text, r"\s?\*\*\*\s?")
+    found = _paragraphs(text, rf"\s?{re.escape(options.get('divider', '***'))}\s?")
     return found is not None and len(found) == int(options["num_paragraphs"])
 
 
@@ -132,22 +163,27 @@ def _nth_first_word(text: str, options: Mapping[str, Any]) -> bool:
     nth, first = int(options["nth_paragraph"]), str(options["first_word"]).lower()
     if not 1 <= nth <= len(found) or len(found) != int(options.get("num_paragraphs", len(found))):
         return False
-    start = words(found[nth - 1])
-    return bool(start) and start[0].lower() == first
+    start = found[nth - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", start)[0].lower() == first
 
 
 def _letters(text: str, options: Mapping[str, Any]) -> bool:
-    return _compare(text.lower().count(str(options["letter"]).lower()), options, "let_frequency", "let_relation")
+    letter = str(options["letter"])
+    found = text.count(letter) if options.get("match_case") else text.lower().count(letter.lower())
+    return _compare(found, options, "let_frequency", "let_relation")
 
 
 def _capital_words(text: str, options: Mapping[str, Any]) -> bool:
-    found = sum(each.isupper() for each in words(text))
+    found = sum(each.isupper() for each in re.findall(r"\w+(?:[-./]\w+)*", text))  # U.S. and AI-DRIVEN are one word
     return _compare(found, options, "capital_frequency", "capital_relation")
 
 
 def _postscript(text: str, options: Mapping[str, Any]) -> bool:
     marker = str(options.get("postscript_marker") or "P.S.").strip()
-    return re.search(rf"^[ \t]*{re.escape(marker)}[ \t]*\S", text, re.IGNORECASE | re.MULTILINE) is not None
+    pattern = re.escape(marker)
+    if marker in ("P.S.", "P.P.S"):
+        pattern = pattern.replace(r"\.", r"\.\s?").removesuffix(r"\s?")
+    return re.search(rf"{pattern}\s*\S", text, re.IGNORECASE) is not None
 
 
 def _highlights(text: str, options: Mapping[str, Any]) -> bool:
@@ -160,10 +196,13 @@ def _sections(text: str, options: Mapping[str, Any]) -> bool:
     return len(re.split(rf"\s?{re.escape(splitter)}\s?\d+\s?", text)) - 1 >= int(options["num_sections"])
 
 
+def _title(text: str, options: Mapping[str, Any]) -> bool:
+    return any(line.partition("<<")[2].rpartition(">>")[0].strip("<> \t") for line in text.split("\n"))
+
+
 def _is_json(text: str, options: Mapping[str, Any]) -> bool:
-    fenced = re.fullmatch(r"```(?:json)?\s*\n(.*)\n?```", text.strip(), re.IGNORECASE | re.DOTALL)
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(re.sub(r"^```(?:json)?", "", text.strip(), flags=re.IGNORECASE).removesuffix("```"))
     except (ValueError, RecursionError):
         return False
     return True
@@ -171,7 +210,7 @@ def _is_json(text: str, options: Mapping[str, Any]) -> bool:
 
 def _constrained(text: str, options: Mapping[str, Any]) -> bool:
     allowed = options.get("options") or ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-    return any(each in text for each in allowed)
+    return any(re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text) for each in allowed)
 
 
 def _two_responses(text: str, options: Mapping[str, Any]) -> bool:
@@ -206,13 +245,13 @@ def _quoted(text: str, options: Mapping[str, Any]) -> bool:
 
 CHECKS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "keywords:existence": lambda text, o: all(_count(each, text) for each in o["keywords"]),
-    "keywords:frequency": lambda text, o: _compare(_count(str(o["keyword"]), text), o, "frequency"),
-    "keywords:forbidden_words": lambda text, o: not any(_count(each, text) for each in o["forbidden_words"]),
+    "keywords:frequency": _frequency,
+    "keywords:forbidden_words": _no_forbidden_word,
     "keywords:letter_frequency": _letters,
     "language:response_language": _language,
     "length_constraints:number_sentences": lambda text, o: _compare(len(sentences(text)), o, "num_sentences"),
     "length_constraints:number_paragraphs": _num_paragraphs,
-    "length_constraints:number_words": lambda text, o: _compare(len(words(text)), o, "num_words"),
+    "length_constraints:number_words": _num_words,
     "length_constraints:nth_paragraph_first_word": _nth_first_word,
     "detectable_content:number_placeholders": lambda text, o: (
         len(re.findall(r"\[[^\[\]\n]+\]", text)) >= int(o["num_placeholders"])
@@ -225,7 +264,7 @@ CHECKS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": lambda text, o: any(each.strip() for each in re.findall(r"<<([^\n<>]+)>>", text)),
+    "detectable_format:title": _title,
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": _starts_with,
     "startend:end_checker": _ends_with,
@@ -278,6 +317,16 @@ RLVR: dict[str, tuple[str, dict[str, str]]] = {
 }
 """RLVR-IFeval's functions: the id, and the names of its arguments there and here."""
 
+RLVR_OPTIONS: dict[str, dict[str, Any]] = {
+    "verify_keyword_frequency": {"relation": "exactly", "whole_words": True},
+    "validate_forbidden_words": {"whole_words": False},
+    "verify_letter_frequency": {"let_relation": "exactly", "match_case": True},
+    "verify_paragraph_count": {"divider": "* * *"},
+    "validate_word_constraint": {"at_blanks": True},
+    "verify_sentence_constraint": {"slack": 1},
+}
+"""How the same instructions are defined there: open-instruct's `if_functions.py`."""
+
 
 def _of_rlvr(value: Any, where: str) -> tuple[str, dict[str, Any]]:
     name = value.get("func_name") if isinstance(value, dict) else None
@@ -289,9 +338,4 @@ def _of_rlvr(value: Any, where: str) -> tuple[str, dict[str, Any]]:
     options = {ours: value[theirs] for theirs, ours in names.items() if value.get(theirs) is not None}
     if isinstance(options.get("options"), str):
         options["options"] = [each.strip() for each in re.split(r"/|,| or ", options["options"]) if each.strip()]
-    relations = {"at most": "less than"}
-    for key in ("relation", "capital_relation"):
-        if options.get(key) in relations:  # N or fewer
-            number = next(each for each in options if each != key)
-            options |= {key: "less than", number: int(options[number]) + 1}
-    return id, options
+    return id, options | RLVR_OPTIONS.get(name, {})
