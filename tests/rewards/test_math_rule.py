@@ -64,6 +64,7 @@ RIGHT = [
     ("Monday", r"\boxed{\text{Monday}}"),
     # a box wins over other mathematics, and a later one over one far before it
     ("42", r"$x$ is 5% of 3. \boxed{42} is not 43"),
+    ("42", r"<think>\boxed{41}, no</think>The answer is $42$."),
     ("42", r"\boxed{41} " + "no, that cannot be right, so let me compute it once more. " * 3 + r"\boxed{42}"),
 ]
 WRONG = [
@@ -81,6 +82,8 @@ WRONG = [
     ("50%", r"\boxed{5\%}"),
     ("A", r"\boxed{B}"),
     ("yes", r"\boxed{no}"),
+    ("42", r"<think>\boxed{42}, or not</think>The answer is \boxed{41}."),
+    ("42", r"<think>\boxed{42}</think>The answer is $41$."),
     ("42", r"\boxed{42} " + "no, that cannot be right, so let me compute it once more. " * 3 + r"\boxed{41}"),
 ]
 FORGED = [

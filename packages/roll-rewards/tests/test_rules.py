@@ -40,6 +40,8 @@ def test_answers_are_found_by_box_tag_or_phrase():
     assert find_answer(r"so \boxed{\text{B}}") == ("B", True)
     assert find_answer("<answer> 7 </answer>") == ("7", True)
     assert find_answer("The answer is: Paris.\n") == ("Paris", True)
+    assert find_answer("**Answer:**\nB\n\nI hope this answers it!") == ("B", True)
+    assert find_answer("My answers are many") == ("My answers are many", False)
     assert find_answer("Paris") == ("Paris", False)
     assert find_answer(r"<think>\boxed{1}</think>two") == ("two", False)
     assert find_answer("#### 1\n#### 42", r"#### (\S+)") == ("42", True)
@@ -68,6 +70,7 @@ def test_f1_by_hand():
         ("Paris", ("", "")),
         ("", ("", "")),
         ("AB", ("", "")),
+        ('"[b]"', ("B", "")),
     ],
 )
 def test_choices_are_a_letter_and_perhaps_its_text(text, expected):
@@ -83,6 +86,14 @@ def test_choices_are_a_letter_and_perhaps_its_text(text, expected):
         ("exact_match", "", "x", 0.0),
         ("exact_match", "", "!", 0.0),
         ("exact_match", "!", "!", 1.0),
+        ("exact_match", "The answer is -5", "5", 0.0),
+        ("exact_match", "The answer is 3.5.", "35", 0.0),
+        ("exact_match", "The answer is 3.5.", "3.5", 1.0),
+        ("exact_match", "The answer is 1,234", "1234", 1.0),
+        ("exact_match", "a well-known one", "wellknown one", 1.0),
+        ("crossthink_qa", r"\boxed{1/2}", "12", 0.0),
+        ("multiple_choice", r"\boxed{\textbf{B}}", "B", 1.0),
+        ("multiple_choice", "**Answer:**\nB\n\nI hope this answers it!", "B", 1.0),
         ("f1", "<answer>big red dog</answer>", ["red dog", "cat"], 0.8),
         ("multiple_choice", r"\boxed{B}", "B", 1.0),
         ("multiple_choice", r"\boxed{(C)}", "B", 0.0),

@@ -164,7 +164,16 @@ def test_scores_are_relative_to_their_range(server, reward, requesting):
     assert found.value == 0.75  # (4 - 1) / (5 - 1)
 
 
-@pytest.mark.parametrize("reply", [chat("perhaps"), chat(None), {}, {"choices": []}, {"choices": "yes"}])
+def test_a_negative_score_keeps_its_sign(server, reward, requesting):
+    url, _ = server(chat("Score: -5"))
+    found = judge(reward, url, judge_scale="score", score_range=[-10, 10]).score(requesting("x", ground_truth=""))
+    assert found.value == 0.25  # (-5 + 10) / 20
+
+
+CUT = {"choices": [{"message": {"content": "Is it right? The answer says yes, but"}, "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize("reply", [CUT, chat("perhaps"), chat(None), {}, {"choices": []}, {"choices": "yes"}])
 def test_replies_without_a_score_are_failures(server, reward, requesting, reply):
     url, _ = server(reply)
     with pytest.raises(RewardFailure):

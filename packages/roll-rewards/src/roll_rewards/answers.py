@@ -1,7 +1,7 @@
 r"""Rules that compare the response's answer with the row's: choices, texts, words in common.
 
 The answer is what `answer_pattern` captures last, or else the content of the last `\boxed{…}` or `<answer>…</answer>`,
-or what follows the last "answer is" on its line. Otherwise it is the whole text after `</think>`.
+or what follows the last "answer is" or "answer:" up to the line's end. Otherwise it is the whole text after `</think>`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from roll_core.spec.rollout import RewardRequest
     from roll_rewards.config import AnswerConfig
 
-PHRASE = re.compile(r"answer(?:[ \t]+is)?[ \t]*[:=]?[ \t]*([^\n]+)", re.IGNORECASE)
-CHOICE = re.compile(r"^(?:option |choice )?\(?([A-Z])(?:[).:]+\s*(.*))?$", re.IGNORECASE | re.DOTALL)
+PHRASE = re.compile(r"\banswer[ \t*_]*(?:is\b|[:=])[\s*_:=]*([^\n]+)", re.IGNORECASE)
+CHOICE = re.compile(r"^(?:option |choice )?[(\[]?([A-Z])(?:[)\].:]+\s*(.*))?$", re.IGNORECASE | re.DOTALL)
+STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+NUMBER_MARKS = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)[./](?=\d)|(?<![\w.])\.(?=\d)")
+"""Signs and decimal points, which SQuAD removes as punctuation: -5 would equal 5, and 3.5 would equal 35."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -53,7 +56,7 @@ def find_answer(response: str, pattern: str = "") -> tuple[str, bool]:
         found = [each.group(1) for each in re.finditer(pattern, text, re.DOTALL)]
         return (found[-1].strip(), True) if found and found[-1] is not None else ("", False)
     if (inside := boxed(text)) is not None:
-        return re.sub(r"\\text\{([^{}]*)\}", r"\1", inside).strip(), True
+        return STYLED.sub(r"\1", inside).strip(), True
     if (inside := tagged(text)) is not None:
         return inside.strip(), True
     if phrases := PHRASE.findall(text):
@@ -80,15 +83,18 @@ def f1(found: str, expected: str) -> float:
 
 def split_choice(text: str) -> tuple[str, str]:
     """Letter and text of a choice such as `B`, `(b)`, `**B**` or `B) Paris`; two empty texts if it is none."""
-    match = CHOICE.match(text.strip(" \t\n*_$`"))
+    match = CHOICE.match(text.strip(" \t\n*_$`\"'"))
     return (match[1].upper(), (match[2] or "").strip()) if match else ("", "")
 
 
 def same(found: str, expected: str) -> bool:
-    """True if two answers are equal once normalised, or equal as they are if nothing of them is left then."""
+    """True if two answers are equal once normalised, and so are the signs and decimal points of their numbers.
+
+    If nothing is left of the expected one, they must be equal as they are.
+    """
     if not normalised(expected):
         return found.strip() == expected.strip()
-    return normalised(found) == normalised(expected)
+    return normalised(found) == normalised(expected) and NUMBER_MARKS.findall(found) == NUMBER_MARKS.findall(expected)
 
 
 class AnswerReward(RewardFunction):

@@ -109,10 +109,14 @@ def majority(votes: Sequence[float]) -> float:
 
 
 def _content(reply: Any, url: str) -> str:
+    """Text of a chat completion; empty if it ends at `max_tokens`."""
     try:
-        content = reply["choices"][0]["message"]["content"]
+        choice = reply["choices"][0]
+        content = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         content = None
+    if isinstance(content, str) and choice.get("finish_reason") == "length":
+        return ""  # the score would be at the end
     if not isinstance(content, str):
         raise RewardFailure(f"{url}: the reply is no chat completion: {str(reply)[:100]!r}")
     return content

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from roll_core.errors import RewardFailure
+from roll_rewards.answers import boxed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,9 +42,10 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
 
     def score(response: str, truths: list[str]) -> dict[str, Any]:
         expected = [parse_truth(truth) for truth in truths]
-        if require_boxed and "\\boxed" not in response:
+        text = response.rpartition("</think>")[2]  # a box in the reasoning is not the answer
+        if require_boxed and not boxed(text):
             return {"value": 0.0, "answer": ""}
-        answers = _parse(response)
+        answers = _parse(text)
         right = any(verify(each, answers, float_rounding=float_rounding, timeout_seconds=None) for each in expected)
         return {"value": float(right), "answer": next((each[:200] for each in answers if isinstance(each, str)), "")}
 
