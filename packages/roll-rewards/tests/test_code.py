@@ -104,6 +104,41 @@ def test_rows_without_usable_tests_are_refused(column):
         read_tests(column)
 
 
+# -- tests that are large, or that cannot run --------------------------------------------------------------------------
+
+
+TOTAL = fenced("def total(values):\n    return sum(values)")
+LARGE = 200_000  # 1.5 MB of JSON, more than output_limit_kb
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [f"assert total(list(range({LARGE}))) == {sum(range(LARGE))}"],
+        {"fn_name": "total", "inputs": [[list(range(LARGE))]], "outputs": [sum(range(LARGE))]},
+    ],
+)
+def test_arguments_are_no_output_of_the_program(reward, requesting, tests):
+    made = reward(CodeReward, CodeConfig, "code")
+    assert made.score(requesting(TOTAL, test_cases=tests)).value == 1.0
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    "test",
+    [
+        "class TestTotal:\n    def test_it(self):\n        assert total([1]) == 2",
+        "async def test_it():\n    assert total([1]) == 2",
+        "def test_it(fixture):\n    assert total([1]) == 1",
+    ],
+)
+def test_tests_that_cannot_run_are_failures(reward, requesting, test):
+    made = reward(CodeReward, CodeConfig, "code")
+    with pytest.raises(RewardFailure):
+        made.score(requesting(TOTAL, test_cases=[f"assert total([1]) == 1\n{test}"]))
+
+
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 

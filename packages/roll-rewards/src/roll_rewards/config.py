@@ -67,8 +67,8 @@ class CodeConfig(RewardConfig):
     case_timeout_s: PositiveFloat = 6.0
     """Processor seconds of a test, rounded up. The wall-clock limit is three times as long."""
     timeout_s: PositiveFloat = 120.0
-    """Maximum seconds of a sample's tests. Tests that did not run then have failed, if another one has failed.
-    Otherwise the sample is excluded."""
+    """Seconds after which no further test of a sample starts. The tests that did not run have failed if another one
+    has failed. Otherwise the sample is excluded."""
     processes: PositiveInt = 4
     """Maximum number of programs that run at the same time, per worker."""
     memory_limit_mb: Annotated[int, Field(ge=64)] = 1024

@@ -288,6 +288,10 @@ class Remote:
         return str(self._request(self._target, "str", ()))
 
 
+class UnusableTest(Exception):
+    """A test of the row that cannot be run here. It must not count as passed, nor as failed."""
+
+
 class BrokenConnection(BaseException):
     """The program under test exited. No `except Exception` of a test catches it."""
 
@@ -324,7 +328,7 @@ def tests(job: dict[str, Any]) -> int:
         result |= {"passed": True} if calls else {"why": "the tests call nothing of the program", "broken": True}
     except BaseException as error:
         result["why"] = f"{type(error).__name__}: {error}"[:300]
-        result["broken"] = isinstance(error, (SyntaxError, ModuleNotFoundError)) and error not in raised
+        result["broken"] = isinstance(error, (SyntaxError, ModuleNotFoundError, UnusableTest)) and error not in raised
     send(sink, result)
     return 0
 
@@ -345,9 +349,21 @@ def _run_tests(job: dict[str, Any], request: Any) -> None:
     if job["entry"] and callable(names.get("check")) and not isinstance(names["check"], Remote):
         names["check"](names["candidate"])  # the way in which HumanEval's tests are written
     for name, each in list(names.items()):
+        if isinstance(each, type) and each.__module__ == "tests" and any(at.startswith("test") for at in dir(each)):
+            raise UnusableTest(f"{name} is a class of tests, expected functions")
         if name.startswith("test_") and isinstance(each, types.FunctionType):
             for arguments in _parameters(each):
-                each(**arguments)
+                _check_arguments(name, each, arguments)
+                if isinstance(found := each(**arguments), types.CoroutineType):
+                    found.close()
+                    raise UnusableTest(f"{name} is a coroutine function, expected a plain one")
+
+
+def _check_arguments(name: str, function: types.FunctionType, given: dict[str, Any]) -> None:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    required = set(code.co_varnames[: code.co_argcount - len(defaults)])
+    if missing := required - given.keys():
+        raise UnusableTest(f"{name} needs {', '.join(sorted(missing))}: fixtures are not supported")
 
 
 def _parameters(function: Any) -> list[dict[str, Any]]:

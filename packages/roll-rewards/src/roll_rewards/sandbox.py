@@ -23,12 +23,13 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from roll_core.errors import RewardFailure
+from roll_rewards import guest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,7 +116,9 @@ class Sandbox:
             except ProgramEnded as ended:
                 return {"passed": False, "broken": False, "why": str(ended)}
             job = {"mode": "tests", "source": tests, "names": names, "entry": entry, "paths": list(paths)}
-            with self.session(job) as tester:
+            # A limit of the program is none of the row's test code, which may send it large arguments.
+            limits = replace(self.limits, output_kb=max(self.limits.output_kb, guest.MAX_FRAME >> 10))
+            with self.session(job, limits) as tester:
                 while True:
                     try:
                         message = tester.frame()
@@ -134,8 +137,6 @@ class Sandbox:
 
         Raises `ProgramEnded` with the reason if it returns none.
         """
-        from roll_rewards import guest
-
         with self._slots, self.session({"mode": "serve", "source": source}) as box:
             box.reply()
             wanted = {"target": function, "action": "call", "arguments": guest.encode(list(arguments), [])}
@@ -144,10 +145,11 @@ class Sandbox:
                 raise ProgramEnded(f"{reply['raised'][0]}: {reply['message']}"[:300])
             return reply["value"]
 
-    def session(self, job: Mapping[str, Any]) -> Session:
+    def session(self, job: Mapping[str, Any], limits: Limits | None = None) -> Session:
         """Start a box that runs a job of `guest`."""
         number = secrets.token_hex(8)
         box = self._by_command() if self._command else self._local(job.get("paths", ()))
+        box.limits = limits or self.limits
         box.expected = number
         kept = {"announce": box.announcement, "wall_s": START_S + self.limits.wall_s} if self._command else {}
         box.send({**job, "id": number} | kept)
@@ -263,6 +265,8 @@ class Session:
     control: socket.socket | None
     limits: Limits
     process: subprocess.Popen[bytes] | None = None
+    num_repeated: int = 0
+    """Bytes of the last request. A reply may repeat its arguments, which are not the program's output."""
     expected: str = ""
     """Number that the next reply must have. It is random: a program cannot reply to a request that it has not read."""
     announcement: str = field(default_factory=lambda: f"{secrets.token_hex(16)}\n")
@@ -303,10 +307,11 @@ class Session:
             if fd != self.fds[0] or fd in self._open:
                 os.close(fd)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Write a frame."""
+    def send(self, message: Mapping[str, Any]) -> int:
+        """Write a frame. Returns its size."""
         payload = json.dumps(message).encode("ascii")
         self.write(struct.pack("!I", len(payload)) + payload)
+        return len(payload)
 
     def write(self, data: bytes) -> None:
         """Add to the program's standard input; `frame` and `finish` send it."""
@@ -315,7 +320,7 @@ class Session:
     def request(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply to it. Raises `ProgramEnded`."""
         self.expected = secrets.token_hex(8)
-        self.send({**message, "id": self.expected})
+        self.num_repeated = self.send({**message, "id": self.expected})
         return self.reply()
 
     def reply(self) -> dict[str, Any]:
@@ -339,7 +344,7 @@ class Session:
         """The next message of the box. Raises `ProgramEnded` if there is none, or it is not valid."""
         while True:
             size = struct.unpack("!I", self._out[:4])[0] if len(self._out) >= 4 else None
-            if size is not None and size > self.limits.output_kb << 10:
+            if size is not None and size > self._max_bytes():
                 raise self._ended(f"a value of {size} bytes, more than output_limit_kb {self.limits.output_kb}")
             if size is not None and len(self._out) >= 4 + size:
                 payload = bytes(self._out[4 : 4 + size])
@@ -387,6 +392,9 @@ class Session:
     def _sources(self) -> set[int]:
         return {*self.fds[1:], *([self.control.fileno()] if self.control is not None else [])}
 
+    def _max_bytes(self) -> int:
+        return (self.limits.output_kb << 10) + self.num_repeated
+
     def _deadline(self) -> float:
         return self._started + START_S + self.limits.wall_s
 
@@ -422,7 +430,7 @@ class Session:
             else:
                 self._events += data
                 self._read_report()
-        if self._num_bytes > self.limits.output_kb << 10:
+        if self._num_bytes > self._max_bytes():
             return f"wrote more than output_limit_kb {self.limits.output_kb}"
         return ""
 
