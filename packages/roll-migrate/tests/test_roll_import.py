@@ -447,6 +447,24 @@ def test_reward_workers_become_rewards(tmp_path, registry, worker, reward):
     assert statuses["use_local"] == ("unsupported" if reward == "function" else "not needed")
 
 
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [
+        # ROLL's values: 1 to -1 and a length penalty; 1 or 0 and a penalty of repetitions; only boxes; 1 or 0.
+        ("crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker", ("differs", "differs", "differs")),
+        ("ifeval_rule_reward_worker.GeneralRuleRewardWorker", ("differs", "not needed", "dead")),
+        (
+            "multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker",
+            ("differs", "not needed", "dead"),
+        ),
+        ("math_rule_reward_worker.MathRuleRewardWorker", ("renamed", "not needed", "dead")),
+    ],
+)
+def test_rewards_with_other_values_are_told(tmp_path, registry, worker, expected):
+    _, statuses = imported_reward(tmp_path, registry, worker, reward_type="soft", response_length_penalty_coef=0.5)
+    assert tuple(statuses[key] for key in ("worker_cls", "reward_type", "response_length_penalty_coef")) == expected
+
+
 def test_a_judge_with_an_api_keeps_it(tmp_path, registry):
     worker = "llm_judge_reward_worker.LLMJudgeRewardWorker"
     api = {"judge_model_name": "m", "judge_api_url": "http://h/v1", "judge_prompt": "qwen"}

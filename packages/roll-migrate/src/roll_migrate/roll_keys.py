@@ -162,10 +162,17 @@ REWARD: Table = {
     "query_filter_config": {"type": keep(), "filter_args": keep()},
     "system_envs": Each(change("kept, as text", values.environment_variable)),
     "name": unneeded("the key is the reward's name"),
-    **each("response_filter_config response_length_penalty_coef", dead("ROLL discards the result")),
+    "response_filter_config": dead("ROLL discards the result"),
+    "response_length_penalty_coef": change(
+        "no effect in ROLL, except for CrossThinkQARuleRewardWorker", values.response_length_penalty_coef
+    ),
+    "reward_type": change(
+        "not needed for a rule, except for CrossThinkQARuleRewardWorker; otherwise replaced by your function",
+        values.reward_type,
+    ),
     **each(
         "model_args data_args generating_args training_args strategy_args device_mapping num_gpus_per_worker"
-        " infer_batch_size judge_model_type use_local format_pattern reward_type reward_manager_config llm_proxy"
+        " infer_batch_size judge_model_type use_local format_pattern reward_manager_config llm_proxy"
         " max_concurrency backend_timeout",
         OF_WORKER,
     ),

@@ -615,6 +615,15 @@ MODULE = "imported_rewards"
 """Module in which users write functions that replace ROLL's rewards without an equivalent here."""
 
 
+OTHER_VALUES = {
+    "ifeval": "ROLL adds a penalty of repetitions: a `composite` with `repetition_penalty`, ngram_size 3 and"
+    " max_penalty -0.5, has both",
+    "crossthink_qa": "1 or 0 here; in ROLL 1 to -1 by `reward_type`, plus a penalty of repetitions",
+    "multiple_choice": r"ROLL's needs \boxed{…}; here other marks of an answer count too",
+}
+"""Rewards whose values differ from those of ROLL's workers (roll/pipeline/rlvr/rewards)."""
+
+
 def reward_of(reward: Any) -> str:
     """roll-core's reward for a `rewards.<domain>` of ROLL; empty if there is none."""
     if not isinstance(reward, Mapping):
@@ -629,7 +638,8 @@ def reward_worker(value: Any, key: Key) -> Outcome:
     """In ROLL the worker class determines the reward (roll/pipeline/rlvr/rewards)."""
     ours = reward_of(key.at(*key.role))
     if ours:
-        return Outcome("renamed", (((*key.role, "reward"), ours),))
+        other = OTHER_VALUES.get(ours, "")
+        return Outcome("differs" if other else "renamed", (((*key.role, "reward"), ours),), other)
     name = re.sub(r"\W", "_", key.path[1])
     function = f"{MODULE}:{name if not name[:1].isdigit() else f'_{name}'}"
     writes = (((*key.role, "reward"), "function"), ((*key.role, "function"), function))
@@ -652,6 +662,22 @@ def judge_prompt(value: Any, key: Key) -> Outcome:
             "unsupported", (), "a name of ROLL's prompts: write the text of judge_prompt, see docs/rewards.md"
         )
     return of_reward_worker(value, key)
+
+
+def reward_type(value: Any, key: Key) -> Outcome:
+    """Only CrossThinkQARuleRewardWorker reads it."""
+    if reward_of(key.at(*key.role)) == "crossthink_qa":
+        return Outcome("differs", (), "ROLL's values of right and wrong answers; here 1 and 0")
+    return of_reward_worker(value, key)
+
+
+def response_length_penalty_coef(value: Any, key: Key) -> Outcome:
+    """Only CrossThinkQARuleRewardWorker adds the result to its reward."""
+    if reward_of(key.at(*key.role)) != "crossthink_qa":
+        return Outcome("dead", (), "ROLL discards the result")
+    if not value:
+        return Outcome("not needed", (), "0 has no effect")
+    return Outcome("differs", (), "not converted: ROLL adds a penalty of responses below 400 tokens")
 
 
 def code_url(value: Any, key: Key) -> Outcome:
