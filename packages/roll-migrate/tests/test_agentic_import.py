@@ -117,6 +117,13 @@ def test_an_example_of_roll_is_a_config_of_agentic(tmp_path: Path) -> None:
     assert entries["custom_envs.FrozenLake.env_type"].to == ("custom_envs.FrozenLake.environment",)
 
 
+@pytest.mark.parametrize(("tokens", "status"), [("${max_tokens_per_step}", "not needed"), ("63", "differs")])
+def test_the_lower_limit_of_a_reply_is_told(tokens: str, status: str, tmp_path: Path) -> None:
+    text = THEIRS.replace("ADV", "grpo").replace("${max_tokens_per_step}", tokens)  # of 64 tokens
+    entries, _ = imported(tmp_path, text)
+    assert entries["actor_infer.generating_args.max_new_tokens"].status == status
+
+
 @pytest.mark.parametrize(
     ("estimator", "normalisation", "lines", "expected"),
     [

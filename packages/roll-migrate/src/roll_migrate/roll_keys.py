@@ -80,7 +80,10 @@ GENERATING: Table = {
     "temperature": change("kept; in `actor_infer` training's logprobs use it too", values.temperature),
     **each("top_p top_k repetition_penalty stop_strings", keep()),
     "num_beams": unsupported("beam search is not supported", 1),
-    "max_new_tokens": dead("ROLL overwrites it with the length that prompt_length leaves"),
+    "max_new_tokens": change(
+        "no effect in ROLL's rlvr, which overwrites it; in agentic it limits a reply, as `max_tokens_per_step`",
+        values.max_new_tokens,
+    ),
     "max_length": unneeded("set by response_length"),
     "num_return_sequences": dead("ROLL overwrites it with num_return_sequences_in_group"),
     "include_stop_str_in_output": unneeded("responses contain every sampled token"),

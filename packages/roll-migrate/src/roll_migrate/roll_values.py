@@ -253,6 +253,21 @@ def temperature(value: Any, key: Key) -> Outcome:
     return Outcome("differs", ((key.path, value),), AT_TEMPERATURE)
 
 
+def max_new_tokens(value: Any, key: Key) -> Outcome:
+    """The agentic pipeline limits a reply by it and by `max_tokens_per_step` (traj_env_manager.py)."""
+    if key.pipeline != "agentic":
+        return Outcome("dead", (), "ROLL overwrites it with the length that prompt_length leaves")
+    environments = key.at("custom_envs")
+    limits = [
+        value_at(each, ("max_tokens_per_step",)) or key.at("max_tokens_per_step")
+        for each in (environments.values() if isinstance(environments, Mapping) else ())
+    ]
+    if limits and all(isinstance(each, int) and isinstance(value, int) and each <= value for each in limits):
+        return Outcome("not needed", (), "max_tokens_per_step is the lower limit of a reply")
+    note = "in ROLL the lower of it and max_tokens_per_step limits a reply: set max_tokens_per_step to that"
+    return Outcome("differs", (), note)
+
+
 LOSSES: dict[Any, tuple[str, dict[str, Any]]] = {
     "tis": ("cispo", {"clip_high": 1.0}),
     "cispo": ("cispo", {"bounds": "relative", "clip_low": 0.1, "clip_high": 0.1}),
