@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from roll_core.errors import DataError, RewardFailure
@@ -180,19 +181,27 @@ def test_the_answer_that_was_found_is_shown_with_the_sample(math_rule, asking):
 
 @pytest.mark.parametrize(
     ("truth", "response"),
-    [(42, "42"), (0.5, "1/2"), (0.00001, "0.00001"), (["1", 2], "2"), (("1", "2"), "1"), ("$\\frac{1}{2}$", "0.5")],
+    [
+        (42, "42"),
+        (0.5, "1/2"),
+        (0.00001, "0.00001"),
+        (["1", 2], "2"),
+        (("1", "2"), "1"),
+        (np.array([1, 2]), "2"),
+        ("$\\frac{1}{2}$", "0.5"),
+    ],
 )
 def test_a_truth_may_be_a_number_or_a_list(math_rule, asking, truth, response):
     assert math_rule.score(asking(response, ground_truth=truth)).value == 1.0
 
 
-@pytest.mark.parametrize("truth", ["", "  ", "日本", r"\frac{1}{", "????"])
+@pytest.mark.parametrize("truth", ["日本", r"\frac{1}{", "????"])
 def test_a_truth_that_is_no_mathematics_is_a_failure(math_rule, asking, truth):
     with raises_error(RewardFailure, repr(truth)[1:-1].strip()):
         math_rule.score(asking(r"\boxed{42}", ground_truth=truth))
 
 
-@pytest.mark.parametrize("truth", [None, True, [], [None], {"answer": 42}, float("nan"), object()])
+@pytest.mark.parametrize("truth", [None, "", "  ", True, [], [None], {"answer": 42}, float("nan"), object()])
 def test_a_truth_of_the_wrong_kind_names_row_and_column(math_rule, asking, truth):
     with raises_error(DataError, "row7/0/1", "'ground_truth'"):
         math_rule.score(asking(r"\boxed{42}", ground_truth=truth))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
 from roll_migrate.rules import KeyRule, Outcome, has_no_effect, value_at
+from roll_migrate.shared_rules import experiment
 
 if TYPE_CHECKING:
     from roll_migrate.rules import Key
@@ -26,10 +27,8 @@ TRAINED = {"sft": "sft_train", "distill": "student"}
 
 def exp_name(value: Any, key: Key) -> Outcome:
     """ROLL accepts any text; here the name is that of a directory."""
-    name = re.sub(r"[^\w.-]+", "-", str(value)).strip("-") or "roll"
-    if name == value:
-        return key.keep(value)
-    return Outcome("changed", ((key.path, name),), "the name of a directory: letters, digits, `.`, `_` and `-`")
+    found = experiment(value, "roll")
+    return found if found.status == "changed" else key.keep(value)
 
 
 def response_length(value: Any, key: Key) -> Outcome:

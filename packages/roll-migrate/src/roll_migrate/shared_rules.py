@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def experiment(value: Any, fallback: str) -> Outcome:
     """Convert the name of an experiment to `exp_name`, or to `fallback` if no character remains."""
-    name = "".join(each if each.isalnum() or each in "._-" else "-" for each in str(value)).strip("-") or fallback
+    name = re.sub(r"[^\w.-]+", "-", str(value)).strip("-") or fallback
     note = "" if name == value else "the name of a directory: letters, digits, `.`, `_` and `-`"
     return Outcome("changed" if note else "renamed", ((("exp_name",), name),), note)
 

@@ -10,6 +10,7 @@ import math
 import re
 import string
 from collections import Counter
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -167,7 +168,7 @@ def truths_of(request: RewardRequest, column: str) -> list[str]:
     value = value.tolist() if hasattr(value, "tolist") else value
     values = value if isinstance(value, (list, tuple)) else [value]
     usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
-    texts = [str(each) for each in usable if str(each).strip() and not _is_infinite(each)]
+    texts = [_text(each) for each in usable if str(each).strip() and not _is_infinite(each)]
     if not values or len(texts) != len(values):
         known = ", ".join(sorted(request.metadata)) or "none"
         raise DataError(
@@ -175,6 +176,11 @@ def truths_of(request: RewardRequest, column: str) -> list[str]:
             f" list of them (the row's columns: {known})"
         )
     return texts
+
+
+def _text(value: str | int | float) -> str:
+    # repr() of a float may be 1e-05, which math-verify would read as a difference.
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
 
 
 def _is_infinite(value: Any) -> bool:

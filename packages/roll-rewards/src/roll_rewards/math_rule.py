@@ -7,16 +7,14 @@ r"""`reward: math_rule`: 1 if the response's final answer equals the ground trut
 
 from __future__ import annotations
 
-import math
-from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from roll_core.errors import DataError
 from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
+from roll_rewards.answers import truths_of
 
 if TYPE_CHECKING:
     from roll_core.spec.rollout import RewardRequest
@@ -57,19 +55,3 @@ class MathRuleReward(RewardFunction):
         pool = getattr(self, "_pool", None)
         if pool is not None:
             pool.close()
-
-
-def truths_of(request: RewardRequest, column: str) -> list[str]:
-    """Correct answers of a sample's row, as text. Raises `DataError` with sample and column if one is not usable."""
-    value = request.metadata.get(column)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
-    usable = [each for each in usable if isinstance(each, str) or math.isfinite(each)]
-    if not values or len(usable) != len(values):
-        known = ", ".join(sorted(request.metadata)) or "none"
-        raise DataError(
-            f"sample {request.sample.id}: column {column!r} holds {value!r}, and math_rule needs the right answer"
-            f" there: text, a number, or a list of them (the row's columns: {known})"
-        )
-    # repr() of a float may be 1e-05, which the parser would read as a difference.
-    return [format(Decimal(repr(each)), "f") if isinstance(each, float) else str(each) for each in usable]
