@@ -385,3 +385,13 @@ def test_a_variable_of_the_environment_is_not_read(registry, tmp_path, monkeypat
     monkeypatch.setenv("POLICY", "/secret")
     new = imported(settings(arr__model__path="${oc.env:POLICY}"), registry, tmp_path)
     assert str(new.config["pretrain"]) == "${oc.env:POLICY}"
+
+
+def test_a_script_that_starts_several_runs_is_refused(registry, tmp_path):
+    file = tmp_path / "run.sh"
+    launch = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path="
+    file.write_text(f"{launch}A\n{launch}B\n")
+    with pytest.raises(UnsupportedError):
+        import_verl(file, registry)
+    file.write_text(f"{launch}A\n{launch}A\n")  # repeated until it succeeds, for example
+    assert import_verl(file, registry).config["pretrain"] == "A"

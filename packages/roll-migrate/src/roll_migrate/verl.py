@@ -81,9 +81,10 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|model_engine)=(.*)", re.
 
 
 def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
-    """Values and positions of the Hydra overrides in a script."""
+    """Values and positions of the Hydra overrides in a script. Raises `UnsupportedError` if it starts other runs too."""
     data: dict[str, Any] = {}
     found: dict[KeyPath, str] = {}
+    commands: dict[KeyPath, int] = {}
     before = ""
     for word in words_of(path):
         text = word.text
@@ -92,8 +93,14 @@ def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
                 data.setdefault("model_engine", "megatron")
         elif override := _OVERRIDE.fullmatch(text):
             steps = tuple(override[1].split("."))
-            found[steps] = word.where
-            put(data, steps, _value(word.value(override[1], override[2])))
+            value = _value(word.value(override[1], override[2]))
+            if commands.get(steps, word.command) != word.command and value_at(data, steps) != value:
+                raise UnsupportedError(
+                    f"{word.where}: {override[1]} has another value in the command at {found[steps]}: the script starts"
+                    " several runs, expected one"
+                )
+            found[steps], commands[steps] = word.where, word.command
+            put(data, steps, value)
         before = text
     return data, lambda key: next((found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in found), str(path))
 
