@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 from roll_core.errors import RewardFailure
 from roll_rewards.config import HttpConfig, JudgeConfig
 from roll_rewards.judges import JudgeReward, majority
-from roll_rewards.services import HttpReward
+from roll_rewards.services import HttpReward, post
 
 
 @pytest.fixture
@@ -109,6 +111,26 @@ def test_every_other_reply_is_a_failure(server, reward, requesting, reply):
     url, _ = server(reply if reply != 7 else b"7")
     with pytest.raises(RewardFailure):
         reward(HttpReward, HttpConfig, "http", url=url).score(requesting("x"))
+
+
+def test_a_reply_that_arrives_byte_by_byte_is_a_failure():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n")
+                with contextlib.suppress(OSError):  # the client has closed
+                    for _ in range(40):
+                        time.sleep(0.1)
+                        connection.sendall(b" ")
+
+        threading.Thread(target=answer, daemon=True).start()
+        begun = time.monotonic()
+        with pytest.raises(RewardFailure):
+            post(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, "", 0.5)
+        assert time.monotonic() - begun < 2.5
 
 
 def test_an_unreachable_endpoint_and_a_column_that_is_not_json_are_failures(server, reward, requesting):

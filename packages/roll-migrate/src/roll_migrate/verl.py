@@ -81,7 +81,7 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|model_engine)=(.*)", re.
 
 
 def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
-    """Values and positions of the Hydra overrides in a script. Raises `UnsupportedError` if it starts other runs too."""
+    """Values and positions of the Hydra overrides in a script. Raises `UnsupportedError` if it starts several runs."""
     data: dict[str, Any] = {}
     found: dict[KeyPath, str] = {}
     commands: dict[KeyPath, int] = {}

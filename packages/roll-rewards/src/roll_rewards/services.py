@@ -1,16 +1,17 @@
 """Requests to other services, and the reward of an endpoint that returns the value.
 
-Only JSON crosses the network. The processes of the reward worker are killed at `timeout_s`, so a service that sends a
-byte now and then cannot hold a sample. Retries are those of every reward (`max_retries`).
+Only JSON crosses the network. A service that sends a byte now and then cannot hold a sample: `post` has a deadline for
+the body of a reply. Retries are those of every reward (`max_retries`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 import urllib.error
 import urllib.request
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -42,7 +43,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, max_reply: int = MAX_REPLY) -> Any:
-    """Send JSON and return the JSON of the reply. Raises `RewardFailure` with the status or the cause."""
+    """Send JSON and return the JSON of the reply. Raises `RewardFailure` with the status or the cause.
+
+    `timeout_s` bounds each wait for the service, and the whole reply once its headers have arrived.
+    """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
         data = json.dumps(message, default=_plain, allow_nan=False).encode("ascii")
@@ -51,7 +55,13 @@ def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, ma
     request = urllib.request.Request(url, data=data, headers=headers, method="POST")
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s) as reply:
-            body = reply.read(max_reply + 1)
+            body, deadline = bytearray(), time.monotonic() + timeout_s
+            while len(body) <= max_reply and (part := reply.read1(1 << 16)):
+                body += part
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the reply took longer than {timeout_s:g} s")
+            if reply.length and len(body) <= max_reply:  # of what the headers announced
+                raise IncompleteRead(bytes(body), reply.length)
     except urllib.error.HTTPError as error:
         with error:
             raise RewardFailure(f"{url}: status {error.code}: {error.read(300)!r}") from error
@@ -62,7 +72,7 @@ def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, ma
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RewardFailure(f"{url}: the reply is not JSON: {body[:100]!r}") from error
+        raise RewardFailure(f"{url}: the reply is not JSON: {bytes(body[:100])!r}") from error
 
 
 def _plain(value: Any) -> Any:
