@@ -139,6 +139,13 @@ def test_tests_that_cannot_run_are_failures(reward, requesting, test):
         made.score(requesting(TOTAL, test_cases=[f"assert total([1]) == 1\n{test}"]))
 
 
+@NEEDS_ISOLATION
+def test_a_class_that_helps_the_tests_is_usable(reward, requesting):
+    made = reward(CodeReward, CodeConfig, "code")
+    test = "class Runner:\n    def test_it(self):\n        assert total([1]) == 1\nRunner().test_it()"
+    assert made.score(requesting(TOTAL, test_cases=[test])).value == 1.0
+
+
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 

@@ -349,7 +349,7 @@ def _run_tests(job: dict[str, Any], request: Any) -> None:
     if job["entry"] and callable(names.get("check")) and not isinstance(names["check"], Remote):
         names["check"](names["candidate"])  # the way in which HumanEval's tests are written
     for name, each in list(names.items()):
-        if isinstance(each, type) and each.__module__ == "tests" and any(at.startswith("test") for at in dir(each)):
+        if isinstance(each, type) and each.__module__ == "tests" and _has_tests(name, each):
             raise UnusableTest(f"{name} is a class of tests, expected functions")
         if name.startswith("test_") and isinstance(each, types.FunctionType):
             for arguments in _parameters(each):
@@ -357,6 +357,12 @@ def _run_tests(job: dict[str, Any], request: Any) -> None:
                 if isinstance(found := each(**arguments), types.CoroutineType):
                     found.close()
                     raise UnusableTest(f"{name} is a coroutine function, expected a plain one")
+
+
+def _has_tests(name: str, each: type) -> bool:
+    """True for a class whose methods pytest runs."""
+    is_named = name.startswith("Test") or any(base.__name__ == "TestCase" for base in each.__mro__)
+    return is_named and any(at.startswith("test") and callable(getattr(each, at)) for at in dir(each))
 
 
 def _check_arguments(name: str, function: types.FunctionType, given: dict[str, Any]) -> None:
