@@ -186,10 +186,14 @@ def test_scores_are_relative_to_their_range(server, reward, requesting):
     assert found.value == 0.75  # (4 - 1) / (5 - 1)
 
 
-def test_a_negative_score_keeps_its_sign(server, reward, requesting):
-    url, _ = server(chat("Score: -5"))
+@pytest.mark.parametrize(
+    ("reply", "expected"),  # (score + 10) / 20
+    [("Score: -5", 0.25), ("Score (0-10): 8", 0.9), ("Score (out of 10): 8", 0.9), ("Score (8/10), 3 flaws", 0.9)],
+)
+def test_the_score_is_neither_its_range_nor_without_its_sign(server, reward, requesting, reply, expected):
+    url, _ = server(chat(reply))
     found = judge(reward, url, judge_scale="score", score_range=[-10, 10]).score(requesting("x", ground_truth=""))
-    assert found.value == 0.25  # (-5 + 10) / 20
+    assert found.value == expected
 
 
 CUT = {"choices": [{"message": {"content": "Is it right? The answer says yes, but"}, "finish_reason": "length"}]}

@@ -302,8 +302,10 @@ class JudgingConfig(RewardConfig):
     judge_scale: Literal["yes_no", "score"] = "yes_no"
     """`yes_no`: 1 if the last such word of the reply is yes, 0 if it is no. `score`: the number that `score_pattern`
     captures last, from 0 to 1 within `score_range`."""
-    score_pattern: PatternWithGroup = r"(?i)score\W{0,5}?(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the score."""
+    score_pattern: PatternWithGroup = (
+        r"(?i)score(?:\s*\((?:\d+\s*(?:-|–|to)|out of|from)[^)\n]*\))?\W{0,5}?(-?\d+(?:\.\d+)?)"
+    )
+    """Regular expression whose first group is the score. The default skips a range, as in `Score (0-10): 8`."""
     score_range: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.0, 10.0])
     """Lowest and highest score. A score outside does not count."""
     num_votes: PositiveInt = 1
