@@ -3,7 +3,7 @@ import math
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll_tools.charts import (
@@ -19,14 +19,15 @@ from roll_tools.charts import (
     stacked_steps,
     thin,
 )
+from roll_tools.curves import charts_of
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0"), (0.5, "0.5"), (0.94736, "0.9474"), (123.456, "123.5"), (9999, "9999"), (12345, "12.35k"),
-        (1_384_000, "1.384M"), (2.5e9, "2.5e9"), (0.00012, "0.00012"), (1.96e-6, "1.96e-6"), (-0.0313, "-0.0313"),
-        (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "−∞"),
+        (0, "0"), (0.5, "0.5"), (0.94736, "0.9474"), (123.456, "123.5"), (9999, "9999"), (9999.7, "10k"),
+        (12345, "12.35k"), (1_384_000, "1.384M"), (2.5e9, "2.5e9"), (0.00012, "0.00012"), (1.96e-6, "1.96e-6"),
+        (-0.0313, "-0.0313"), (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "−∞"),
     ],
 )  # fmt: skip
 def test_figures_are_short(value: float, text: str) -> None:
@@ -54,6 +55,7 @@ def test_ticks_are_round_evenly_spaced_and_enclose_the_data(low: float, span: fl
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=2000))
+@example([5.0, 0.0, 9.0, 5.0, 5.0] * 41)  # neither end is an extreme of its stretch
 def test_thinning_keeps_ends_order_and_extremes(values: list[float]) -> None:
     points = list(enumerate(values))
     kept = thin(points, 100)
@@ -76,6 +78,21 @@ def test_smoothing_keeps_a_line_and_is_not_late() -> None:
 def test_only_noise_is_smoothed() -> None:
     assert not is_noisy([(float(x), min(1.0, x / 10)) for x in range(200)])
     assert is_noisy([(float(x), float(x % 2)) for x in range(200)])
+
+
+def test_a_long_curve_without_noise_has_few_points() -> None:
+    chart = line_chart(Series(name="x", points=[(float(x), float(x)) for x in range(20_000)]))
+    assert chart is not None
+    assert chart.svg.count("L") < 500
+
+
+def test_a_maximum_without_a_minimum_has_a_curve_of_its_own() -> None:
+    rows = [
+        {"step": step, "a/mean": step, "a/max": 2 * step, "b/mean": step, "b/min": -step, "b/max": step}
+        for step in range(3)
+    ]
+    _, sections = charts_of(rows)
+    assert [chart.title for section in sections for chart in section.charts] == ["a/max", "a/mean", "b/mean"]
 
 
 finite_or_not = st.floats(allow_nan=True, allow_infinity=True, width=32)

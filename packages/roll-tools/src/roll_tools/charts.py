@@ -105,7 +105,7 @@ def line_chart(series: Series) -> Chart | None:
         parts.append(f'<path class="line raw" d="{axes.path(thin(finite))}"/>')
         parts.append(f'<path class="line" d="{axes.path(thin(smooth(finite)))}"/>')
     elif len(finite) > 1:
-        parts.append(f'<path class="line" d="{axes.path(finite)}"/>')
+        parts.append(f'<path class="line" d="{axes.path(thin(finite))}"/>')
     if len(finite) <= _DOTS_UP_TO:
         parts += [f'<circle class="dot" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="2.2"/>' for x, y in finite]
     for x in lost[:_MOST_POINTS]:
@@ -187,14 +187,11 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)
-    kept = []
+    kept = {points[0], points[-1]}
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
-        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    for end, point in ((0, points[0]), (len(kept), points[-1])):
-        if point not in kept:
-            kept.insert(end, point)
-    return kept
+        kept |= {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+    return sorted(kept)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
@@ -222,7 +219,7 @@ def figure(value: float) -> str:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     for unit, name in ((1e6, "M"), (1e3, "k")):
-        if size >= unit * (10 if name == "k" else 1):
+        if size >= unit * (9.9995 if name == "k" else 1):  # from there, four digits round to 10 000
             return f"{value / unit:.4g}{name}"
     return f"{value:.4g}"
 

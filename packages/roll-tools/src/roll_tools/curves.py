@@ -83,13 +83,13 @@ def charts_of(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list
 
 
 def _series(metrics: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Series]:
-    """Series by metric name. `/min` and `/max` become the band around their mean, not separate curves."""
+    """Series by metric name. `/min` with `/max` become the band around their mean, not separate curves."""
     known = set(names)
     series = {}
     for name in names:
         base, _, kind = name.rpartition("/")
-        mean = f"{base}/mean" if f"{base}/mean" in known else base
-        if kind in ("min", "max") and mean in known:
+        with_mean = f"{base}/mean" in known or base in known
+        if kind in ("min", "max") and with_mean and {f"{base}/min", f"{base}/max"} <= known:
             continue
         base = base if kind == "mean" else name
         low, high = f"{base}/min", f"{base}/max"
