@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roll_core.cli import main as cli
-from roll_core.data.rows import Rows
+from roll_core.data.rows import Rows, read_rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_rewards.config import MathRuleConfig
+from roll_testing.errors import mentions
 from roll_testing.kit import HF_PACKAGES
 from roll_tools import data_audit
-from roll_tools.data_audit import audit_reward_columns, audit_rows, audit_template
+from roll_tools.data_audit import AuditFinding, audit_reward_columns, audit_rows, audit_template
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 
@@ -118,6 +121,23 @@ def test_responses_that_are_cut_do_not_train_the_stop_token(folder: Path, capsys
 def test_rows_that_are_all_too_long_are_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "run.yaml", "prompt_length=1", code=1)["prompt_length"] == "error"
     assert found(capsys, "rows.jsonl", "prompt_length=1", code=1)["prompt_length"] == "error"
+
+
+def test_rows_that_were_not_read_in_time_are_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DataArguments(file_name="rows.jsonl")
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], folder)
+
+    def audited(rows: list[dict[str, Any]], seconds: float) -> dict[str, AuditFinding]:
+        write(folder, rows)
+        limits = {"prompt_length": 8, "response_length": 4, "seconds": seconds}
+        return {each.check: each for each in audit_rows(read_rows(data), data, tokenizer, subject="rows", **limits)}
+
+    assert audited(GOOD, 0.0)["rows"].level == "note"
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    partial = audited([{"prompt": 1, "response": "b"}, *GOOD], 2.5)  # the time suffices for two rows
+    assert mentions(partial["encoding"].found, 1, 2)
+    assert mentions(partial["rows"].found, 1, 3)
 
 
 def test_a_wrong_key_or_file_is_2(folder: Path) -> None:

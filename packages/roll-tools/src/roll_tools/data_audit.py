@@ -172,13 +172,19 @@ def audit_rows(
         if first is not row:
             duplicates.append((first, row))
     num = len(prompts)
-    part = "" if num + len(errors) + without_response == len(rows) else f" of the first {num}"
+    num_read = num + len(errors) + without_response
+    part = "" if num_read == len(rows) else f" of the first {num_read}"
 
     def finding(check: str, level: Level, found: str, remedy: str = "") -> AuditFinding:
         return AuditFinding(check=check, subject=subject, level=level, found=found, remedy=remedy)
 
     if errors:
         yield finding("encoding", "error", f"{len(errors)}{part} rows cannot be encoded; the first: {errors[0]}")
+    if not num and part:
+        yield finding(
+            "rows", "note", f"the time sufficed for {num_read} of {len(rows)} rows, none of which can be used"
+        )
+        return
     if not num:
         none = f", {without_response} without a response" if without_response else ""
         yield finding("rows", "error", f"none of {len(rows)} rows can be used{none}")
