@@ -144,6 +144,7 @@ def test_a_wrong_key_or_file_is_2(folder: Path) -> None:
     assert cli.main(["audit", "rows.jsonl", "promt=a"]) == 2
     assert cli.main(["audit", "rows.jsonl", "prompt_length=0"]) == 2
     assert cli.main(["audit", "rows.jsonl", "prompt=["]) == 2  # no YAML
+    assert cli.main(["audit", "rows.jsonl", "max_samples=2024-13-45"]) == 2  # no date
     assert cli.main(["audit", "none.jsonl"]) == 2
     assert cli.main(["audit", "run.yaml", "max_stepz=1"]) == 2
 

@@ -302,6 +302,22 @@ def test_a_setting_of_the_strategy_is_changed_for_one_rank(stored, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
+def test_the_empty_working_directory_may_be_the_target(stored, tmp_path, monkeypatch):
+    checkpoint = saved(tmp_path, {"actor_train": trained(stored())})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "link")
+    assert main(["checkpoint", "convert", str(checkpoint), "."]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_target_that_cannot_be_written_is_named(stored, tmp_path, capsys):
+    checkpoint = saved(tmp_path, {"actor_train": trained(stored())})
+    (tmp_path / "file").touch()
+    assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "file" / "out")]) == 2
+    assert mentions(capsys.readouterr().err, RunDirectoryError.code, tmp_path / "file" / "out")
+
+
 def test_what_is_there_already_is_left_alone(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")

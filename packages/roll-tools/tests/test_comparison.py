@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli.main import main
+from roll_core.errors import RunFileError
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
 from roll_tools.comparison import better, config_differences, flat, write_comparison
 from roll_tools.domains import by_domain, by_turn
+from roll_tools.hub import model_card
 
 ATTACK = "<script>alert(1)</script>"
 
@@ -93,6 +95,21 @@ def test_damaged_and_empty_runs_are_compared_too(tmp_path, capsys, monkeypatch):
     assert mentions(html, "grpo/001", "grpo/002", "unknown")
     assert main(["report", str(one.path), str(one.path), "-o", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").is_file()
+
+
+@pytest.mark.parametrize("config", [b"a: 2024-13-45\n", b"a: \xff\n"])
+def test_a_config_that_is_no_yaml_is_named(tmp_path, config):
+    run = make_run(tmp_path, [0.1], "seed: 1")
+    run.config.write_bytes(config)
+    assert write_comparison([run, run], tmp_path / "c.html").is_file()
+    assert "library_name: transformers" in model_card(run, "me/model", "transformers")
+
+
+def test_a_page_in_a_folder_that_does_not_exist_is_a_users_error(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path, [0.1], "seed: 1")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run.path), str(run.path), "-o", "none/c.html"]) == RunFileError.exit_code
+    assert mentions(capsys.readouterr().err, RunFileError.code, "none/c.html")
 
 
 def test_metrics_of_domains_and_turns_are_side_by_side():

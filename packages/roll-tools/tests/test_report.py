@@ -295,6 +295,24 @@ def test_a_record_with_any_nonsense_in_it_still_makes_a_report(
     assert "<title>" in write_report(run.path).read_text()
 
 
+@pytest.mark.parametrize("process", [{"pid": float("inf")}, {"created": None}, {"created": "x"}])
+def test_a_damaged_process_in_a_record_is_a_killed_run(tmp_path: Path, process: dict[str, object]) -> None:
+    run = make_run(tmp_path, ends=False)
+    record = json.loads(run.record.read_text())
+    record["process"] |= process
+    run.record.write_text(json.dumps(record))
+    assert "grpo/001 killed" in page_of(run).text
+
+
+def test_numbers_that_json_does_not_have_still_make_a_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with run.samples.open("a") as stream:
+        stream.write('\n{"step": 1, "prompt": "p", "response": "r", "reward": NaN}\n')
+    with run.metrics.open("a") as stream:
+        stream.write('\n{"step": 30, "time/step": 2, "time/rollout": Infinity}\n')
+    assert "NaN" in [row["reward"] for row in page_of(run).samples() if "reward" in row]
+
+
 def test_many_samples_are_thinned_by_whole_steps(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "x")
     rows = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -87,6 +89,14 @@ def test_a_run_whose_process_is_gone_is_killed_and_a_damaged_one_unknown(tmp_pat
     assert [row["state"] for row in rows.values()] == ["killed", "unknown", "unknown"]
     assert [row["step"] for row in rows.values()] == [3, 3, 0]
     assert [bool(row["config"]) for row in rows.values()] == [True, False, False]
+
+
+def test_names_that_the_terminal_cannot_show_are_listed(tmp_path, monkeypatch):
+    RunDir.create(tmp_path, "日本").config.write_text("seed: 1")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert b"??/001" in written.getvalue()
 
 
 def test_the_hash_of_a_config_ignores_where_the_run_is_written(tmp_path):

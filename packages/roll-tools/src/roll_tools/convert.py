@@ -60,14 +60,18 @@ def convert_checkpoint(
     Raises `RunDirectoryError` if `out` exists and is not an empty directory, and `CheckpointError` if there is no
     intact checkpoint or its model is not known.
     """
+    out = Path(os.path.expanduser(out)).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} exists and is not an empty directory: give another OUT")
     given = parse_settings(settings)
     checkpoint = _good(place)
     name = _role(checkpoint, role)
-    working = out.absolute().parent / f".{out.name}.{secrets.token_hex(4)}"
+    working = out.parent / f".{out.name}.{secrets.token_hex(4)}"
     try:
         working.mkdir(parents=True)
+    except OSError as error:
+        raise RunDirectoryError(f"{out} cannot be written: {error.strerror}: give another OUT") from error
+    try:
         saved = SavedRun.of(checkpoint).roles[name]
         if saved.portable:
             _write(checkpoint.path / name / PORTABLE, working, base_model)

@@ -69,7 +69,7 @@ def model_card(run: RunDir, repo: str, library: str) -> str:
     record, outcome = read_state(run)
     try:
         config = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         config = {}
     config = config if isinstance(config, dict) else {}
     base = config.get("pretrain")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warning": ("!", "yellow
 
 
 def open_console() -> Console:
-    """Console for stdout, which replaces what the terminal cannot encode: drivers and rows may print anything."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    """Console for stdout."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
 
 

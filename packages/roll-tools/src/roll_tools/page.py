@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.record import read_record, write_atomically
 from roll_core.runtime.records.run_dir import RunDir
-from roll_core.runtime.records.run_files import read_lines
+from roll_core.runtime.records.run_files import read_lines, safe
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of
@@ -64,7 +64,7 @@ def write_report(run: Path) -> Path:
         weight_charts=[chart for section in sections if section.title == WEIGHTS for chart in section.charts],
         time=tables.time_table(record, metrics),
         memory=tables.memory_rows(read_memory(run_dir)),
-        samples_json=for_script(samples),
+        samples_json=for_script(safe(samples)),
         samples=samples,
         samples_left_out=samples_left_out,
         grids=_grids(run_dir.images),

@@ -192,11 +192,11 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
         return False
     try:
         created = psutil.Process(int(process["pid"])).create_time()
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+        return abs(created - float(process.get("created", created))) > 2.0  # another process now has the same id
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
         return True
     except psutil.AccessDenied:
         return False
-    return abs(created - float(process.get("created", created))) > 2.0  # another process now has the same id
 
 
 def read_state(run: RunDir) -> tuple[SavedRecord, str]:

@@ -22,7 +22,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
 
             try:
                 found[key] = yaml.safe_load(value)
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
                 first_line = str(error).partition("\n")[0]
                 message = f"cannot be read: {first_line}"
         else:

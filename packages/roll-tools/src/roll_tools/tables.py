@@ -120,7 +120,10 @@ class TimeTable:
 def time_table(record: SavedRecord, metrics: Sequence[Mapping[str, float]]) -> TimeTable | None:
     """Build the time section; None if neither the record nor the metrics contain times."""
     steps = [
-        (int(row["step"]), {n[5:]: v for n, v in row.items() if n.startswith("time/") and n != "time/step" and v > 0})
+        (
+            int(row["step"]),
+            {n[5:]: v for n, v in row.items() if n.startswith("time/") and n != "time/step" and 0 < v < math.inf},
+        )
         for row in metrics
         if "time/step" in row
     ]

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done. 1: failed. 2: user error. 75: stopped by SIGTERM or SIGHUP with everything saved. 130: interrupted.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names of runs and drivers, and rows, may be in any script
     words = list(sys.argv[1:] if arguments is None else arguments)
     if show_traceback := words[:1] == ["--traceback"]:
         del words[0]

@@ -94,7 +94,7 @@ def disk_is_full(error: BaseException | None) -> bool:
 
 def _is_below(file: Any, directory: Path) -> bool:
     """True if `file` is below `directory`, or if the error names no file."""
-    return not isinstance(file, str | os.PathLike) or Path(file).absolute().is_relative_to(directory)
+    return not isinstance(file, str | os.PathLike) or Path(file).absolute().is_relative_to(directory.absolute())
 
 
 def _free(path: Path) -> str:
