@@ -16,7 +16,16 @@ from roll_core.errors import PluginLoadError
 from roll_core.plugins.loader import Plugin
 from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import Probe
-from roll_core.spec.providers import PlatformProvider, TrainProvider
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    ExecutorProvider,
+    PlatformProvider,
+    Provider,
+    RewardProvider,
+    TrackerProvider,
+    TrainProvider,
+    WeightTransportProvider,
+)
 from roll_executor_ray.plugin import roll_checks
 from roll_testing.errors import mentions
 from roll_tools.examination import DoctorFinding
@@ -202,6 +211,30 @@ def test_an_engine_that_is_missing_is_an_error_only_for_a_config_that_uses_it(do
     other = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "hf_train"}}
     unused = doctor(records=records, config=config(sft_train=other))
     assert of(unused, "requirements")["acme_train"].level == "note"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (ExecutorProvider, {"executor": "acme"}),
+        (RewardProvider, {"rewards": {"math": {"reward": "acme"}}}),
+        (AdvantageProvider, {"adv_estimator": "acme"}),
+        (WeightTransportProvider, {"weight_transport": "acme"}),
+        (TrackerProvider, {"track_with": ["acme"]}),
+    ],
+)
+def test_every_part_that_a_config_names_is_used(doctor: Doctor, kind: type[Provider], keys: dict[str, Any]) -> None:
+    from roll_core.pipelines.config import RLVRConfig
+
+    role = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "hf_train"}}
+    record = kind(name="acme", target="acme:Acme", summary="", needs=("no-such-library",))
+    rewards = {"math": {"reward": "other"}}
+    base = {"pipeline": "rlvr", "actor_train": role, "actor_infer": {}, "rewards": rewards}
+    levels = []
+    for named in ({}, keys):
+        config = RLVRConfig.model_validate({**base, **named})
+        levels.append(of(doctor(records=(record,), config=config), "requirements")["acme"].level)
+    assert levels == ["note", "error"]
 
 
 def test_an_engine_of_another_version_is_shown_beside_what_is_wanted(doctor: Doctor) -> None:

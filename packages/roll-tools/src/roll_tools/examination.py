@@ -13,11 +13,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
+from roll_core.config.validate import NAMED_PARTS
 from roll_core.errors import MissingRequirementError, PluginError, PythonEnvironmentError
 from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import make_platform
 from roll_core.runtime.workers.build import role_environments
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.diagnostics import CheckContext, CheckResult, Level
 from roll_core.spec.providers import CheckProvider, PlatformProvider
 
@@ -174,10 +176,11 @@ def _requirements(
 
 
 def _names_used(config: RunConfig) -> set[str]:
-    names = {config.platform, *config.track_with}
+    names = {config.executor, *config.track_with, *(getattr(config, key, None) for key in NAMED_PARTS)}
     # A role with its own Python environment needs its requirements there, not here.
     here = [role for role in config.roles().values() if role.environment is None]
     names |= {role.strategy_args.strategy_name for role in here if role.strategy_args is not None}
+    names |= {role.reward for role in here if isinstance(role, RewardConfig)}
     return {name.rpartition("/")[2] for name in names if name}
 
 
