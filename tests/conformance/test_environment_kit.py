@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
+from roll_core.types import Reward
 from roll_testing.environments import USELESS, EnvironmentConformance
 
 
@@ -82,6 +83,11 @@ class NotFinite(Sums):
         )
 
 
+class EndlessScore(Sums):
+    async def score(self) -> Reward:
+        return Reward(value=float("inf"))
+
+
 class Silent(Sums):
     async def step(self, reply: Reply) -> Turn:
         turn = await super().step(reply)
@@ -118,6 +124,22 @@ class LeaksProcess(Sums):
         return await super().reset(task, seed)
 
 
+class LeaksWhileAThreadEnds(LeaksProcess):
+    """Leaks processes, and has one thread less than before."""
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        if seed == 0 and not THREADS:
+            ended = threading.Event()
+            THREADS.append((threading.Thread(target=ended.wait, args=(20,), daemon=True), ended))
+            THREADS[0][0].start()
+        if seed == 1 and THREADS:
+            thread, ended = THREADS.pop()
+            ended.set()
+            thread.join()
+        return await super().reset(task, seed)
+
+
+THREADS: list[tuple[threading.Thread, threading.Event]] = []
 STARTED: list[subprocess.Popen[bytes]] = []
 
 
@@ -178,6 +200,14 @@ class Pair(Sums):
         return replace(turn, player=other, rewards={other: -1.0} if turn.done else {})
 
 
+class Unbounded(Pair):
+    """The loser loses everything."""
+
+    async def step(self, reply: Reply) -> Turn:
+        turn = await super().step(reply)
+        return replace(turn, rewards=dict.fromkeys(turn.rewards, float("-inf")))
+
+
 class Unpaid(Pair):
     """Only the winner has a reward."""
 
@@ -194,6 +224,8 @@ WRONG = {
     Strict: "a_useless_reply_is_no_failure",
     Assistant: "results_are_plain_values",
     NotFinite: "results_are_plain_values",
+    EndlessScore: "results_are_plain_values",
+    Unbounded: "results_are_plain_values",
     Silent: "an_episode_states_a_reward",
     Unpaid: "an_episode_states_a_reward",
     Endless: "an_oracle_ends_the_episode_with_a_reward",
@@ -201,6 +233,7 @@ WRONG = {
     OpenOnce: "close_may_follow_any_call",
     Leaks: "nothing_is_left_after_close",
     LeaksProcess: "nothing_is_left_after_close",
+    LeaksWhileAThreadEnds: "nothing_is_left_after_close",
     HidesFailure: "a_failure_is_no_reward",
     Blocks: "coroutines_do_not_block",
     NoSuchPlayer: "turns_name_players_of_the_opening",

@@ -20,7 +20,7 @@ from roll_core.spec.plan import PipelinePlan
 from roll_core.spec.providers import AdvantageProvider, PipelineProvider, PolicyLossProvider
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
-from roll_testing.algorithms import AdvantageConformance, PolicyLossConformance
+from roll_testing.algorithms import AdvantageConformance, FunctionTests, PolicyLossConformance
 from roll_testing.pipelines import PipelineConformance
 from roll_testing.rewards import RewardConformance, Scored
 from roll_testing.runs import Runs
@@ -46,7 +46,8 @@ def fails(test, *arguments):
 
 def failed(kit, *arguments):
     """Names of the tests of a kit that fail, without those of its packaging."""
-    return {name for name in names_of(type(kit).__mro__[1]) if fails(getattr(kit, name), *arguments)}
+    names = [*names_of(FunctionTests), *names_of(type(kit).__mro__[1])]
+    return {name for name in names if fails(getattr(kit, name), *arguments)}
 
 
 class Estimator(AdvantageConformance):
@@ -69,10 +70,27 @@ def nan(batch):
     return AdvantageOutput(advantages_T=grpo(batch).advantages_T / (batch.scores_S.std() > 0))
 
 
+def noisy(batch):
+    found = grpo(batch).advantages_T
+    return AdvantageOutput(advantages_T=found * (1 + torch.rand(len(found))))
+
+
+def by_position(batch):
+    return AdvantageOutput(advantages_T=grpo(batch).advantages_T * (1 + batch.segments_T))
+
+
+def in_int(batch):
+    return AdvantageOutput(advantages_T=grpo(batch).advantages_T.sign().int())
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
         (grpo, set()),
+        (lambda batch: grpo(batch), {"test_the_function_can_be_pickled"}),
+        (noisy, {"test_results_repeat", "test_results_do_not_depend_on_the_order_of_groups"}),
+        (by_position, {"test_results_do_not_depend_on_the_order_of_groups"}),
+        (in_int, {"test_results_have_their_form"}),
         (off_the_mask, {"test_results_are_zero_off_the_mask"}),
         (in_place, {"test_the_input_stays_as_it_is"}),
         (nan, {"test_results_are_finite"}),
@@ -112,10 +130,28 @@ def attached(logprobs_T, micro, params):
     return loss_T, {"loss": loss_T}
 
 
+def unbounded(logprobs_T, micro, params):
+    loss_T, metrics = ppo(logprobs_T, micro, params)
+    return loss_T + 1e-30 * torch.exp(30 * (logprobs_T - micro.old_logprobs_T)), metrics
+
+
+def unmasked(logprobs_T, micro, params):
+    loss_T, metrics = ppo(logprobs_T, micro, params)
+    return loss_T * (1 + 0 * micro.ref_logprobs_T.sum()), metrics
+
+
+def overwriting(logprobs_T, micro, params):
+    micro.ref_logprobs_T.add_(1)
+    return ppo(logprobs_T, micro, params)
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
         (ppo, set()),
+        (unbounded, {"test_loss_and_gradient_are_finite"}),
+        (unmasked, {"test_tokens_off_the_mask_have_no_gradient"}),
+        (overwriting, {"test_the_batch_stays_as_it_is"}),
         (upward, {"test_the_gradient_follows_the_advantage"}),
         (batch_mean, {"test_the_loss_does_not_depend_on_the_split"}),
         (mean_of_the_row, {"test_the_loss_does_not_depend_on_the_rows_of_a_rollout"}),
@@ -149,6 +185,11 @@ class RightReward(RewardFunction):
 class HugeReward(RightReward):
     def score(self, request):
         return Reward(value=1.0 if request.response == "42" else float("inf"))
+
+
+class WrongReward(RightReward):
+    def score(self, request):
+        return Reward(value=float(request.response != "42"))
 
 
 class ChangingReward(RightReward):
@@ -205,6 +246,7 @@ class StartedReward(RightReward):
     ("reward", "expected"),
     [
         (RightReward, set()),
+        (WrongReward, {"test_known_responses_get_their_rewards"}),
         (
             HugeReward,
             {"test_every_response_gets_a_finite_value_or_a_failure", "test_values_are_those_that_the_schema_states"},

@@ -169,8 +169,10 @@ class EnvironmentConformance:
             assert isinstance(message.get("content"), str), f"{message} has no text as content"
         for turn in episode.turns:
             assert turn.messages or _ended(turn), "a turn that does not end the episode has no message"
-            for name, value in {"reward": turn.reward, **turn.metrics}.items():
+            for name, value in (("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()):
                 assert value is None or math.isfinite(value), f"{name} is {value}"
+        score = None if episode.score is None else episode.score.value
+        assert score is None or math.isfinite(score), f"the score is {score}"
 
     def test_an_episode_states_a_reward(self) -> None:
         """A turn or the score must have a reward: otherwise every episode fails."""
@@ -232,8 +234,9 @@ class EnvironmentConformance:
         before = living()
         for seed in self.seeds:
             self._run(seed, self.replies(seed))
-        assert living() <= before, (
-            f"threads and child processes were {before}, and are {living()} after {len(self.seeds)} episodes"
+        after = living()
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (
+            f"threads and child processes were {before}, and are {after} after {len(self.seeds)} episodes"
         )
 
     def test_coroutines_do_not_block(self) -> None:
