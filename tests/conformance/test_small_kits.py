@@ -9,18 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.policy_losses import ppo
 from roll_core.pipelines.sft import SFTPipeline
 from roll_core.plugins.registry import Registry, load_registry
 from roll_core.spec.algorithms import AdvantageOutput
-from roll_core.spec.pipeline import Tracker
+from roll_core.spec.pipeline import RoleSpec, Tracker
 from roll_core.spec.plan import PipelinePlan
 from roll_core.spec.providers import AdvantageProvider, PipelineProvider, PolicyLossProvider
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_testing.algorithms import AdvantageConformance, FunctionTests, PolicyLossConformance
+from roll_testing.packaging import PackagingConformance
 from roll_testing.pipelines import PipelineConformance
 from roll_testing.rewards import RewardConformance, Scored
 from roll_testing.runs import Runs
@@ -48,6 +50,26 @@ def failed(kit, *arguments):
     """Names of the tests of a kit that fail, without those of its packaging."""
     names = [*names_of(FunctionTests), *names_of(type(kit).__mro__[1])]
     return {name for name in names if fails(getattr(kit, name), *arguments)}
+
+
+class OpenConfig(BaseModel):
+    """Ignores unknown keys, and has one that is required."""
+
+    size: int
+
+
+class StrictConfig(OpenConfig):
+    model_config = ConfigDict(extra="forbid")
+
+
+@pytest.mark.parametrize(("schema", "wrong"), [(OpenConfig, True), (StrictConfig, False)])
+def test_a_schema_that_ignores_unknown_keys_fails_although_a_required_key_is_missing(schema, wrong):
+    class Kit(PackagingConformance):
+        name = "small"
+
+    kit = Kit()
+    kit.provider = PipelineProvider(name="small", target="", summary="", config=f"{__name__}:{schema.__name__}")
+    assert fails(kit.test_an_unknown_key_is_refused) == wrong
 
 
 class Estimator(AdvantageConformance):
@@ -393,6 +415,10 @@ def no_roles(config):
     return PipelinePlan(roles=(), phases=())
 
 
+def another_role(config):
+    return PipelinePlan(roles=(RoleSpec(name="actor", kind="train"),), phases=())
+
+
 SFT_PLAN = "roll_core.pipelines.plans:sft"
 
 
@@ -403,6 +429,7 @@ SFT_PLAN = "roll_core.pipelines.plans:sft"
         (NanPipeline, SFT_PLAN, {"test_a_run_has_finite_metrics_for_every_step"}),
         (ForgetfulPipeline, SFT_PLAN, {"test_a_resumed_run_equals_an_uninterrupted_one"}),
         (SFTPipeline, f"{__name__}:no_roles", {"test_the_plan_names_the_roles_of_the_run"}),
+        (SFTPipeline, f"{__name__}:another_role", {"test_the_plan_names_the_roles_of_the_run"}),
     ],
 )
 def test_a_pipeline_fails_the_tests_of_what_is_wrong(pipeline, plan, expected, tmp_path):

@@ -77,8 +77,11 @@ class PipelineConformance(PackagingTests):
         self.need(bool(self.provider.plan), "plan")
         path = runs.folder / "plan.yaml"
         path.write_text(yaml.safe_dump(self._config(runs)), encoding="utf-8")
-        plan = load_target(self.provider.plan, owner=self.name)(load(path, [], runs.registry).config)
+        config = load(path, [], runs.registry).config
+        plan = load_target(self.provider.plan, owner=self.name)(config)
         assert plan.roles, "the plan has no roles"
+        unknown = {role.name for role in plan.roles} - config.roles().keys()
+        assert not unknown, f"the plan has roles that the config has not: {', '.join(sorted(unknown))}"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
