@@ -130,6 +130,12 @@ def test_phases_are_in_order_and_roles_that_share_a_slot_take_turns(planned, num
     assert slots["train"]["device context"] == 2 * CONTEXT_BYTES
 
 
+def test_roles_of_one_process_share_its_device_context(planned):
+    plan = planned("platform=acc", "executor=local", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]")
+    contexts = [dict(load.by_role)["device context"] for load in plan.loads if "slot" in load.where]
+    assert set(contexts) == {CONTEXT_BYTES}
+
+
 def test_without_turns_everything_stays(planned, num_parameters):
     plan = planned(*ACC, "is_offload_states=false")
     rollout = next(load for load in plan.loads if load.phase == "rollout" and "slot" in load.where)

@@ -129,7 +129,8 @@ def _phase_loads(phase: Phase, placement: Placement, roles: list[RoleMemory], ca
             nodes[each.node][role.role] += host
             for slot in each.slots if _on_slots(role, placement) else ():
                 slots[slot][role.role] += device
-                slots[slot]["device context"] += CONTEXT_BYTES
+                contexts = 0 if placement.executor.in_process else slots[slot]["device context"]
+                slots[slot]["device context"] = contexts + CONTEXT_BYTES
     nodes[0]["libraries"] += PROCESS_BYTES  # the driver
     for workers in () if placement.executor.in_process else placement.places.values():
         for each in workers:
