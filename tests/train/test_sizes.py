@@ -23,6 +23,7 @@ CASES = [
     ("llama", {"num_key_value_heads": None}),
     ("mistral", {}),
     ("qwen2", {}),
+    ("qwen2", {"num_key_value_heads": None}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "head_dim": 16}),
     ("qwen3_moe", {"moe_intermediate_size": 24, **MIXTURE}),

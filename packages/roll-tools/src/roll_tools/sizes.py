@@ -72,7 +72,8 @@ def model_size(config: Mapping[str, Any], *, task: Task = "causal_lm", folder: P
 
 
 def _of_table(model_type: str, config: Mapping[str, Any], task: Task) -> ModelSize:
-    keys = {**ARCHITECTURES[model_type], **{key: each for key, each in config.items() if each is not None}}
+    given = {key: each for key, each in config.items() if each is not None or key == "num_key_value_heads"}
+    keys = {**ARCHITECTURES[model_type], **given}  # without a number of key heads, there are as many as query heads
     keys["num_experts"] = config.get("num_local_experts") or keys.get("num_experts", 0)
     hidden, heads, vocab = keys["hidden_size"], keys["num_attention_heads"], keys["vocab_size"]
     size = keys.get("head_dim") or hidden // heads
