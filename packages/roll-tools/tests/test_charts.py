@@ -19,6 +19,7 @@ from roll_tools.charts import (
     stacked_steps,
     thin,
 )
+from roll_tools.checkpoints import size_text
 from roll_tools.curves import charts_of
 
 
@@ -40,6 +41,21 @@ def test_figures_are_short(value: float, text: str) -> None:
 )
 def test_durations_are_short(value: float, text: str) -> None:
     assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1010, "0.986 KiB"),
+        (1_023_590, "0.976 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (5 << 40, "5 TiB"),
+    ],
+)
+def test_sizes_are_short(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(1, 8))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from roll_core.runtime.run.checkpoint_store import RemoteFolder
 
 ROLE = ("strategy", "world_size", "weight_version", "portable")
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +267,7 @@ def _table(rows: Sequence[CheckpointRow]) -> list[str]:
             row.path,
             str(row.step),
             "?" if row.created is None else f"{datetime.fromtimestamp(row.created):%Y-%m-%d %H:%M:%S}",
-            "?" if row.size_bytes is None else _size(row.size_bytes),
+            "?" if row.size_bytes is None else size_text(row.size_bytes),
             _needs(row),
             row.state + (f", best ({row.best['metric']} {row.best['value']:.4g})" if row.best else ""),
         ]
@@ -286,12 +285,13 @@ def _needs(row: CheckpointRow) -> str:
     return f"{row.pipeline}: {', '.join(roles)}" if row.pipeline else "?"
 
 
-def _size(size_bytes: float) -> str:
-    for unit in UNITS:
-        if size_bytes < 1000 or unit == UNITS[-1]:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1024
-    raise AssertionError
+def size_text(num_bytes: float) -> str:
+    """Format bytes for people, such as `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 999.5:  # from there, three digits round to 1e+03
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
 
 
 def _print_json(rows: Sequence[CheckpointRow]) -> None:

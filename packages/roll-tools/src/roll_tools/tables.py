@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.ledger import OTHER
 from roll_tools.charts import figure, seconds, stacked_steps
+from roll_tools.checkpoints import size_text
 from roll_tools.curves import points
 from roll_tools.saved_record import StageTime
 
@@ -36,15 +37,6 @@ _AVERAGED_STEPS = 10
 def date(unix_time: float) -> str:
     """Format Unix seconds as local date and time."""
     return f"{datetime.fromtimestamp(unix_time):%Y-%m-%d %H:%M:%S}"
-
-
-def size(num_bytes: float) -> str:
-    """Format bytes for people, such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
 
 
 def facts_of(record: SavedRecord) -> Iterator[tuple[str, str]]:
@@ -206,7 +198,7 @@ def checkpoint_rows(run_dir: RunDir, record: SavedRecord) -> list[dict[str, str]
             {
                 "step": str(checkpoint.step),
                 "path": str(checkpoint.path.relative_to(run_dir.path)),
-                "size": size(sum(path.stat().st_size for path in files)),
+                "size": size_text(sum(path.stat().st_size for path in files)),
                 "files": str(len(files)),
                 "written": date(checkpoint.path.stat().st_mtime),
                 "best": best.metric if best is not None and best.path == str(checkpoint.path) else "",
@@ -221,7 +213,7 @@ def environment_rows(record: SavedRecord) -> Iterator[tuple[str, str]]:
         if record.host.get(name):
             yield {"name": "host"}.get(name, name), str(record.host[name])
     if isinstance(memory := record.host.get("memory_bytes"), int):
-        yield "memory", size(memory)
+        yield "memory", size_text(memory)
     if record.git:
         changes = " with uncommitted changes" if record.git.get("dirty") else ""
         yield "git", f"{str(record.git.get('commit'))[:12]} on {record.git.get('branch')}{changes}"
