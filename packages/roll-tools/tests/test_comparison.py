@@ -77,6 +77,9 @@ def test_a_config_diff_has_only_keys_whose_values_differ():
         ("score/std", ""),
         ("val/rewards/rejected", ""),
         ("actor/entropy", ""),
+        ("time/score", ""),
+        ("time/rewards", ""),
+        ("kl/coef", ""),
     ],
 )
 def test_the_better_direction_of_a_metric_is_known_or_empty(name, direction):

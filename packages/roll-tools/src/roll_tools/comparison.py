@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 _MOST_OTHER_CHARTS = 120
 _MISSING = "–"
 _HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
-_NEITHER = ("actor/loss", "policy_loss", "kl_loss", "approx_kl", "/std", "normalised_mean", "rewards/rejected")
-"""Metrics without a better direction. A policy loss is one of them: its mean is about 0 at any quality."""
+_NEITHER = (
+    "actor/loss", "policy_loss", "kl_loss", "approx_kl", "kl/coef", "/std", "normalised_mean", "rewards/rejected",
+    "time/",
+)  # fmt: skip
+"""Metrics without a better direction. A policy loss is one of them: its mean is about 0 at any quality. The time of a
+stage depends on the lengths of responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
