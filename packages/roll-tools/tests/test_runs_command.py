@@ -99,6 +99,13 @@ def test_names_that_the_terminal_cannot_show_are_listed(tmp_path, monkeypatch):
     assert b"??/001" in written.getvalue()
 
 
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path, capsys):
+    make_run(tmp_path)
+    (RunDir.create(tmp_path, "other").metrics).mkdir()  # root may read every file, but no directory
+    rows = listed(capsys, tmp_path)
+    assert {name: row["step"] for name, row in rows.items()} == {"grpo/001": 3, "other/001": 0}
+
+
 def test_the_hash_of_a_config_ignores_where_the_run_is_written(tmp_path):
     one, _ = make_run(tmp_path / "a", "one")
     two, _ = make_run(tmp_path / "b", "two")

@@ -12,12 +12,12 @@ import yaml
 
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.record import write_atomically
-from roll_core.runtime.records.tracking import is_lower_better, read_metrics
+from roll_core.runtime.records.tracking import is_lower_better
 from roll_tools import tables
 from roll_tools.charts import figure
 from roll_tools.curves import KEY_CURVES, points
 from roll_tools.rendering import TONES, overlay_json, template
-from roll_tools.saved_record import SavedRecord, config_hash, read_state
+from roll_tools.saved_record import SavedRecord, config_hash, read_state, readable_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -154,7 +154,7 @@ def _compared_run(run: RunDir, label: str) -> ComparedRun:
         record=record,
         outcome=outcome,
         tone=TONES.get(outcome, "warn"),
-        metrics=read_metrics(run.metrics),
+        metrics=readable_metrics(run),
         config=config,
         config_hash=config_hash(run.config),
     )

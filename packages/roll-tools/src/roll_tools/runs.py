@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.run_files import number, safe
-from roll_core.runtime.records.tracking import read_metrics
 from roll_tools.open_run import open_run, runs_below
-from roll_tools.saved_record import SavedRecord, config_hash, read_state
+from roll_tools.saved_record import SavedRecord, config_hash, read_state, readable_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +162,7 @@ def _elapsed(record: SavedRecord) -> float:
 
 def _row(run: RunDir) -> RunRow:
     record, state = read_state(run)
-    metrics = read_metrics(run.metrics)
+    metrics = readable_metrics(run)
     metric = next((name for name in SCORES if any(name in row for row in metrics)), "")
     return RunRow(
         run=str(run.path),

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from roll_core.host import hostname
 from roll_core.runtime.records.record import read_record
+from roll_core.runtime.records.tracking import read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -204,6 +205,14 @@ def read_state(run: RunDir) -> tuple[SavedRecord, str]:
     found = read_record(run.record)
     record = SavedRecord.of(found)
     return record, "killed" if is_abandoned(found) else record.outcome
+
+
+def readable_metrics(run: RunDir) -> list[dict[str, float]]:
+    """Metrics of a run; empty if they cannot be read, for example those of another user."""
+    try:
+        return read_metrics(run.metrics)
+    except OSError:
+        return []
 
 
 def config_hash(path: Path) -> str:
