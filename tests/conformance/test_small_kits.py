@@ -457,3 +457,18 @@ def test_a_pipeline_fails_the_tests_of_what_is_wrong(pipeline, plan, expected, t
         if fails(getattr(kit, name), runs):
             found.add(name)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("kit", "test"),
+    [
+        (AdvantageConformance, test_an_estimator_fails_the_tests_of_what_is_wrong),
+        (PolicyLossConformance, test_a_loss_fails_the_tests_of_what_is_wrong),
+        (RewardConformance, test_a_reward_fails_the_tests_of_what_is_wrong),
+        (TrackerConformance, test_a_tracker_fails_the_tests_of_what_is_wrong),
+        (PipelineConformance, test_a_pipeline_fails_the_tests_of_what_is_wrong),
+    ],
+)
+def test_every_test_of_a_kit_has_a_wrong_part(kit, test):
+    (mark,) = test.pytestmark
+    assert set().union(*(case[-1] for case in mark.args[1])) >= set(names_of(kit))
