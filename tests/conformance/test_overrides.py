@@ -74,3 +74,15 @@ def test_an_explained_xfail_is_fine_and_other_tests_may_be_added():
 
     assert Again.test_something_of_its_own is Mine.test_something_of_its_own
     assert [mark.name for mark in Again.test_closing_twice_is_fine.pytestmark] == ["xfail"]
+
+
+def test_what_the_platform_cannot_compute_is_not_tested():
+    class Kit(TrainStrategyConformance):
+        name = "hf_train"
+
+        def dtypes(self):
+            return ("fp32",)
+
+    assert "bf16" in Kit().can.dtypes
+    with pytest.raises(pytest.skip.Exception):
+        Kit().test_the_moving_average_equals_the_reference(None, world_size=1, low=True)

@@ -263,7 +263,7 @@ class TrainNumberTests(TrainKit):
         """
         self.need(self.can.ema, "ema")
         self.need_training()
-        dtypes = [each for each in self.can.dtypes if each != "fp32"]
+        dtypes = [each for each in self.dtypes() if each != "fp32"]
         self.need(not low or bool(dtypes), "another dtype than fp32")
         training, decay = replace(TRAINING, ema_decay=0.6), 0.6
         steps = [Step(sequences=self.batch(i), loss=LOSSES["sft"]) for i in range(3)]
