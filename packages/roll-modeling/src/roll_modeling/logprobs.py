@@ -503,7 +503,7 @@ def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[
     if not entropy:
         return logp_CV, None
     rows = max(1, -(-len(logp_CV) // ENTROPY_PARTS))
-    return logp_CV, torch.cat([_entropy(each) for each in logp_CV.split(rows)])
+    return logp_CV, torch.cat([_entropy(each) for each in torch.split(logp_CV, rows)])
 
 
 def _compiled(logits_CV: Tensor) -> bool:
