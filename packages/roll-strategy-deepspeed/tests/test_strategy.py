@@ -151,9 +151,6 @@ def test_memory_is_what_the_stage_leaves_on_each_rank(ranks, case, stage, copies
     weights = Reference(TransformersModel(case.model), "causal_lm").weights()
     numbers = 4 * sum(each.size for each in weights.values())
     for found in ranks(hold, two, STEPS[0]):
-        numbers = 4 * sum(
-            each.size for each in Reference(TransformersModel(case.model), "causal_lm").weights().values()
-        )
         for part, copy in copies.items():
             assert found[part] == pytest.approx(copy * numbers, rel=0.03), part
 
