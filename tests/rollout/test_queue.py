@@ -82,6 +82,26 @@ def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_ro
     in_virtual_time(main)
 
 
+@pytest.mark.parametrize(
+    ("params", "ends"), [({}, True), ({"ignore_eos": True}, False), ({"min_new_tokens": 400}, False)]
+)
+def test_a_stop_string_over_a_pause_ends_a_response_as_one_in_an_engine_would(params, ends):
+    async def main():
+        def find(tokens, seam, stops):
+            return seam + 1, stops[0]
+
+        queue = RequestQueue([engine("a")], find_stop=find)
+        pending = queue.submit(request("long", stop=("x",), **params))
+        await asyncio.sleep(0.4)
+        async with queue.paused(in_flight=False):
+            seam = pending.outputs[0].num_tokens
+        output = (await pending.done).outputs[0]
+        assert 0 < seam + 1 < length_of("long", 0)
+        assert len(output.token_ids) == (seam + 1 if ends else length_of("long", 0))
+
+    in_virtual_time(main)
+
+
 def test_a_streamed_request_sees_its_tokens_grow_over_pauses_and_a_lost_replica():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]

@@ -410,9 +410,10 @@ class RequestQueue:
         for output, part in zip(sub.outputs, parts, strict=False):
             seam = output.num_tokens
             output.add(part, params.max_new_tokens)
-            if params.stop and seam and self._find_stop is not None and output.sampled is not None:
-                found = self._find_stop(output.sampled.token_ids, seam, params.stop)
-                if found is not None:
+            stops = () if params.ignore_eos else params.stop
+            if stops and seam and self._find_stop is not None and output.sampled is not None:
+                found = self._find_stop(output.sampled.token_ids, seam, stops)
+                if found is not None and found[0] > params.min_new_tokens:
                     output.sampled, output.complete = cut_at(output.sampled, *found), True
 
     def _continue(self, pending: PendingRequest, outputs: Sequence[PartialOutput]) -> None:
