@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -145,6 +146,27 @@ def test_masks_that_exclude_all_samples_trip_a_guard(local_runs, recipe):
     result = local_runs.run(local_runs.distill(**recipe, **given))
     assert isinstance(result.error, GuardTrippedError)
     assert mentions(str(result.error), "all_groups_filtered")
+
+
+def test_ids_of_a_padded_vocabulary_are_not_taught(local_runs):
+    """The teacher's most likely ids are padding: its K tokens are those that the student has."""
+    from transformers import AutoModelForCausalLM
+
+    student = local_runs.ok(local_runs.sft(max_steps=1, exp_name="base")).run_dir.export
+    padded = local_runs.folder / "padded"
+    shutil.copytree(student, padded)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    model.resize_token_embeddings(2 * VOCABULARY, mean_resizing=False)
+    weight_VH = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight_VH[VOCABULARY:] = weight_VH[:VOCABULARY]
+    model.save_pretrained(padded)
+    config = local_runs.distill(max_steps=1, kd_support="teacher_topk", logits_topk=VOCABULARY, tokenizer=None)
+    config["actor_train"]["model_args"] = {"dtype": "fp32", "model_name_or_path": str(student)}
+    found = taught_by(config, {"model_args": {"dtype": "fp32", "model_name_or_path": str(padded)}})
+    (line,) = local_runs.metrics(local_runs.ok(found))
+    assert line["actor/teacher_mass"] == pytest.approx(0.5, abs=1e-5)  # each logit occurs twice
+    assert line["actor/student_mass"] == pytest.approx(1, abs=1e-5)
 
 
 AHEAD = {

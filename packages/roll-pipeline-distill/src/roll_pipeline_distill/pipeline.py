@@ -48,7 +48,7 @@ class DistillPipeline(RLVRPipeline):
     @override
     def prepare(self, run: Run) -> int:
         config = self.config
-        check_vocabulary(run, config)
+        sizes = check_vocabulary(run, config)
         if config.rolls_out:
             super().prepare(run)
             self.rollout_role = config.rollout_role
@@ -65,7 +65,7 @@ class DistillPipeline(RLVRPipeline):
             self._set_up_objective(run)
         if config.reads_rows:
             self._read_rows(run)
-        self.teachers = Teachers(run, config)
+        self.teachers = Teachers(run, config, sizes)
         return config.max_steps
 
     def _read_rows(self, run: Run) -> None:
@@ -239,15 +239,17 @@ def _weighted(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
     )
 
 
-def check_vocabulary(run: Run, config: DistillConfig) -> None:
+def check_vocabulary(run: Run, config: DistillConfig) -> Mapping[str, int | None]:
     """Raise `ConfigError` if a teacher has another tokenizer, or if K exceeds a vocabulary. Loads no model.
+
+    Returns the number of ids of each role's model; None if it is unknown.
 
     The schema compares what it finds in directories. Here the run's tokenizer is known, and models on the Hub are.
     """
     own, sizes = run.tokenizer.get_vocab(), config.vocabulary_sizes()
     for name in sizes:
         path, trusted = config.model_path(name), config.roles()[name].model_args.trust_remote_code
-        size = sizes[name] or hub_vocabulary_size(path, trust_remote_code=trusted)
+        size = sizes[name] = sizes[name] or hub_vocabulary_size(path, trust_remote_code=trusted)
         if name == "actor_train":
             size = sizes[name] = size or len(own)
         else:
@@ -258,6 +260,7 @@ def check_vocabulary(run: Run, config: DistillConfig) -> None:
         if config.uses_topk and size is not None and config.logits_topk > size:
             message = f"found {config.logits_topk}, but the vocabulary of {name} has {size} ids"
             raise _refused(config, "logits_topk", message, f"set at most {size}")
+    return sizes
 
 
 def _refused(config: DistillConfig, key: str, message: str, hint: str) -> ConfigError:

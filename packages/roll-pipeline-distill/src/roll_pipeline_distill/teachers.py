@@ -59,8 +59,9 @@ class Source:
 class Teachers:
     """The teachers of a run."""
 
-    def __init__(self, run: Run, config: DistillConfig) -> None:
-        self.config = config
+    def __init__(self, run: Run, config: DistillConfig, sizes: Mapping[str, int | None]) -> None:
+        """`sizes` are the numbers of ids of the roles' models, if known."""
+        self.config, self.sizes = config, sizes
         self.data = config.actor_train.data_args
         self.encoder = None if config.teacher_prompt is None else Encoder(run.tokenizer, self.data)
 
@@ -101,7 +102,11 @@ class Teachers:
                 scored = await _served(run, role, shown, topk=want.topk)
             else:
                 own = replace(want, base=config.self_teacher == "base", ema=config.self_teacher == "ema")
+                if config.kd_support == "teacher_topk":
+                    own = replace(own, topk=want.topk + self._num_more_ids(role))
                 scored = await run.train_role(role).score(shown, own)
+                if own.topk > want.topk:
+                    scored = _of_the_student(scored, self.sizes["actor_train"] or 0, want.topk)
             for index, at in enumerate(places):
                 outputs = _TeacherOutputs.of(scored, index, asked[at], shown[index])
                 asked[at] = outputs.added_to(asked[at])
@@ -115,6 +120,10 @@ class Teachers:
             replace(each, **{name: getattr(taught, name) for name in TAUGHT})
             for each, taught in zip(sequences, asked, strict=True)
         ]
+
+    def _num_more_ids(self, role: str) -> int:
+        """Ids of a teacher's padded vocabulary that the student's lacks; 0 if sizes are unknown."""
+        return max(0, (self.sizes.get(role) or 0) - (self.sizes["actor_train"] or 0))
 
     def _in_context(self, sequence: TrainSequence, source: Source) -> TrainSequence:
         """The sequence with the teacher's prompt instead of its own."""
@@ -169,6 +178,17 @@ def _returned(run: Run, role: str, name: str, found: Sequence[T | None]) -> list
         strategy = given.strategy_name if given is not None else ""
         raise InvalidCompletionError(f"{role}: strategy {strategy} returned no {name}, although it declares it")
     return kept
+
+
+def _of_the_student(scored: ScoredSequences, size: int, k: int) -> ScoredSequences:
+    """The teacher's `k` most likely tokens among those with ids below `size`."""
+    ids, logprobs = scored.topk_ids or [], scored.topk_logprobs or []
+    chosen = [np.argsort(each >= size, axis=1, kind="stable")[:, :k] for each in ids]
+    return replace(
+        scored,
+        topk_ids=[np.take_along_axis(each, at, 1) for each, at in zip(ids, chosen, strict=True)],
+        topk_logprobs=[np.take_along_axis(each, at, 1) for each, at in zip(logprobs, chosen, strict=True)],
+    )
 
 
 @dataclass(frozen=True, slots=True)
