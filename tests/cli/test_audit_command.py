@@ -149,6 +149,17 @@ def test_a_wrong_key_or_file_is_2(folder: Path) -> None:
     assert cli.main(["audit", "run.yaml", "max_stepz=1"]) == 2
 
 
+def test_columns_of_rewards_are_read_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([("rows.jsonl", [{"ground_truth": ""}] * 9)], DataArguments())
+    rewards = {"math": MathRuleConfig(reward="math_rule")}
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    (found,) = audit_reward_columns(rows, rewards, subject="data", seconds=3.5)
+    assert mentions(found.found, 3)
+    assert not mentions(found.found, 9)
+    assert not list(audit_reward_columns(rows, rewards, subject="data", seconds=0.5))
+
+
 def test_empty_columns_of_rewards_are_warnings_if_a_key_names_them() -> None:
     math = MathRuleConfig(reward="math_rule", tag_included=["sums"], ground_truth="right")
     rows = [

@@ -245,34 +245,50 @@ def audit_rows(
         )
 
 
-def audit_reward_columns(rows: Rows, rewards: Mapping[str, RewardConfig], *, subject: str) -> Iterator[AuditFinding]:
+def audit_reward_columns(
+    rows: Rows, rewards: Mapping[str, RewardConfig], *, subject: str, seconds: float | None = None
+) -> Iterator[AuditFinding]:
     """Check that the columns of the rows that each reward scores have values.
 
     An empty column that a key of the reward names is a warning; of another column it is a note, because a function may
-    not read it.
+    not read it. `seconds` ends the audit of further rows; the findings then name the number of rows.
     """
+    begin = time.monotonic()
     for domain, reward in rewards.items():
         tags = {domain, *reward.tag_included}
-        mine = [row for row in rows if len(rewards) == 1 or row.tag in tags]
         read = {column: key for key, column in reward.columns().items()}
-        columns = dict.fromkeys(column for row in mine for column in row.values)
-        empty = {column: [row for row in mine if _is_empty(row.values.get(column))] for column in columns}
-        bad = {column: found for column, found in empty.items() if found}
-        for column, found in bad.items():
+        num, first = 0, ""
+        seen: set[str] = set()
+        empty: Counter[str] = Counter()
+        examples: dict[str, Row] = {}
+        for row in rows:
+            if seconds is not None and time.monotonic() - begin > seconds:
+                first = "the first "
+                break
+            if len(rewards) > 1 and row.tag not in tags:
+                continue
+            num += 1
+            seen.update(row.values)
+            for column in rows.columns:
+                if _is_empty(row.values.get(column)):
+                    empty[column] += 1
+                    examples.setdefault(column, row)
+        bad = [column for column in rows.columns if column in seen and column in empty]
+        for column in bad:
             yield AuditFinding(
                 check="reward_columns",
                 subject=subject,
                 level="warning" if column in read else "note",
-                found=f"column {column!r} is empty in {len(found)} of {len(mine)} rows that rewards.{domain} scores,"
-                f" for example {found[0].where}",
+                found=f"column {column!r} is empty in {empty[column]} of {first}{num} rows that rewards.{domain}"
+                f" scores, for example {examples[column].where}",
                 remedy=f"fill it, or remove these rows: rewards.{domain}.{read[column]} names this column"
                 if column in read
                 else "",
             )
-        if mine and not bad:
-            yield AuditFinding(
-                check="reward_columns", subject=subject, level="ok", found=f"no column for rewards.{domain} is empty"
-            )
+        if num and not bad:
+            where = f" in {first}{num} rows" if first else ""
+            found = f"no column for rewards.{domain} is empty{where}"
+            yield AuditFinding(check="reward_columns", subject=subject, level="ok", found=found)
 
 
 def _is_empty(value: Any) -> bool:
@@ -406,8 +422,11 @@ def audit_run(
             tool_format=getattr(config, "tool_format", "auto"),
             thinking=getattr(config, "thinking", "template"),
         )
+
+    def left() -> float | None:
+        return None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / 2
+
     for key, source in dict(sources(config)).items():
-        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / 2
         trains = PIPELINES[config.pipeline] and not key.startswith("validation")
         yield from audit_rows(
             rows(source),
@@ -417,10 +436,10 @@ def audit_run(
             prompt_length=config.prompt_length,
             response_length=config.response_length if trains else None,
             truncate=getattr(config, "overlong", "drop") == "truncate",
-            seconds=left,
+            seconds=left(),
         )
         if isinstance(config, RewardRunConfig):
-            yield from audit_reward_columns(rows(source), config.rewards, subject=key)
+            yield from audit_reward_columns(rows(source), config.rewards, subject=key, seconds=left())
 
 
 def write_audit(run: Run) -> None:
