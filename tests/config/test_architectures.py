@@ -58,9 +58,9 @@ def test_a_model_type_that_transformers_cannot_build_is_a_mistake_where_it_is_wr
     assert found(RANDOM.replace("TYPE", "qwen3").replace("STRATEGY", strategy)) == []
 
 
-@pytest.mark.parametrize(("model_type", "mistakes"), [("qwen3", 0), ("vit", 2), ("qwen33", 2), ("mamba", 1)])
+@pytest.mark.parametrize(("model_type", "mistakes"), [("qwen3", 0), ("vit", 2), ("qwen33", 2), ("rwkv", 1)])
 def test_the_model_type_of_a_directory_is_judged_as_well(here, model_type, mistakes):
-    """hf_train trains a mamba; hf_infer keeps its state in caches that a mamba does not take."""
+    """hf_train trains an rwkv; hf_infer keeps its state in caches that an rwkv does not take."""
     Path("model/config.json").write_text(json.dumps({"model_type": model_type}))
     text = STORED.replace("STRATEGY", "hf_train")
     assert [where for where, _ in found(text)] == [AT_PRETRAIN] * mistakes

@@ -134,7 +134,7 @@ def test_whatever_bytes_arrive_the_answer_is_an_error_of_ours(data):
             ["max_split_size_mb:64,expandable_segments:False", "max_split_size_mb:64,expandable_segments: True"],
         ),
         (
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:9"},
             [],
         ),
         (

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from roll_modeling import elementwise
+from roll_modeling.architectures import CACHE_PARAMETERS
 from roll_modeling.products import ONEDNN_MIN_PRODUCTS, Linear, prefers_onednn
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2**-7, 2**-9)}
 """Relative tolerance, and absolute tolerance as a share of the largest value: a few roundings."""
 ROTARY = "apply_rotary_pos_emb"
 """Name of the rotary embedding's function in transformers' model files."""
+RENAMING = "transformers.utils.deprecation"
+"""Module of the wrapper with which a `forward` also takes arguments by the names of older transformers."""
 LEAST_WEIGHTS = 1 << 12
 """Minimum number of weight elements of a replaced linear layer: it is faster for microbatches of a thousand tokens."""
 
@@ -77,7 +80,9 @@ def _replace(module: Any) -> bool:
 @torch.no_grad()
 def _replace_rotary(module: Any) -> bool:
     """Replace the function that an attention module's `forward` calls for its rotary embedding, in this module only."""
-    forward = type(module).forward
+    forward = whole = type(module).forward
+    while getattr(forward, "__globals__", {}).get("__name__") == RENAMING:
+        forward = forward.__wrapped__
     plain = getattr(forward, "__globals__", {}).get(ROTARY)
     code = getattr(forward, "__code__", None)
     if plain is None or code is None or ROTARY not in code.co_names or "forward" in vars(module):
@@ -103,7 +108,11 @@ def _replace_rotary(module: Any) -> bool:
     own_globals = {**forward.__globals__, ROTARY: rotary}
     own = FunctionType(code, own_globals, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(own, module)
+
+    def renamed(self: Any, *args: Any, **named: Any) -> Any:
+        return (whole if CACHE_PARAMETERS[1] in named else own)(self, *args, **named)
+
+    module.forward = MethodType(own if forward is whole else renamed, module)
     return True
 
 

@@ -69,7 +69,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
             model: PreTrainedModel = auto.from_config(
                 config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
             )
-        for _, each in _kept_in_float32(model, chain(model.named_parameters(), model.named_buffers())):
+        for _, each in kept_in_float32(model, chain(model.named_parameters(), model.named_buffers())):
             each.data = each.data.float()
         if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
@@ -334,7 +334,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters to `dtype`, except those that the architecture keeps in float32. Buffers are unchanged."""
     if dtype == torch.float32:
         return
-    kept = {name for name, _ in _kept_in_float32(model, model.named_parameters())}
+    kept = {name for name, _ in kept_in_float32(model, model.named_parameters())}
     for name, parameter in model.named_parameters():
         if name not in kept:
             parameter.data = parameter.data.to(dtype)
@@ -343,7 +343,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
         config.dtype = dtype
 
 
-def _kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Select the tensors that the architecture keeps in float32 for every model dtype."""
     keep = tuple(f".{each}." for each in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return ((name, each) for name, each in named if any(part in f".{name}." for part in keep))

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from roll_core.errors import ModelError, PlacementError
-from roll_modeling.model import DTYPES
+from roll_modeling.model import DTYPES, kept_in_float32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -231,8 +231,7 @@ def _precision(model: PreTrainedModel, compute: torch.dtype, reduce: torch.dtype
     held = {each.dtype for each in model.parameters()}
     if held == {compute}:
         return MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    kept = [name for name, _ in model.named_parameters() if keep & set(name.split("."))]
+    kept = [name for name, _ in kept_in_float32(model, model.named_parameters())]
     if kept:
         raise ModelError(
             f"{type(model).__name__} keeps {kept[0]} in float32 while the rest computes in {compute}, which one shard"
