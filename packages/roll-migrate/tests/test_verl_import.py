@@ -13,6 +13,7 @@ from roll_core.plugins.registry import load_registry
 from roll_migrate.command import import_config
 from roll_migrate.rules import value_at
 from roll_migrate.verl import import_verl
+from roll_testing.errors import raises_error
 
 FILES = Path(__file__).parent / "verl"
 EXPECTED = {
@@ -394,4 +395,14 @@ def test_a_script_that_starts_several_runs_is_refused(registry, tmp_path):
     with pytest.raises(UnsupportedError):
         import_verl(file, registry)
     file.write_text(f"{launch}A\n{launch}A\n")  # repeated until it succeeds, for example
+    assert import_verl(file, registry).config["pretrain"] == "A"
+
+
+def test_a_script_that_deletes_a_key_is_refused_with_its_place(registry, tmp_path):
+    file = tmp_path / "run.sh"
+    launch = "cd ~/verl\npython3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=A"
+    file.write_text(f"{launch} \\\n    ~actor_rollout_ref.actor.optim.weight_decay\n")
+    with raises_error(UnsupportedError, f"{file}:3:5"):
+        import_verl(file, registry)
+    file.write_text(f"{launch}\n")
     assert import_verl(file, registry).config["pretrain"] == "A"

@@ -27,6 +27,7 @@ sft_train:
     [
         ("ulysses_size: 2, ring_size: 2", ("ulysses_size", "ring_size")),
         ("tensor_model_parallel_size: 2, ep_size: 2", ("ep_size",)),
+        ("ep_size: 2", ("ep_size", "qwen3")),
     ],
 )
 def test_check_refuses_what_does_not_go_together(tmp_path, keys, facts):
@@ -35,6 +36,14 @@ def test_check_refuses_what_does_not_go_together(tmp_path, keys, facts):
     file.write_text(text, encoding="utf-8")
     with raises_error(ConfigError, *facts):
         load(file, [], registry())
+
+
+@pytest.mark.parametrize("keys", ["model_type: qwen3_moe", "model_type: of_mine, auto_map: {AutoConfig: of.Mine}"])
+def test_a_mixture_of_experts_and_a_model_with_its_own_code_may_have_an_ep_size(tmp_path, keys):
+    file = tmp_path / "run.yaml"
+    text = RUN.format(slots=8).replace("tensor_model_parallel_size: 2, ulysses_size: 2", "ep_size: 2")
+    file.write_text(text.replace("model_type: qwen3", keys), encoding="utf-8")
+    load(file, [], registry())
 
 
 def test_check_counts_replicas_and_not_ranks(tmp_path):

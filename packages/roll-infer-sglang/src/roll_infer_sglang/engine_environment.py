@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables with options of PyTorch's allocator: the old name, and the new one, which takes precedence."""
+"""Variables with options of PyTorch's allocator: by its old name, which takes precedence, and the new one."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 """Variable with the CPU cores of each engine process."""
 SYSTEM = Path("/sys/devices/system")

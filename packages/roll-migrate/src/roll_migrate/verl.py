@@ -101,6 +101,11 @@ def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
                 )
             found[steps], commands[steps] = word.where, word.command
             put(data, steps, value)
+        elif re.fullmatch(r"~\w+(\.\w+)+(=.*)?", text):
+            raise UnsupportedError(
+                f"{word.where}: {text} deletes a key of verl's defaults, which has no equivalent here: remove the word,"
+                " and check in the imported config what it stood for"
+            )
         before = text
     return data, lambda key: next((found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in found), str(path))
 

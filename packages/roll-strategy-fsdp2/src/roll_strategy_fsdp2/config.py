@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import Config, PositiveInt, StrategyConfig
-from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable
+from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable, has_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,6 +126,11 @@ class FSDP2Config(StrategyConfig):
             "context_parallel": self.context_size,
             "expert_parallel": self.ep_size,
         }
+
+    @override
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        if self.ep_size > 1 and "model_type" in keys and "auto_map" not in keys and not has_experts(keys):
+            raise ValueError(f"ep_size is {self.ep_size}, but a model of type {keys['model_type']} has no experts")
 
     def replica_arithmetic(self) -> str:
         """The product of the parallel sizes of one data-parallel group, for error messages."""
