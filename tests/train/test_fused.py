@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
@@ -145,6 +148,19 @@ def test_attention_modules_use_the_fast_rotary_embedding_and_keep_their_results(
     two = batch.repeat(2, 1)  # several rows: transformers' own function
     torch.testing.assert_close(fast(two).logits, plain(two).logits, rtol=1e-4, atol=1e-5)
     assert len(calls) == 8
+
+
+def test_attention_fills_a_cache_that_is_passed_by_its_older_name(build):
+    model = build().model
+    model.set_attn_implementation("eager")
+    attention, cache = model.model.layers[0].self_attn, DynamicCache(config=model.config)
+    assert "forward" in vars(attention)
+    hidden = torch.randn(1, 3, model.config.hidden_size)
+    tables = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, from 5.24 on
+        attention(hidden, position_embeddings=tables, attention_mask=None, past_key_values=cache)
+    assert cache.get_seq_length() == 3
 
 
 class Projected(nn.Module):
