@@ -215,6 +215,9 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number in asked["ignored"]:
         signal.signal(number, signal.SIG_IGN)
+    # Python asks a stream once whether it is a terminal, and whether it has a position.
+    sys.stdout = os.fdopen(1, "w", 1 if os.isatty(1) else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])

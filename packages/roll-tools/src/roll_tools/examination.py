@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
-from roll_core.config.validate import NAMED_PARTS
 from roll_core.errors import MissingRequirementError, PluginError, PythonEnvironmentError
 from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import load_target
@@ -176,6 +175,8 @@ def _requirements(
 
 
 def _names_used(config: RunConfig) -> set[str]:
+    from roll_core.config.validate import NAMED_PARTS
+
     names = {config.executor, *config.track_with, *(getattr(config, key, None) for key in NAMED_PARTS)}
     # A role with its own Python environment needs its requirements there, not here.
     here = [role for role in config.roles().values() if role.environment is None]
