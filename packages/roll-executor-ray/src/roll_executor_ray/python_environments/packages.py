@@ -20,8 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
-
 from roll_core.errors import PythonEnvironmentError
 
 if TYPE_CHECKING:
@@ -42,6 +40,8 @@ OFFLINE = ("dns error", "failed to lookup address", "connection refused", "netwo
 
 def build(spec: EnvironmentSpec, role: str) -> Path:
     """Interpreter of the environment, which is installed first if needed. Raises `PythonEnvironmentError`."""
+    from filelock import FileLock
+
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     environments = Path(os.environ.get(CACHE_VARIABLE) or Path(cache) / "roll" / "environments").absolute()
     folder = environments / digest_of(spec)
