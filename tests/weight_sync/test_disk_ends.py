@@ -159,9 +159,18 @@ def test_only_what_the_dead_of_this_host_left_is_removed(tmp_path):
 def test_what_the_dead_of_another_user_left_is_no_error(tmp_path, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (tmp_path / f"{disk.PREFIX}{hostname()}-{gone.pid}-ab").mkdir()
-    monkeypatch.setattr(disk.Folder, "remove", lambda *_: os.rmdir("/proc/1"))  # nobody may, not even root
+    left = tmp_path / f"{disk.PREFIX}{hostname()}-{gone.pid}-ab"
+    left.mkdir()
+    remove = disk.Folder.remove
+
+    def remove_own(folder, name=""):
+        if name == left.name:
+            os.rmdir("/proc/1")  # nobody may, not even root
+        remove(folder, name)
+
+    monkeypatch.setattr(disk.Folder, "remove", remove_own)
     sender_of(1, str(tmp_path)).close()
+    assert list(tmp_path.iterdir()) == [left]
 
 
 def test_an_error_of_the_export_is_not_blamed_on_the_directory(where):
