@@ -148,7 +148,8 @@ def test_masks_that_exclude_all_samples_trip_a_guard(local_runs, recipe):
     assert mentions(str(result.error), "all_groups_filtered")
 
 
-def test_ids_of_a_padded_vocabulary_are_not_taught(local_runs):
+@pytest.mark.parametrize("teachers", ["teachers", "served_teachers"])
+def test_ids_of_a_padded_vocabulary_are_not_taught(local_runs, teachers):
     """The teacher's most likely ids are padding: its K tokens are those that the student has."""
     from transformers import AutoModelForCausalLM
 
@@ -164,6 +165,7 @@ def test_ids_of_a_padded_vocabulary_are_not_taught(local_runs):
     config = local_runs.distill(max_steps=1, kd_support="teacher_topk", logits_topk=VOCABULARY, tokenizer=None)
     config["actor_train"]["model_args"] = {"dtype": "fp32", "model_name_or_path": str(student)}
     found = taught_by(config, {"model_args": {"dtype": "fp32", "model_name_or_path": str(padded)}})
+    found[teachers] = found.pop("teachers")
     (line,) = local_runs.metrics(local_runs.ok(found))
     assert line["actor/teacher_mass"] == pytest.approx(0.5, abs=1e-5)  # each logit occurs twice
     assert line["actor/student_mass"] == pytest.approx(1, abs=1e-5)

@@ -98,15 +98,15 @@ class Teachers:
 
         async def score(role: str, places: Sequence[int]) -> None:
             shown = [self._in_context(asked[at], sources[at]) for at in places]
+            more = self._num_more_ids(role) if config.kd_support == "teacher_topk" else 0
+            topk = want.topk + more
             if config.served_teachers:
-                scored = await _served(run, role, shown, topk=want.topk)
+                scored = await _served(run, role, shown, topk=topk)
             else:
-                own = replace(want, base=config.self_teacher == "base", ema=config.self_teacher == "ema")
-                if config.kd_support == "teacher_topk":
-                    own = replace(own, topk=want.topk + self._num_more_ids(role))
-                scored = await run.train_role(role).score(shown, own)
-                if own.topk > want.topk:
-                    scored = _of_the_student(scored, self.sizes["actor_train"] or 0, want.topk)
+                base, ema = config.self_teacher == "base", config.self_teacher == "ema"
+                scored = await run.train_role(role).score(shown, replace(want, base=base, ema=ema, topk=topk))
+            if more:
+                scored = _of_the_student(scored, self.sizes["actor_train"] or 0, want.topk)
             for index, at in enumerate(places):
                 outputs = _TeacherOutputs.of(scored, index, asked[at], shown[index])
                 asked[at] = outputs.added_to(asked[at])
