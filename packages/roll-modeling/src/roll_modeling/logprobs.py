@@ -393,8 +393,8 @@ class _ChunkedHead(torch.autograd.Function):
             span = slice(start, start + size)
             logp_CV, entropy_C = _log_softmax(head.logits(hidden_NH[span]), request.temperature, request.entropy)
             chosen.append(logp_CV.gather(1, targets_N[span, None])[:, 0])
-            if entropy_C is not None:
-                entropies.append(entropy_C)
+            if request.entropy:
+                entropies.append(_entropies(logp_CV) if entropy_C is None else entropy_C)
             if request.topk:
                 tops.append(_topk(logp_CV, request.topk))
             if gather_ids_NK is not None:
@@ -493,17 +493,18 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Log probabilities, and entropies if requested. Overwrites its argument."""
+    """Log probabilities, and entropies if requested and if they cost no further pass. Overwrites its argument."""
     if _compiled(logits_CV):
         return logits_CV, elementwise.log_softmax_(logits_CV, temperature, entropy=entropy)
     if temperature != 1.0:
         logits_CV.div_(temperature)
-    logp_CV = torch.log_softmax(logits_CV, dim=-1)
-    del logits_CV  # frees the logits of a caller that keeps no reference
-    if not entropy:
-        return logp_CV, None
+    return torch.log_softmax(logits_CV, dim=-1), None
+
+
+def _entropies(logp_CV: Tensor) -> Tensor:
+    """Entropies of a chunk. To be called when its logits are freed."""
     rows = max(1, -(-len(logp_CV) // ENTROPY_PARTS))
-    return logp_CV, torch.cat([_entropy(each) for each in torch.split(logp_CV, rows)])
+    return torch.cat([_entropy(each) for each in torch.split(logp_CV, rows)])
 
 
 def _compiled(logits_CV: Tensor) -> bool:
