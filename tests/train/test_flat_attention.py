@@ -34,6 +34,18 @@ FLAT = {
     "mistral": SIZES | WINDOW,
     "gemma2": SIZES | MIXED | {"query_pre_attn_scalar": 8},
     "gemma3_text": SIZES | MIXED,
+    # Heads of different sizes; the last two layers use keys and values of earlier ones.
+    "gemma4_text": SIZES
+    | WINDOW
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 8,
+        "per_layer_config": {at: {"head_dim": 16, "num_key_value_heads": 1} for at in (1, 3)},
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 61,
+    },
     "gpt_neox": {k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
     "phi3": SIZES | WINDOW | {"pad_token_id": 0},
     "olmo2": SIZES,

@@ -88,6 +88,15 @@ GENERAL = {
     },
     "gemma2": {**SMALL, **WINDOW, "model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {**SMALL, **WINDOW, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        **SMALL,
+        **WINDOW,
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        "per_layer_config": {1: {"head_dim": 16, "num_key_value_heads": 1}},
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+    },
     "phi": {**SMALL, "model_type": "phi"},
     "qwen2 with windows": {
         **SMALL,

@@ -20,6 +20,7 @@ import torch
 from roll_core.errors import UnsupportedError
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.architectures import CACHE_PARAMETERS
+from roll_modeling.model import layer_configs
 from roll_modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ModuleRunner(Runner):
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
-        self._token_bytes = _token_bytes(config, model.dtype.itemsize)
+        self._token_bytes = sum(_token_bytes(each, model.dtype.itemsize) for each in layer_configs(model.config))
         parameters = inspect.signature(self._model.forward).parameters
         self._picks_rows = "logits_to_keep" in parameters
         self._cache_name = next((name for name in CACHE_PARAMETERS if name in parameters), "")
@@ -186,8 +187,9 @@ class ModuleRunner(Runner):
 
 
 def _token_bytes(config: Any, itemsize: int) -> int:
+    """Bytes of a token's keys and values in one layer."""
     heads = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 1)
     hidden = int(getattr(config, "hidden_size", None) or 0)
     query_heads = int(getattr(config, "num_attention_heads", None) or 1)
     size = int(getattr(config, "head_dim", None) or hidden // query_heads)
-    return max(1, 2 * int(getattr(config, "num_hidden_layers", None) or 1) * heads * size * itemsize)
+    return max(1, 2 * heads * size * itemsize)

@@ -75,7 +75,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
     with environment({**variables, PARENT: str(os.getpid())}), ExitStack() as scratch:
         files = scratch.enter_context(engine_files(model, "vLLM"))
         if device == "cpu":
-            _check_heads(files.head_size, who)
+            _check_heads(files.head_sizes, who)
         if settings.quantization:
             _check_fp8(settings, files, model, device, who)
         arguments = _arguments(model, files, given, slots, mesh)
@@ -86,7 +86,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
         return LaunchedVllm(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
 
 
-def _check_heads(size: int, who: str) -> None:
+def _check_heads(found: set[int], who: str) -> None:
     """Raise `ModelError` for a head size that vLLM does not support on a CPU.
 
     vLLM itself starts with such a model, but crashes at the first request.
@@ -94,9 +94,9 @@ def _check_heads(size: int, who: str) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
+    for size in sorted(found.difference(sizes)):
         raise ModelError(
-            f"{who}: the model's attention heads have size {size}; on a CPU vLLM supports"
+            f"{who}: the model has attention heads of size {size}; on a CPU vLLM supports"
             f" {', '.join(map(str, sizes))}: use another model, or strategy hf_infer, which supports any size"
         )
 

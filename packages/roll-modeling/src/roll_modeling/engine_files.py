@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
-from roll_modeling.model import end_token_ids, load_config, load_model, load_tokenizer
+from roll_modeling.model import end_token_ids, layer_configs, load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,10 +50,12 @@ class EngineFiles:
         return int(self.text_config.max_position_embeddings)
 
     @property
-    def head_size(self) -> int:
-        """Size of one attention head."""
-        text = self.text_config
-        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    def head_sizes(self) -> set[int]:
+        """Sizes of attention heads: one, unless layers differ."""
+        return {
+            int(getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads)
+            for each in layer_configs(self.config)
+        }
 
 
 @contextmanager

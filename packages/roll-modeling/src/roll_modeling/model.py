@@ -108,6 +108,17 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """Config of each layer of the language model.
+
+    Sizes may differ between layers (Gemma 4). transformers then refuses to read them from the model's own config.
+    """
+    text: Any = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * (getattr(text, "num_hidden_layers", None) or 1)
+
+
 def end_token_ids(
     config: PreTrainedConfig, generation_config: GenerationConfig | None, vocab_size: int
 ) -> tuple[int, ...]:
@@ -233,15 +244,19 @@ def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     text = config.get_text_config()
     where = spec.path or f"random_init for {config.model_type}"
 
-    def size(name: str) -> int | None:
-        value = getattr(text, name, None)
+    def size(name: str, config: PreTrainedConfig = text) -> int | None:
+        value = getattr(config, name, None)
         return value if isinstance(value, int) else None
 
-    hidden, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
-    if hidden and heads and not size("head_dim") and hidden % heads:
-        raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if heads and kv_heads and heads % kv_heads:
-        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    for each in layer_configs(config):
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        hidden, heads, kv_heads = (size(name, each) for name in names)
+        if hidden and heads and not size("head_dim", each) and hidden % heads:
+            raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        if heads and kv_heads and heads % kv_heads:
+            raise ModelError(
+                f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
     layers, kinds = size("num_hidden_layers"), getattr(text, "layer_types", None)
     if layers and isinstance(kinds, (list, tuple)) and len(kinds) != layers:
         raise ModelError(f"{where}: num_hidden_layers is {layers}, but layer_types has {len(kinds)} entries; set both")

@@ -16,7 +16,7 @@ from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.types import DataRank
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.context_parallel import ContextParallel, Ulysses
-from roll_modeling.model import DTYPES
+from roll_modeling.model import DTYPES, layer_configs
 from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.process_group import ProcessGroup
@@ -134,11 +134,11 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         if self.config.ring_size > 1:
             return Ring(group)
         found = Ulysses(group)
-        config: Any = self.model.config.get_text_config()
-        heads: int = config.num_attention_heads
-        key_heads: int = getattr(config, "num_key_value_heads", None) or heads
         among = self.meshes.tensor_size
-        found.check_heads(heads // among, key_heads // among, "ulysses_size")
+        for layer in layer_configs(self.model.config):
+            heads: int = layer.num_attention_heads
+            key_heads: int = getattr(layer, "num_key_value_heads", None) or heads
+            found.check_heads(heads // among, key_heads // among, "ulysses_size")
         return found
 
     # -- computing -----------------------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ Each rank holds some of the experts of an MoE layer, see `experts`.
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from roll_core.errors import PlacementError, UnsupportedError
 from roll_modeling.collectives import copied, gathered, own_piece, summed
+from roll_modeling.model import layer_configs
 from roll_strategy_fsdp2.experts import spread_experts
 from roll_strategy_fsdp2.sharded_parameters import (
     ShardedParameter,
@@ -113,9 +115,8 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
 def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> None:
     if not any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items()):
         return
-    config = model.config.get_text_config()
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, what, None)
+    for layer, what in product(layer_configs(model.config), ("num_attention_heads", "num_key_value_heads")):
+        heads = getattr(layer, what, None)
         if isinstance(heads, int) and heads % size:
             raise PlacementError(
                 f"tensor_model_parallel_size {size} does not divide {what} {heads} of {type(model).__name__}; use a"
