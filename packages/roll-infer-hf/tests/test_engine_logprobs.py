@@ -13,6 +13,7 @@ from roll_infer_hf import decoder
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
 from roll_modeling.model import load_model
+from roll_testing.models import MULTIMODAL, write_multimodal
 
 SMALL = {
     "hidden_size": 32,
@@ -174,6 +175,13 @@ def test_general_path_gives_the_logprobs_of_a_plain_forward_pass(name):
     assert decoder.unsupported(model) is not None
     requests = some_requests(temperature=1.3)
     assert largest_difference(model, requests, run(spec, requests)) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_text_of_models_with_images_has_the_logprobs_of_a_plain_forward_pass(tmp_path, model_type):
+    spec = write_multimodal(tmp_path, model_type)
+    requests = some_requests(vocabulary=61)
+    assert largest_difference(load_model(spec), requests, run(spec, requests)) < 1e-5
 
 
 SMALL_RECURRENT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97}

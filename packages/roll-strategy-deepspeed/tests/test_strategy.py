@@ -23,7 +23,7 @@ from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows, check_same, check_same_run
 from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
-from roll_testing.models import make_batch
+from roll_testing.models import make_batch, write_multimodal
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
@@ -68,13 +68,22 @@ def test_ranks_score_any_number_of_microbatches(ranks, case, stage, num_sequence
 
 @pytest.mark.parametrize("keys", OFFLOADED.values(), ids=OFFLOADED)
 def test_with_states_on_the_host_it_trains_as_hf_train(ranks, case, keys):
-    offloaded: Trained = ranks(train, case.with_(strategy_config={"zero_optimization": keys}, world_size=2), STEPS)[0]
+    trains_as_hf_train(ranks, case, {"zero_optimization": keys})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_text_trains_a_model_with_images_as_in_hf_train(ranks, case, tmp_path, stage):
+    trains_as_hf_train(ranks, case.with_(model=write_multimodal(tmp_path, "qwen3_vl")), zero(stage))
+
+
+def trains_as_hf_train(ranks, case, strategy_config):
+    found: Trained = ranks(train, case.with_(strategy_config=strategy_config, world_size=2), STEPS)[0]
     hf = case.with_(provider=registry().find(TrainProvider, "hf_train"), world_size=2)
     plain: Trained = ranks(train, hf, STEPS)[0]
-    for one, other in zip(offloaded.stats, plain.stats, strict=True):
+    for one, other in zip(found.stats, plain.stats, strict=True):
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
         assert one.learning_rate == other.learning_rate
-    way = {name: each - plain.before[name] for name, each in offloaded.after.items()}
+    way = {name: each - plain.before[name] for name, each in found.after.items()}
     check_near("way", way, {name: each - plain.before[name] for name, each in plain.after.items()}, 1e-4)
 
 

@@ -31,6 +31,7 @@ from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
+from roll_testing.models import MULTIMODAL
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
@@ -58,6 +59,11 @@ JOBS = {
     "tied": Job(world_size=2, model={"random_init": TINY | {"tie_word_embeddings": True}}),
     "experts": Job(world_size=2, max_sequences=1, model={"random_init": MOE}),
     "another architecture": Job(world_size=2, model={"random_init": GPT2, "gradient_checkpointing": True}),
+    "text of a model with images": Job(
+        world_size=2,
+        max_sequences=1,
+        model={"random_init": MULTIMODAL["qwen3_vl"], "gradient_checkpointing": True},
+    ),
     "adapters": Job(world_size=2, model={"lora": LORA}),
     "adapters, 2 x 2, and whole modules": Job(world_size=4, model={"lora": EXTRA}, config={"fsdp_size": 2}),
     "adapters on a critic, checkpointed": Job(
@@ -161,6 +167,7 @@ def furthest(found, expected):
 
 ALWAYS = {"2", "adapters"}
 OFTEN = {
+    "text of a model with images",
     "tensor 2",
     "4, of which one has less to do",
     "reduced each time",

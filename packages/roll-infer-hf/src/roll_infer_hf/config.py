@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
-from roll_modeling.architectures import CAUSAL_LM, check_buildable, check_cached
+from roll_modeling.architectures import CAUSAL_LM, IMAGE_TEXT, check_buildable, check_cached
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ class HFInferConfig(StrategyConfig):
 
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        check_buildable(keys, CAUSAL_LM)
+        check_buildable(keys, CAUSAL_LM, IMAGE_TEXT)
         check_cached(keys)
 
     @override

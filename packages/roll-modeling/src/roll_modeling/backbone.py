@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from roll_core.errors import ModelError, UnsupportedError
+from roll_core.errors import ModelError, UnsupportedError, one_line
 from roll_modeling import attention
 from roll_modeling.logprobs import (
     HeadOutputs,
@@ -249,9 +249,12 @@ class Backbone:
     def _check_causal(self) -> None:
         vocab_size = self.model.config.get_text_config().vocab_size
         tokens_T, _ = self._probe()
-        before_TH = self._padded(tokens_T, PROBE_LENGTHS)
-        tokens_T[3] = (tokens_T[3] + 1) % vocab_size
-        after_TH = self._padded(tokens_T, PROBE_LENGTHS)
+        try:
+            before_TH = self._padded(tokens_T, PROBE_LENGTHS)
+            tokens_T[3] = (tokens_T[3] + 1) % vocab_size
+            after_TH = self._padded(tokens_T, PROBE_LENGTHS)
+        except Exception as error:  # architectures may fail in any way on inputs that they do not support
+            raise ModelError(f"{type(self.model).__name__} cannot compute a text: {one_line(error)}") from error
         if float((after_TH - before_TH)[:3].abs().max()) > self._tolerance(before_TH):
             raise ModelError(f"{type(self.model).__name__} attends to later tokens; only causal models are supported")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.errors import UnsupportedError
+from roll_core.errors import UnsupportedError, one_line
 from roll_modeling.model import empty_model, load_tokenizer, quiet
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import ModelSpec
 
+log = logging.getLogger(__name__)
+
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
 
 def check_exportable(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Raise `UnsupportedError` if transformers cannot load the task's model."""
@@ -26,7 +32,7 @@ def check_exportable(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Tensor], path: Path) -> None:
-    """Write the model's config, `state` and tokenizer to `path`.
+    """Write the model's config, `state`, tokenizer and the settings of its image processor to `path`.
 
     `state` has the whole tensors under the names of the model's `state_dict`, with tied tensors under both names.
     `model` provides only the config. Raises `UnsupportedError`.
@@ -44,8 +50,7 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
                 config.save_pretrained(path)
     finally:
         config._attn_implementation = usual
-    if spec.tokenizer or spec.path:
-        load_tokenizer(spec).save_pretrained(path)
+    _write_inputs(spec, path)
 
 
 def write_description(spec: ModelSpec, path: Path) -> None:
@@ -62,5 +67,18 @@ def write_description(spec: ModelSpec, path: Path) -> None:
         config.save_pretrained(path)
         if model.can_generate():
             model.generation_config.save_pretrained(path)
+    _write_inputs(spec, path)
+
+
+def _write_inputs(spec: ModelSpec, path: Path) -> None:
+    """Write the tokenizer, and copy the settings of the processors of images and video that the model has."""
+    from transformers.utils import cached_file
+
     if spec.tokenizer or spec.path:
         load_tokenizer(spec).save_pretrained(path)
+    for name in PROCESSORS if spec.path else ():
+        try:
+            if found := cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False):
+                shutil.copyfile(found, path / name)
+        except OSError as error:  # the hub cannot be reached; the weights are worth more than this file
+            log.warning("%s: %s is not in the export: %s", spec.path, name, one_line(error))

@@ -24,7 +24,7 @@ from torch import nn
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
 from roll_core.spec.weights import digest
-from roll_modeling.model import load_tokenizer, quiet, scalar_head
+from roll_modeling.model import load_tokenizer, quiet, scalar_head, text_parts
 from roll_modeling.module_programs import model_library
 
 if TYPE_CHECKING:
@@ -301,6 +301,9 @@ def target_layers(
     targets that the model does not have.
     """
     layers = _linear_layers(model)
+    if library is None:
+        trained = {id(each) for part in text_parts(model) for each in part.modules()}
+        layers = {path: each for path, each in layers.items() if id(each) in trained}
     if lora.targets == ("all-linear",):
         if library is not None:
             inside = {id(each) for block in library.blocks(model) for each in block.modules()}

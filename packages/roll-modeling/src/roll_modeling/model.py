@@ -119,6 +119,17 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
     return [text] * (getattr(text, "num_hidden_layers", None) or 1)
 
 
+def text_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that a text passes: the model, or the language model and the head of one that also takes images or audio.
+
+    Nothing else can be trained on text: it has no gradients, and an optimizer's weight decay would shrink it.
+    """
+    if model.config.get_text_config() is model.config:
+        return [model]
+    heads = getattr(model, "score", None), model.get_output_embeddings()
+    return [model.get_decoder(), *(each for each in heads if each is not None)]
+
+
 def end_token_ids(
     config: PreTrainedConfig, generation_config: GenerationConfig | None, vocab_size: int
 ) -> tuple[int, ...]:
@@ -193,13 +204,16 @@ def _random_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -
         )
     config_class = CONFIG_MAPPING[model_type]
     _refuse_unknown(keys, config_class, f"random_init for {model_type}")
-    if "vocab_size" not in keys:
+    text = keys
+    if "text_config" in config_class.sub_configs:
+        keys["text_config"] = text = dict(keys.get("text_config") or {})
+    if "vocab_size" not in text:
         if tokenizer is None:
             raise ModelError("random_init: set vocab_size, or a tokenizer that determines it")
-        keys["vocab_size"] = len(tokenizer)
+        text["vocab_size"] = len(tokenizer)
     if tokenizer is not None:
         for name in TOKEN_IDS:
-            keys.setdefault(name, getattr(tokenizer, name))
+            text.setdefault(name, getattr(tokenizer, name))
     try:
         return AutoConfig.for_model(model_type, **keys)
     except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
@@ -275,16 +289,20 @@ def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
 
 def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
     """The task's auto class, and True if the caller must replace the causal LM's head with a scalar head."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers.models.auto import modeling_auto as auto
 
-    if spec.task == "causal_lm":
-        return AutoModelForCausalLM, False
-    if spec.task in ("value", "reward"):
-        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            return AutoModelForSequenceClassification, False
-        return AutoModelForCausalLM, True
-    raise ModelError(f"task {spec.task!r} is unknown; use causal_lm, value or reward")
+    if spec.task not in ("causal_lm", "value", "reward"):
+        raise ModelError(f"task {spec.task!r} is unknown; use causal_lm, value or reward")
+    if spec.task != "causal_lm" and type(config) in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return AutoModelForSequenceClassification, False
+    # A model that also takes images, and of which transformers has no form for text alone.
+    mixed = (
+        type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
+    )
+    return AutoModelForImageTextToText if mixed else AutoModelForCausalLM, spec.task != "causal_lm"
 
 
 def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import torch
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import PortableState, StateKind, TrainStrategy
 from roll_modeling.lora import Adapters, adapters_off, add_adapters
-from roll_modeling.model import DTYPES, load_model
+from roll_modeling.model import DTYPES, load_model, text_parts
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import write_gathered
@@ -66,7 +66,9 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         """Add the adapters of the spec, if any, to `model`, and set `requires_grad` of the parameters."""
         found = add_adapters(self.model, self.spec) if self.spec.lora is not None else None
         if found is None or self.training is None:
-            self.model.requires_grad_(self.training is not None)
+            self.model.requires_grad_(False)
+            for part in text_parts(self.model) if self.library is None else [self.model]:
+                part.requires_grad_(self.training is not None)
         return found
 
     def _require_training(self) -> OptimizerT:

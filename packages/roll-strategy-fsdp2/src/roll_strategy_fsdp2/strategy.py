@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from typing_extensions import override
@@ -28,7 +28,7 @@ from roll_strategy_fsdp2.experts import exchange_tokens
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedAdamW, local
 from roll_strategy_fsdp2.passes import Passes
-from roll_strategy_fsdp2.sharding import Root, make_meshes, shard
+from roll_strategy_fsdp2.sharding import Root, make_meshes, shard, sharded_modules
 from roll_strategy_fsdp2.tensor_parallel import parallelize
 from roll_strategy_fsdp2.weights import Weights
 
@@ -102,6 +102,11 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
             self.process_group,
             reduces_each=config.reduce_scatter_during_grad_accumulation,
         )
+        for module in cast("list[Any]", sharded_modules(self.root)):
+            # Passes over text never gather a vision tower, but torch's end of a backward pass expects that they did.
+            if not any(each.requires_grad for each in module.parameters()):
+                module.unshard()
+                module.reshard()
         if self.training is not None:
             self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, mesh.device)
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
     from roll_core.spec.providers import Task
 
 QWEN3: Mapping[str, Any] = {
@@ -65,6 +67,32 @@ LARGE: Mapping[str, Any] = {
 }
 """A model with 8.7 million parameters."""
 
+_TEXT = {key: each for key, each in QWEN3.items() if key not in ("model_type", "rope_parameters")} | {"vocab_size": 61}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"model_type": "gemma3", "text_config": _TEXT | {"sliding_window": 4}, "vision_config": _VISION},
+    "mistral3": {
+        "model_type": "mistral3",
+        "text_config": _TEXT | {"model_type": "mistral"},
+        "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        "vision_config": _QWEN_VISION,
+    },
+    "qwen3_vl": {"model_type": "qwen3_vl", "text_config": _TEXT, "vision_config": _QWEN_VISION},
+}
+"""Models that also take images: a language model beside a vision tower. The vocabulary has 61 tokens."""
+
 LENGTHS = (5, 1, 9, 3, 12, 2, 7, 4)
 """Lengths of a batch's sequences. One sequence has nothing to predict, another a single token."""
 FIRST_CHARACTER = ord("0")
@@ -90,6 +118,21 @@ def write_checkpoint(folder: Path, architecture: Mapping[str, Any], *, task: Tas
         for parameter in model.parameters():  # norms are initialized to 1, biases to 0: both would hide mistakes
             if parameter.ndim < 2:
                 torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return _written(model, folder, task, vocab_size)
+
+
+def write_multimodal(folder: Path, model_type: str) -> ModelSpec:
+    """Like `write_checkpoint`, for a causal language model of `MULTIMODAL`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**MULTIMODAL[model_type]))
+    return _written(model, folder, "causal_lm", _TEXT["vocab_size"])
+
+
+def _written(model: PreTrainedModel, folder: Path, task: Task, vocab_size: int) -> ModelSpec:
     model.save_pretrained(folder)
     alphabet = "".join(chr(FIRST_CHARACTER + i) for i in range(min(vocab_size, 40) - SPECIAL_TOKENS))
     make_tokenizer(TokenizerConfig(kind="char", alphabet=alphabet), (), folder)
