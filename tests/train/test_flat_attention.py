@@ -79,6 +79,7 @@ FLAT = {
     },
 }
 PADDED = {
+    "llama4_text": SIZES | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "pad_token_id": 0},
     "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},
 }

@@ -194,6 +194,8 @@ SMALL_RECURRENT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_hea
         {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97},
         # takes a cache, and keeps the state of its recurrent layers in the module all the same
         {**SMALL_RECURRENT, "model_type": "recurrent_gemma", "lru_width": 32, "head_dim": 8, "intermediate_size": 64},
+        # has a cache class of its own
+        {**SMALL, "model_type": "minimax", "num_local_experts": 4, "head_dim": 8},
     ],
     ids=lambda keys: keys["model_type"],
 )

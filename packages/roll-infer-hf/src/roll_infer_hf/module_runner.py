@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from roll_core.errors import UnsupportedError
+from roll_core.errors import UnsupportedError, one_line
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.architectures import CACHE_PARAMETERS
 from roll_modeling.model import layer_configs
@@ -168,14 +168,20 @@ class ModuleRunner(Runner):
     def _fills_states(self) -> bool:
         """True if every recurrent layer stores its state in the cache, tested by a forward pass over two tokens.
 
-        A layer that leaves the cache empty keeps its state in the module, where the states of cohorts would mix.
+        A layer that leaves the cache empty keeps its state in the module, where the states of cohorts would mix. Raises
+        `UnsupportedError` if the pass fails.
         """
         states = ("is_conv_states_initialized", "is_recurrent_states_initialized")
         cache = self._new_cache()
         recurrent = [each for each in getattr(cache, "layers", ()) if hasattr(each, states[0])]
-        if recurrent:
-            tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        try:
             self._forward(Cohort(cache, 1, 0), tokens, every=False)
+        except Exception as error:  # architectures with a cache of their own fail in any way
+            raise UnsupportedError(
+                f"hf_infer does not support {self._model.config.model_type}: a pass with transformers' cache fails"
+                f" ({one_line(error)}); use another engine"
+            ) from error
         return all(any(any(getattr(each, name).values()) for name in states) for each in recurrent)
 
     def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool) -> Tensor:

@@ -65,7 +65,9 @@ class Backbone:
         cannot be computed as configured.
         """
         self.model, self.context, self.replay = model, context, replay
-        self.module: nn.Module = model.base_model
+        body: nn.Module = model.base_model
+        # Llama 4's `base_model_prefix` names no attribute of it, so that its `base_model` is the whole model.
+        self.module: nn.Module = getattr(model, "model", body) if body is model else body
         self.why_padded = f"attn_implementation: {attn_implementation}"
         self.flat = attn_implementation in ("auto", attention.NAME) and self._try_flat()
         if not self.flat:
