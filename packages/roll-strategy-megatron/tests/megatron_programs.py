@@ -63,6 +63,17 @@ def score_and_train(rank, case: Case, batch, steps, want=WANT):
         }
 
 
+def train_unchecked(rank, case: Case, step):
+    """Whether Megatron trains a model whose sizes nothing has checked."""
+    with patch("roll_strategy_megatron.config.MegatronConfig.check_model", lambda self, keys: None):
+        try:
+            with built(case, rank) as strategy:
+                take_step(strategy, step)
+        except Exception:  # Megatron's are of many kinds
+            return False
+        return True
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the memory of tensors that are made while it is on, as long as it is not given back; `known` was there
     before."""

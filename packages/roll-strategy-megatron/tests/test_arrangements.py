@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from megatron_programs import DEEPSEEK, MIXTURE, WANT, score_and_train
+from divisions import DIVISIONS
+from megatron_programs import DEEPSEEK, MIXTURE, WANT, score_and_train, train_unchecked
 from safetensors.torch import load_file, save_file
 
 from roll_core.spec.providers import TrainProvider
@@ -242,6 +243,26 @@ def test_experts_score_without_sequence_parallel(run, tmp_path, config):
     expected = Reference(TransformersModel(case.model), "causal_lm").by_sequence(batch, WANT)
     for name, bound in OUTPUTS.items():
         check_rows(name, rows[name], expected[name], bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_megatron_divides_a_model_as_check_supposes(run, tmp_path, name):
+    """What `check` says of the same: see `test_config.py`."""
+    division = DIVISIONS[name]
+    models = {"qwen3": QWEN3, "mixtral": MIXTRAL, "qwen3_moe": MIXTURE, "deepseek_v3": DEEPSEEK}
+    recomputes = "recompute_granularity" in division.config
+    case = case_of(
+        Arrangement(
+            ranks=division.ranks,
+            model=models[division.model_type] | division.keys,
+            config=division.config,
+            checkpointing=recomputes,
+        ),
+        tmp_path,
+    )
+    (step,) = steps((1,), "causal_lm")
+    assert run(train_unchecked, case, step) == (division.fits,) * division.ranks
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

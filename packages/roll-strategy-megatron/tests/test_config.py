@@ -6,6 +6,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
+from divisions import DIVISIONS
 from pydantic import ValidationError
 
 from roll_core.config.loading import load
@@ -39,6 +40,15 @@ def refusal(tmp_path, **values):
     with pytest.raises(ConfigError) as caught:
         checked(tmp_path, **values)
     return str(caught.value)
+
+
+AT_CONFIG = "sft_train.strategy_args.strategy_config"
+
+
+def mistakes(tmp_path, **values):
+    with pytest.raises(ConfigError) as caught:
+        checked(tmp_path, **values)
+    return [(each.code, each.key) for each in caught.value.problems]
 
 
 def test_a_role_knows_how_many_ranks_share_a_model(tmp_path):
@@ -120,6 +130,57 @@ def test_a_model_that_comes_out_even_is_fine(tmp_path):
     }
     model = {"random_init": {"model_type": "qwen3", "num_hidden_layers": 31}}
     assert checked(tmp_path, config=json.dumps(keys), model=json.dumps(model)).config.sft_train.ranks_per_replica == 4
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_check_refuses_what_megatron_cannot_divide(tmp_path, name):
+    """What Megatron does with the same: see `test_arrangements.py`."""
+    case = DIVISIONS[name]
+    model = json.dumps({"random_init": {"model_type": case.model_type, **case.keys}})
+    arranged = {"config": json.dumps(case.config), "model": model, "slots": 6}
+    if case.fits:
+        assert checked(tmp_path, **arranged).config.sft_train is not None
+    else:
+        assert mistakes(tmp_path, **arranged) == [("ROLL-C018", AT_CONFIG)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"recompute_num_layers": 2, "pipeline_model_parallel_layout": "Etttt|tttL"},
+        {"recompute_num_layers": 3, "account_for_loss_in_pipeline_split": True},
+        {"recompute_num_layers": 4, "account_for_loss_in_pipeline_split": True},
+    ],
+    ids=["by layout", "first stage", "last stage"],
+)
+def test_recomputed_groups_of_layers_are_whole_on_each_stage(tmp_path, config):
+    """7 layers on 2 stages are 4 and 3."""
+    config |= {"recompute_granularity": "full", "pipeline_model_parallel_size": 2}
+    model = '{"random_init": {"model_type": "qwen3", "num_hidden_layers": 7}}'
+    assert mistakes(tmp_path, config=json.dumps(config), model=model) == [("ROLL-C018", AT_CONFIG)]
+    config |= {"recompute_num_layers": 1}
+    assert checked(tmp_path, config=json.dumps(config), model=model).config.sft_train is not None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"expert_tensor_parallel_size": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    ],
+    ids=["split", "recomputed"],
+)
+def test_a_dense_model_has_no_experts_to_split_or_recompute(tmp_path, config):
+    dense, mixture = (f"{{random_init: {{model_type: {each}}}}}" for each in ("qwen3", "qwen3_moe"))
+    assert mistakes(tmp_path, config=json.dumps(config), model=dense) == [("ROLL-C018", AT_CONFIG)]
+    assert checked(tmp_path, config=json.dumps(config), model=mixture).config.sft_train is not None
+
+
+def test_shared_experts_of_another_packages_model_are_sharded_like_dense_layers():
+    config = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
+    with pytest.raises(ValueError, match="shared_expert_intermediate_size"):
+        config.check_model({"shared_expert_intermediate_size": 15})
+    config.check_model({"shared_expert_intermediate_size": 16})
 
 
 def test_only_training_needs_sequence_parallel_beside_experts(tmp_path):

@@ -20,7 +20,7 @@ from roll_core.spec.platform import EnvVar
 from roll_modeling.architectures import NUMBER_OF_EXPERTS, has_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from roll_core.spec.providers import ModelParallelism
 
@@ -65,6 +65,8 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Model types without experts."""
 LATENT = ("deepseek_v3",)
 """Model types with latent attention."""
+EXPERTS_ONLY = ("mixtral", "qwen3_moe")
+"""Model types in which every feed-forward layer is an MoE layer."""
 ARCHITECTURES = (*DENSE, *LATENT, "mixtral", "qwen3_moe")
 """Model types that the bridge supports without other packages."""
 ENTRY_POINTS = "roll.megatron_architectures"
@@ -81,8 +83,10 @@ MASTERS_APART = (
     "models in bf16 that are trained whole (model_args.dtype: bf16, no lora_target): of tensors in float32 Megatron can"
     " put no copies on the host"
 )
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+"""Parallel sizes that, above 1, require a model with experts."""
 OF_EXPERTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_layer_recompute", "moe_grouped_gemm")
-"""Keys that require a model with experts."""
+"""Other keys that require a model with experts."""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
@@ -159,7 +163,10 @@ class MegatronConfig(StrategyConfig):
     """With `full`: recompute in groups of `recompute_num_layers` layers (`uniform`, default), or only the first
     `recompute_num_layers` layers of each stage (`block`)."""
     recompute_num_layers: PositiveInt | None = None
-    """Number of layers, see `recompute_method`. Default: 1."""
+    """Number of layers, see `recompute_method`. With `uniform`, a divisor of the layers of each model chunk.
+
+    Default: 1.
+    """
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
     """With `selective`: the recomputed modules. Default: `core_attn`.
 
@@ -256,32 +263,21 @@ class MegatronConfig(StrategyConfig):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Check the model's config keys against this strategy config.
 
-        Raises `ValueError` if the bridge does not support the architecture, or if layers, heads, hidden units or
-        experts cannot be divided evenly.
+        Raises `ValueError` if the bridge does not support the architecture, if layers, heads, hidden units or experts
+        cannot be divided evenly, or for keys of experts with a dense model.
         """
         if "text_config" not in keys:
             _check_architecture(keys.get("model_type"))
         layers = keys.get("num_hidden_layers")
         if isinstance(layers, int):
             self._check_layers(layers)
-        tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
-        own = self.expert_tensor_parallel_size
-        for key, ranks, over in (
-            ("num_attention_heads", tensor, "tensor_model_parallel_size"),
-            ("num_key_value_heads", tensor, "tensor_model_parallel_size"),
-            ("intermediate_size", tensor, "tensor_model_parallel_size"),
-            (
-                "moe_intermediate_size",
-                own or tensor,
-                "expert_tensor_parallel_size" if own else "tensor_model_parallel_size",
-            ),
-            *((each, experts, "expert_model_parallel_size") for each in NUMBER_OF_EXPERTS),
-        ):
-            number = keys.get(key)
+        for key, number, over, ranks in self._divided(keys):
             if isinstance(number, int) and number % ranks:
                 raise ValueError(f"the model's {key} {number} is not a multiple of {over} {ranks}")
         self.check_sequence_parallel(experts=has_experts(keys), latent=keys.get("model_type") in LATENT)
-        asked = [key for key in OF_EXPERTS if getattr(self, key)]
+        asked = [key for key in EXPERT_SIZES if (getattr(self, key) or 1) > 1]
+        asked += [key for key in OF_EXPERTS if getattr(self, key)]
+        asked += ["recompute_modules: [moe]"] if "moe" in (self.recompute_modules or ()) else []
         if asked and keys.get("model_type") in DENSE:
             raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")
 
@@ -312,11 +308,32 @@ class MegatronConfig(StrategyConfig):
         if keys.get("model_type") in DENSE:
             raise ValueError(f"needs a mixture of experts, and the model is of type {keys['model_type']}")
 
+    def _divided(self, keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, int]]:
+        """Sizes of the model, each with the key of the number of ranks that must divide it, and that number."""
+        tensor = "tensor_model_parallel_size", self.tensor_model_parallel_size
+        own = self.expert_tensor_parallel_size
+        of_expert = ("expert_tensor_parallel_size", own) if own else tensor
+        kind, size, shared = (keys.get(key) for key in ("model_type", "moe_intermediate_size", "n_shared_experts"))
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            yield key, keys.get(key), *tensor
+        if kind == "mixtral":  # its only size
+            yield "intermediate_size", keys.get("intermediate_size"), *of_expert
+        elif kind not in EXPERTS_ONLY and keys.get("first_k_dense_replace") != 0:
+            yield "intermediate_size", keys.get("intermediate_size"), *tensor
+        yield "moe_intermediate_size", size, *of_expert
+        # Megatron computes a layer's shared experts as one, sharded like a dense layer.
+        yield "shared_expert_intermediate_size", keys.get("shared_expert_intermediate_size"), *tensor
+        if isinstance(size, int) and isinstance(shared, int):
+            yield f"moe_intermediate_size {size} × n_shared_experts {shared} =", size * shared, *tensor
+        for key in NUMBER_OF_EXPERTS:
+            yield key, keys.get(key), "expert_model_parallel_size", self.expert_model_parallel_size
+
     def _check_layers(self, layers: int) -> None:
         if self.pipeline_model_parallel_layout is not None:
-            placed = sum(run.count("t") for run in runs(self.pipeline_model_parallel_layout))
-            if placed != layers:
-                raise ValueError(f"pipeline_model_parallel_layout has {placed} layers (t), the model {layers}")
+            chunks = [run.count("t") for run in runs(self.pipeline_model_parallel_layout)]
+            if sum(chunks) != layers:
+                raise ValueError(f"pipeline_model_parallel_layout has {sum(chunks)} layers (t), the model {layers}")
+            self._check_recomputed(chunks)
             return
         ends = [
             f" + 1 for {end}"
@@ -333,6 +350,20 @@ class MegatronConfig(StrategyConfig):
             number += f" × virtual_pipeline_model_parallel_size {of_stage} = {stages * of_stage}"
         if (layers + len(ends)) % (stages * of_stage):
             raise ValueError(f"the model's {counted} is not a multiple of {number}")
+        chunks = [(layers + len(ends)) // (stages * of_stage)] * (stages * of_stage)
+        chunks[0] -= self.account_for_embedding_in_pipeline_split
+        chunks[-1] -= self.account_for_loss_in_pipeline_split
+        self._check_recomputed(chunks)
+
+    def _check_recomputed(self, chunks: list[int]) -> None:
+        """Check that groups of recomputed layers are whole in each model chunk; Megatron would index beyond its end."""
+        group = self.recompute_num_layers
+        uneven = [each for each in chunks if group and each % group]
+        if uneven and self.recompute_method != "block":
+            raise ValueError(
+                f"recompute_num_layers {group} does not divide a model chunk of {uneven[0]} layers, as"
+                " recompute_method: uniform requires"
+            )
 
     @model_validator(mode="before")
     @classmethod
