@@ -330,6 +330,19 @@ def test_every_key_of_a_file_is_reported_once(registry):
             "not needed",
             {},
         ),
+        *(
+            (
+                {"arr__actor__strategy": "megatron", f"arr__{role}__megatron__override_transformer_config": recomputed},
+                f"actor_rollout_ref.{role}.megatron.override_transformer_config.recompute_modules",
+                status,
+                {f"{ours}.strategy_args.strategy_config.{key}": kept and recomputed[key] for key in recomputed},
+            )
+            for recomputed in ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},)
+            for role, ours, status, kept in (
+                ("actor", "actor_train", "renamed", True),
+                ("ref", "reference", "not needed", None),
+            )
+        ),
         ({"trainer__val_only": True}, "trainer.val_only", "unsupported", {}),
         ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": None}),
     ],

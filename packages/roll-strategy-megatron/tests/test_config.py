@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from roll_core.config.loading import load
 from roll_core.errors import ConfigError
-from roll_strategy_megatron.config import ARCHITECTURES, REFUSED, MegatronConfig, runs
+from roll_strategy_megatron.config import ARCHITECTURES, REFUSED, MegatronConfig, ScoringConfig, runs
 from roll_testing.errors import mentions
 from roll_testing.train_kit import registry
 
@@ -42,6 +42,17 @@ def refusal(tmp_path, **values):
     return str(caught.value)
 
 
+SCORED = """\
+pipeline: dpo
+actor_train:
+  data_args: {{file_name: rows.jsonl}}
+  model_args: {{model_name_or_path: here}}
+  strategy_args: {{strategy_name: hf_train}}
+reference:
+  strategy_args:
+    strategy_name: megatron_infer
+    strategy_config: {config}
+"""
 AT_CONFIG = "sft_train.strategy_args.strategy_config"
 
 
@@ -235,6 +246,58 @@ def test_workers_that_share_layers_get_the_variable_that_megatron_relies_on(keys
 
 def test_a_twin_that_only_scores_cannot_be_trained(tmp_path):
     assert "has no optimizer" in refusal(tmp_path, name="megatron_infer")
+
+
+OF_TRAINING = {
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 2,
+    "recompute_modules": ["moe"],
+    "moe_layer_recompute": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 1000,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.01,
+    "async_save_ckpt": True,
+}
+
+
+@pytest.mark.parametrize("key", OF_TRAINING)
+def test_a_twin_that_only_scores_refuses_keys_of_training(tmp_path, key):
+    file, at = tmp_path / "run.yaml", "reference.strategy_args.strategy_config"
+    file.write_text(SCORED.format(config=json.dumps({key: OF_TRAINING[key]})), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(file, [], registry())
+    assert [(each.code, each.key) for each in caught.value.problems] == [("ROLL-C014", at)]
+    assert mentions(str(caught.value), key)
+
+
+def test_a_twin_that_only_scores_takes_the_other_keys():
+    disabled = {"recompute_granularity": None, "overlap_grad_reduce": False, "moe_aux_loss_coeff": 0.0}
+    assert ScoringConfig.model_validate(disabled) == ScoringConfig()
+    assert MegatronConfig.model_fields.keys() - OF_TRAINING.keys() == {
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "attention_backend",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "logprob_chunk_tokens",
+        "moe_grouped_gemm",
+        "moe_router_dtype",
+        "moe_router_load_balancing_type",  # its other value is none
+        "moe_token_dispatcher_type",
+        "pipeline_model_parallel_layout",
+        "pipeline_model_parallel_size",
+        "sequence_parallel",
+        "tensor_model_parallel_size",
+        "transformer_impl",
+        "use_distributed_optimizer",  # has one value
+        "virtual_pipeline_model_parallel_size",
+    }
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -395,6 +395,16 @@ def _in_role(name: str) -> KeyRule:
     return KeyRule(f"→ `{name}` of the role", convert)
 
 
+def _of_training(name: str) -> KeyRule:
+    """Like `_in_role`, for keys that `megatron_infer` rejects."""
+    rule = _in_role(name)
+
+    def convert(value: Any, key: Key) -> Outcome:
+        return Outcome("not needed", (), ONLY_SCORES) if _ours(key) == "reference" else rule(value, key)
+
+    return KeyRule(rule.says, convert)
+
+
 def _dtype(value: Any, key: Key) -> Outcome:
     if value in ("fp32", "float32"):
         return Outcome("not needed", (), "the optimizer updates fp32 weights; the computation is bf16")
@@ -422,6 +432,8 @@ def _megatron_sequences(value: Any, key: Key) -> Outcome:
 
 
 def _recompute_modules(value: Any, key: Key) -> Outcome:
+    if _ours(key) == "reference":
+        return Outcome("not needed", (), ONLY_SCORES)
     if key.beside("recompute_granularity") != "selective":
         return Outcome("not needed", (), "recompute_granularity is not selective")
     return Outcome("renamed", ((dotted(f"{_ours(key)}.strategy_args.strategy_config.recompute_modules"), value),))
@@ -813,10 +825,11 @@ PARALLEL = (
     " expert_model_parallel_size expert_tensor_parallel_size"
 )
 TRANSFORMER = (
-    "recompute_granularity recompute_method recompute_num_layers moe_aux_loss_coeff moe_z_loss_coeff moe_grouped_gemm"
-    " moe_token_dispatcher_type moe_router_dtype account_for_embedding_in_pipeline_split"
+    "moe_grouped_gemm moe_token_dispatcher_type moe_router_dtype account_for_embedding_in_pipeline_split"
     " account_for_loss_in_pipeline_split"
 )
+OF_TRAINING = "recompute_granularity recompute_method recompute_num_layers moe_aux_loss_coeff moe_z_loss_coeff"
+ONLY_SCORES = "the reference only scores"
 STRATEGY = "strategy_args.strategy_config"
 MEGATRON: Table = {
     **{name: _in_role(f"{STRATEGY}.{name}") for name in PARALLEL.split()},
@@ -824,6 +837,7 @@ MEGATRON: Table = {
     **each("param_offload optimizer_offload grad_offload", PLACED),
     "use_distributed_optimizer": refused("the optimizer is always distributed", True),
     "override_transformer_config": {
+        **{name: _of_training(f"{STRATEGY}.{name}") for name in OF_TRAINING.split()},
         **{name: _in_role(f"{STRATEGY}.{name}") for name in TRANSFORMER.split()},
         "recompute_modules": change("→ `strategy_config.recompute_modules`", _recompute_modules, nested=True),
         **each("attention_backend apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion", FASTER),

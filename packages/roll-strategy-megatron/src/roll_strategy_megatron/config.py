@@ -87,12 +87,24 @@ EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 """Parallel sizes that, above 1, require a model with experts."""
 OF_EXPERTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_layer_recompute", "moe_grouped_gemm")
 """Other keys that require a model with experts."""
+OF_TRAINING = (
+    *RECOMPUTATION,
+    "overlap_grad_reduce",
+    "ddp_bucket_size",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "async_save_ckpt",
+)
+"""Keys without effect in `megatron_infer`, which runs neither backward passes nor optimizer steps."""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
 
 class MegatronConfig(StrategyConfig):
-    """`strategy_config` of `megatron_train`. `megatron_infer` has the same keys, see `ScoringConfig`."""
+    """`strategy_config` of `megatron_train`."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Degree of tensor parallelism: ranks that shard the matrices of each layer. They should be on one host."""
@@ -442,12 +454,21 @@ class MegatronConfig(StrategyConfig):
 
 
 class ScoringConfig(MegatronConfig):
-    """`strategy_config` of `megatron_infer`, which has no optimizer."""
+    """`strategy_config` of `megatron_infer`: rejects the keys in `OF_TRAINING`, unless their value disables the
+    feature."""
 
     @property
     @override
     def trains(self) -> bool:
         return False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_scores(cls, data: Any) -> Any:
+        for key in OF_TRAINING if isinstance(data, dict) else ():
+            if data.get(key) not in (*NO, cls.model_fields[key].default):
+                raise ValueError(f"{key} has no effect in megatron_infer, which only scores: remove it")
+        return data
 
 
 def _check_architecture(model_type: object) -> None:
