@@ -53,6 +53,23 @@ def test_a_wrong_word_changes_nothing(word):
     assert versions(REPOSITORY, word) == 2
 
 
+def test_constraints_pin_what_the_packages_require():
+    """RELEASING.md says how `constraints.txt` is made."""
+    workspace = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["uv"]
+    pins: dict[str, list[str]] = {}
+    for pin in map(Requirement, (REPOSITORY / "constraints.txt").read_text().splitlines()):
+        (version,) = pin.specifier
+        # A build of one index, such as torch's for a CPU, would not install from another.
+        assert (version.operator, pin.url, "+" in version.version) == ("==", None, False), pin
+        pins.setdefault(pin.name, []).append(version.version)
+    required = [each for project in PROJECTS.values() for each in project["dependencies"]]
+    wanted = list(map(Requirement, [*required, *workspace["constraint-dependencies"]]))
+    left_out = {*PROJECTS, *(Requirement(each).name for each in workspace["override-dependencies"])}
+    theirs = [each for each in wanted if each.name not in left_out]
+    assert theirs
+    assert [each for each in theirs if not any(map(each.specifier.contains, pins.get(each.name, ())))] == []
+
+
 def test_a_record_needs_what_its_distribution_requires():
     for plugin in load_plugins(environ={}):
         if plugin.package not in PROJECTS:
