@@ -28,7 +28,10 @@ def encoder(tmp_path):
 
 
 class Engine:
-    """Replies to each request with the next texts, and writes down the requests."""
+    """Replies to each request with the next texts, and writes down the requests.
+
+    A text with … is cut there: the engine reports `length`.
+    """
 
     def __init__(self, encoder, *texts):
         self.encoder, self.texts, self.requests = encoder, list(texts), []
@@ -43,12 +46,13 @@ class Engine:
         return Completion(id=request.id, outputs=tuple(map(self._output, texts)))
 
     def _output(self, text):
-        ids = np.asarray([*self.encoder.encode(text, ""), 1])
+        whole, cut, _ = text.partition("…")
+        ids = np.asarray([*self.encoder.encode(whole, ""), *([] if cut else [1])])
         return CompletionOutput(
             token_ids=ids,
             logprobs=np.zeros(len(ids)),
             versions=np.zeros(len(ids), dtype=np.int32),
-            finish_reason="stop",
+            finish_reason="length" if cut else "stop",
         )
 
 
@@ -96,6 +100,32 @@ def test_the_majority_of_the_votes_counts_and_half_without_a_score_are_a_failure
     assert (most.value, tie.value, few.value) == (2.0, 0.0, None)
     assert "1 of 3" in few.failure
     assert tie.detail["votes"] == 2.0
+
+
+SCORES = {"judge_scale": "score", "score_range": [0, 10]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "reply", "whole"),
+    [
+        ({}, "Is it right? The answer says yes, but… NO", 0.0),
+        (SCORES, "Score (0-10): 1…0", 1.0),  # a number of which digits are missing
+        (SCORES, "Score: 9 by one measure,… but the score: 2", 0.2),
+        (SCORES, "The score: 4…", 0.4),
+    ],
+)
+def test_a_reply_that_is_cut_has_no_score(encoder, keys, reply, whole):
+    engine = Engine(encoder, [reply], [reply.replace("…", "")])
+    cut, complete = asyncio.run(role_of(engine, weight=1.0, **keys).score([request("4", at) for at in range(2)]))
+    assert (cut.value, bool(cut.failure)) == (None, True)
+    assert complete.value == pytest.approx(whole)
+
+
+def test_a_vote_that_is_cut_does_not_count(encoder):
+    engine = Engine(encoder, ["yes", "no…", "yes"], ["yes", "no…", "no…"])
+    role = role_of(engine, num_votes=3, temperature=1.0, weight=1.0)
+    most, few = asyncio.run(role.score([request("4", at) for at in range(2)]))
+    assert (most.value, most.detail["votes"], few.value) == (1.0, 2.0, None)
 
 
 def test_seeds_depend_on_the_run_and_the_sample_alone(encoder):

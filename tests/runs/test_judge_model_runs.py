@@ -24,7 +24,7 @@ DIGITS = {
     "judge_scale": "score",
     "score_pattern": r"(\d)",
     "score_range": [0, 9],
-    "max_tokens": 5,
+    "max_tokens": 12,
 }
 """The last digit of the reply, over 9."""
 
@@ -37,6 +37,8 @@ def make_judge(folder, alphabet="<>:0123456789", chat_template=TEMPLATE):
     torch.manual_seed(5)
     keys = {name: value for name, value in TINY.items() if name != "model_type"} | {"initializer_range": 0.4}
     model = Qwen3ForCausalLM(Qwen3Config(**keys, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1))
+    with torch.no_grad():
+        model.lm_head.weight[1] *= 4  # some replies end before they are cut
     model.save_pretrained(folder)
     return str(folder)
 
@@ -62,9 +64,9 @@ def greedy_reply(model, tokenizer, text):
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     reply = []
     with torch.no_grad():
-        while len(reply) < 5 and (not reply or reply[-1] != 1):
+        while len(reply) < DIGITS["max_tokens"] and (not reply or reply[-1] != 1):
             reply.append(int(softmax(model(torch.tensor([ids + reply])).logits[0, -1], -1).argmax()))
-    return tokenizer.decode(reply, skip_special_tokens=True)
+    return tokenizer.decode(reply, skip_special_tokens=True), reply[-1] == 1
 
 
 def test_rewards_are_the_scores_in_the_replies_that_transformers_generates(runs):
@@ -75,21 +77,23 @@ def test_rewards_are_the_scores_in_the_replies_that_transformers_generates(runs)
     result = runs.ok(runs.rlvr(max_steps=2, eval_steps=1, validation=held_out, rewards=rewards, guards=off))
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    values = []
+    values, cut_with_digits = [], 0
     for split in ("train", "val"):
         rows = samples(result, split)
         assert rows
         for row in rows:
             response = re.sub("<eos>|<pad>", "", row["response"])
-            reply = greedy_reply(model, tokenizer, row["prompt"] + response)
+            reply, complete = greedy_reply(model, tokenizer, row["prompt"] + response)
             digits = [each for each in reply if each.isdigit()]
-            if digits:
+            cut_with_digits += bool(digits) and not complete
+            if digits and complete:
                 assert row["reward"] == pytest.approx(2 * int(digits[-1]) / 9)
                 assert row["detail"] == {"votes": 1.0, "reply": reply}
             else:
                 assert (row["reward"], repr(reply) in row["failure"]) == (None, True)
             values.append(row["reward"])
     assert len(set(values)) > 3
+    assert cut_with_digits
     lines = runs.metrics(result)
     assert all(line["engine/rewards.digits/generated_tokens"] > 0 for line in lines[1:])
 

@@ -52,8 +52,8 @@ def server():
         http.server_close()
 
 
-def chat(content):
-    return {"choices": [{"message": {"role": "assistant", "content": content}}]}
+def chat(content, **choice):
+    return {"choices": [{"message": {"role": "assistant", "content": content}} | choice]}
 
 
 def test_a_reply_that_is_not_http_is_a_failure(reward, requesting):
@@ -196,14 +196,40 @@ def test_the_score_is_neither_its_range_nor_without_its_sign(server, reward, req
     assert found.value == expected
 
 
-CUT = {"choices": [{"message": {"content": "Is it right? The answer says yes, but"}, "finish_reason": "length"}]}
+CUT = "Is it right? The answer says yes, but"
 
 
-@pytest.mark.parametrize("reply", [CUT, chat("perhaps"), chat(None), {}, {"choices": []}, {"choices": "yes"}])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(chat(CUT, finish_reason=each) for each in ("length", "content_filter", "abort", "error", "tool_calls")),
+        chat(None, finish_reason="length"),  # a server that separates the reasoning, which was cut
+        chat(f"<think>{CUT}"),
+        chat(f"<think>{CUT}", finish_reason="stop"),
+        chat("perhaps"),
+        chat(None),
+        {},
+        {"choices": []},
+        {"choices": "yes"},
+    ],
+)
 def test_replies_without_a_score_are_failures(server, reward, requesting, reply):
     url, _ = server(reply)
     with pytest.raises(RewardFailure):
         judge(reward, url).score(requesting("x", ground_truth="y"))
+
+
+@pytest.mark.parametrize("reason", [None, "stop", "eos_token", "stop_sequence"])
+def test_replies_that_are_complete_count(server, reward, requesting, reason):
+    url, _ = server(chat(CUT, finish_reason=reason))
+    assert judge(reward, url).score(requesting("x", ground_truth="y")).value == 1.0
+
+
+@pytest.mark.parametrize("cut", [chat("no", finish_reason="length"), chat(None, finish_reason="length")])
+def test_a_vote_that_is_cut_does_not_count(server, reward, requesting, cut):
+    url, _ = server(chat("yes"), cut, chat("yes"))
+    found = judge(reward, url, num_votes=3, temperature=1.0).score(requesting("x", ground_truth="y"))
+    assert (found.value, found.detail["votes"]) == (1.0, 2.0)
 
 
 def test_a_row_without_the_column_of_the_prompt_is_a_failure(server, reward, requesting):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+COMPLETE = frozenset({"stop", "eos_token", "stop_sequence", None})
+"""Finish reasons of complete replies: OpenAI's and TGI's. None: the server states none."""
 
 
 class JudgeReward(RewardFunction):
@@ -43,7 +45,7 @@ class JudgeReward(RewardFunction):
             "max_tokens": config.max_tokens,
         }
         replies = [
-            _content(post(url, message, config.judge_api_key, config.timeout_s), url) for _ in range(config.num_votes)
+            _reply(post(url, message, config.judge_api_key, config.timeout_s), url) for _ in range(config.num_votes)
         ]
         return reward_of(config, replies)
 
@@ -59,7 +61,7 @@ class JudgeModelReward(EngineReward):
 
     @override
     def score(self, request: RewardRequest) -> Reward:
-        return reward_of(self.config, request.replies)
+        return reward_of(self.config, list(zip(request.replies, request.reply_finish_reasons, strict=True)))
 
 
 def judging_messages(config: JudgingConfig, request: RewardRequest) -> list[dict[str, str]]:
@@ -76,19 +78,30 @@ def judging_messages(config: JudgingConfig, request: RewardRequest) -> list[dict
     return [{"role": "user", "content": PLACEHOLDER.sub(lambda match: values[match[1]], config.judge_prompt)}]
 
 
-def reward_of(config: JudgingConfig, replies: Sequence[str]) -> Reward:
-    """The majority of the replies' scores. Raises `RewardFailure` if half of the replies or more have none."""
-    votes = [_vote(config, reply) for reply in replies]
+def reward_of(config: JudgingConfig, replies: Sequence[tuple[str, str | None]]) -> Reward:
+    """The majority of the scores of replies, each a text and its finish reason.
+
+    Raises `RewardFailure` if half of the replies or more have no score.
+    """
+    votes = [_vote(config, text, finish_reason) for text, finish_reason in replies]
     valid = [vote for vote in votes if vote is not None]
-    last = replies[-1] if replies else ""
+    last, finish_reason = replies[-1] if replies else ("", None)
     if 2 * len(valid) <= len(votes):
-        raise RewardFailure(f"{len(valid)} of {len(votes)} replies have a score, the last: {last[-200:]!r}")
+        ended = "" if finish_reason in COMPLETE else f" (finish_reason {finish_reason!r})"
+        raise RewardFailure(f"{len(valid)} of {len(votes)} replies have a score, the last{ended}: {last[-200:]!r}")
     return Reward(value=majority(valid), detail={"votes": float(len(valid)), "reply": last[-500:]})
 
 
-def _vote(config: JudgingConfig, reply: str) -> float | None:
-    """Value of a reply, from 0 to 1; None if it has no score."""
-    reply = reply.rpartition("</think>")[2]
+def _vote(config: JudgingConfig, reply: str, finish_reason: str | None) -> float | None:
+    """Value of a reply, from 0 to 1; None if it has no score.
+
+    An incomplete reply has none: the score would be at the end, and its last number may lack digits.
+    """
+    if finish_reason not in COMPLETE:
+        return None
+    _, closed, reply = reply.rpartition("</think>")
+    if not closed and reply.lstrip().startswith("<think>"):
+        return None
     if config.judge_scale == "yes_no":
         words = YES_NO.findall(reply)
         return float(words[-1].lower() == "yes") if words else None
@@ -108,15 +121,15 @@ def majority(votes: Sequence[float]) -> float:
     return min(vote for vote, number in counts.items() if number == most)
 
 
-def _content(reply: Any, url: str) -> str:
-    """Text of a chat completion; empty if it ends at `max_tokens`."""
+def _reply(reply: Any, url: str) -> tuple[str, str | None]:
+    """Text and finish reason of a chat completion. Raises `RewardFailure` for another reply."""
     try:
         choice = reply["choices"][0]
-        content = choice["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        content = None
-    if isinstance(content, str) and choice.get("finish_reason") == "length":
-        return ""  # the score would be at the end
-    if not isinstance(content, str):
+        content, finish_reason = choice["message"]["content"], choice.get("finish_reason")
+    except (AttributeError, KeyError, IndexError, TypeError):
+        content = finish_reason = None
+    if content is None and finish_reason == "length":
+        content = ""  # the server separates the reasoning, which was cut
+    if not isinstance(content, str) or not isinstance(finish_reason, str | None):
         raise RewardFailure(f"{url}: the reply is no chat completion: {str(reply)[:100]!r}")
-    return content
+    return content, finish_reason

@@ -172,11 +172,17 @@ class RewardConformance(PackagingTests):
             metadata=dict(columns),
         )
         is_model = isinstance(self.config(), ModelRewardConfig)
-        replies = ("1",) if isinstance(self.config(), EngineRewardConfig) else ()
+        is_engine = isinstance(self.config(), EngineRewardConfig)
         values = np.linspace(-1, 1, size + 2, dtype=np.float32) if is_model else None
         messages = ({"role": "user", "content": prompt},)
         return RewardRequest(
-            sample=sample, prompt=prompt, response=response, messages=messages, values=values, replies=replies
+            sample=sample,
+            prompt=prompt,
+            response=response,
+            messages=messages,
+            values=values,
+            replies=("1",) if is_engine else (),
+            reply_finish_reasons=("stop",) if is_engine else (),
         )
 
 

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.spec.config import EngineRewardConfig, RewardConfig
-    from roll_core.types import Completion, CompletionOutput, Floats, Group, Reward, Sample, SamplingParams, TokenIds
+    from roll_core.types import (
+        Completion,
+        CompletionOutput,
+        FinishReason,
+        Floats,
+        Group,
+        Reward,
+        Sample,
+        SamplingParams,
+        TokenIds,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +120,8 @@ class RewardRequest:
     `score`."""
     replies: Sequence[str] = ()
     """What the reward's own model generated, without special tokens. Only for an `EngineReward`."""
+    reply_finish_reasons: Sequence[FinishReason] = ()
+    """Why each of `replies` ended: `length` if it was cut at the maximum number of tokens."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -149,7 +161,8 @@ class EngineReward(RewardFunction):
     """Scores a sample by the replies of a model to a message about it. Its schema is an `EngineRewardConfig`.
 
     The reward is a role with an infer strategy. The driver has one instance. `score` gets the replies in
-    `RewardRequest.replies`, `EngineRewardConfig.num_replies` of them.
+    `RewardRequest.replies`, `EngineRewardConfig.num_replies` of them. A reply may be incomplete: see
+    `RewardRequest.reply_finish_reasons`.
     """
 
     config: EngineRewardConfig

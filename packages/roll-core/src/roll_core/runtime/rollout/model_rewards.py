@@ -313,7 +313,8 @@ class EngineRewardRole:
             return Reward(value=None, failure=str(error) or "the reward gave no reason")
         decode = self._encoder.tokenizer.decode
         replies = [str(decode(output.token_ids.tolist(), skip_special_tokens=True)) for output in completion.outputs]
-        answered = replace(request, replies=replies)
+        reasons = [output.finish_reason for output in completion.outputs]
+        answered = replace(request, replies=replies, reply_finish_reasons=reasons)
         return scored(self._function, answered, self.config.weight, role=self.name, owner=self._owner)
 
     def _tokens(self, request: RewardRequest) -> TokenIds:
