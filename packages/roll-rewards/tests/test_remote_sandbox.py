@@ -143,6 +143,8 @@ def test_expected_outputs_are_never_sent(scored, service):
         {"status": "Success", "run_result": {"status": "Finished", "return_code": None, "stdout": "987654"}},
         {"status": "Success", "run_result": {"status": "Finished", "return_code": True, "stdout": "987654"}},
         {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": ["987654"]}},
+        {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": None}},
+        {"status": "Success", "run_result": {"status": "Finished", "return_code": 0}},
         {"value": 1.0},
     ],
 )

@@ -103,6 +103,8 @@ def test_an_endpoint_receives_the_sample_and_returns_a_value(server, reward, req
         {"value": 1, "detail": {"x": None}},
         {"value": 1, "detail": []},
         {"failure": "offline"},
+        {"failure": {"why": "offline"}, "value": 0},
+        {"failure": True, "value": 0},
         [1],
         7,
     ],

@@ -72,6 +72,8 @@ class RemoteSandbox:
             status, problem = KILLED, f"exceeded {self.limits.wall_s:g} s"
         elif ran.get("status") != "Finished" or not isinstance(status, int) or isinstance(status, bool):
             raise RewardFailure(f"{self._url}: the program did not run: {json.dumps(ran)[:300]}")
+        elif ran.get("stdout") is None:
+            raise RewardFailure(f"{self._url}: the reply lacks the program's stdout: {json.dumps(ran)[:300]}")
         elif status < 0:
             problem = f"killed by signal {-status}"
         data = stdout.encode("utf-8", "surrogatepass")

@@ -97,8 +97,8 @@ class HttpReward(RewardFunction):
             "metadata": dict(request.metadata),
         }
         reply = post(config.url, message, config.api_key, config.timeout_s)
-        if isinstance(reply, dict) and isinstance(reply.get("failure"), str) and reply["failure"]:
-            raise RewardFailure(reply["failure"][:500])
+        if isinstance(reply, dict) and reply.get("failure"):
+            raise RewardFailure(str(reply["failure"])[:500])
         value: Any = reply.get("value") if isinstance(reply, dict) else None
         detail = reply.get("detail", {}) if isinstance(reply, dict) else {}
         if not _is_number(value) or not isinstance(detail, dict):
