@@ -61,6 +61,27 @@ def test_the_next_prompt_begins_with_the_recorded_tokens(tmp_path: Path, kind: s
     assert extended.text == whole.text == tokenizer.decode(extended.ids.tolist())
 
 
+FIRST = "{%- if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+NEVER = "{{ raise_exception('not for chats') }}"
+LISTS = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("jinja", "fails"), [(NEVER, True), ("{{ messages[0].content.text + '' }}", True), ("", False), (FIRST, False)]
+)
+def test_a_template_that_renders_no_conversation_is_refused(tmp_path: Path, jinja: str, fails: bool) -> None:
+    if not fails:
+        encoder(tmp_path, "byte", "native", jinja=jinja + THINKS)
+        return
+    with pytest.raises(DataError):
+        encoder(tmp_path, "byte", "native", jinja=jinja + THINKS)
+
+
+def test_a_template_that_needs_tools_is_not_refused(tmp_path: Path) -> None:
+    chats, _ = encoder(tmp_path, "byte", "native", jinja=LISTS + THINKS)
+    assert chats.encode(OPENING, [{"type": "function", "function": {"name": "add"}}]).text.startswith("add<|im_start|>")
+
+
 def test_a_cut_reply_is_closed_by_the_template(tmp_path: Path) -> None:
     chats, tokenizer = encoder(tmp_path, "char", "chatml")
     opening, reply = chats.encode(OPENING), ids_of(tokenizer, "42")

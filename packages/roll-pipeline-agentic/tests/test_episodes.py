@@ -7,6 +7,8 @@ import itertools
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,10 @@ import pytest
 
 from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.errors import EnvironmentsFailedError
+from roll_core.errors import DataError, EnvironmentsFailedError
 from roll_core.pipelines.experience import Experience
 from roll_core.spec.config import DataArguments, TokenizerConfig
-from roll_core.spec.environment import Environment, Opening, Turn
+from roll_core.spec.environment import Environment, Message, Opening, Turn
 from roll_core.spec.rollout import Prompt, RolloutContext
 from roll_core.types import Completion, CompletionOutput, Group, Reward, SamplingParams
 from roll_pipeline_agentic.agentic import AgenticPipeline, EpisodeOrder, episode_metrics, with_echo
@@ -174,6 +176,96 @@ def test_a_template_that_changes_a_reply_forks_and_trains_every_token_once(token
     trained = [tokenizer.decode(row.tokens[row.loss_mask].tolist()) for row in rows(sample.rollout)]
     assert trained == ["I say 3<eos>", "8<eos>5<eos>"]
     assert episode_metrics([sample])["rollout/forks"] == 1
+
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles_alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+"""As Gemma's and Mistral's templates: user, assistant, user, …"""
+HINT: Message = {"role": "user", "content": "a hint"}
+
+
+class Told(Five):
+    """Begins with `opening`, and gives a hint as a message of its own after the turn `hint_after`."""
+
+    def __init__(self, *, opening: Sequence[Message] = (), hint_after: int = 0) -> None:
+        super().__init__(low=1, high=9)
+        self.opening, self.hint_after, self.turns = list(opening), hint_after, 0
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        opening = await super().reset(task, seed)
+        return replace(opening, messages=self.opening or opening.messages)
+
+    async def step(self, reply: Any) -> Turn:
+        self.turns += 1
+        turn = await super().step(reply)
+        return replace(turn, messages=[*turn.messages, HINT] if self.turns == self.hint_after else turn.messages)
+
+
+async def under(tokenizer: Any, template: str, creates: Sequence[Any], **options: Any) -> tuple[Group, Script, Any]:
+    """A group whose attempts have these environments, in turn."""
+    tokenizer.chat_template = template
+    try:
+        create = iter(creates)
+        shared = episodes(tokenizer, lambda: next(create)(), **options, template="native")
+        context = Script(tokenizer, RIGHT)
+        return await EpisodeGroup(shared).run(context, PROMPT), context, shared
+    finally:
+        tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "method", "num_calls"),
+    [
+        (partial(Told, opening=[HINT, HINT]), "reset", 0),
+        (partial(Told, opening=[{"role": "system", "content": "Guess."}, HINT]), "reset", 0),
+        (partial(Told, hint_after=1), "step", 1),
+        (partial(Told, hint_after=2), "step", 2),
+    ],
+)
+def test_messages_that_the_template_refuses_are_a_failure_of_their_episode(
+    tokenizer: Any, wrong: Any, method: str, num_calls: int
+) -> None:
+    group, context, shared = asyncio.run(under(tokenizer, ALTERNATES, [wrong, wrong]))
+    (sample,) = group.samples
+    assert sample.reward is not None
+    assert sample.reward.value is None
+    assert all(each in sample.reward.failure for each in ("custom_envs.guess", "acme", method, "roles_alternate"))
+    assert len(context.calls) == 2 * num_calls
+    assert shared.counts == {("guess", "retries"): 1, ("guess", "failures"): 1}
+    # Another attempt of the same episode is trained.
+    group, _, shared = asyncio.run(under(tokenizer, ALTERNATES, [wrong, Told]))
+    assert group.samples[0].reward == Reward(value=1.0)
+    assert shared.counts == {("guess", "retries"): 1}
+
+
+@pytest.mark.parametrize(("text", "fails"), [("higher", False), ("größer", True)])
+def test_a_text_that_the_tokenizer_does_not_cover_is_a_failure_of_its_episode(
+    tmp_path: Path, text: str, fails: bool
+) -> None:
+    class Says(Five):
+        async def step(self, reply: Any) -> Turn:
+            turn = await super().step(reply)
+            return turn if turn.done else replace(turn, messages=[{"role": "user", "content": text}])
+
+    alphabet = "0123456789 Gabcdefghijklmnopqrstuvwxyz."
+    tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet=alphabet), [], tmp_path)
+    shared = episodes(tokenizer, partial(Says, low=1, high=9), Config(retries=0))
+    (sample,) = asyncio.run(EpisodeGroup(shared).run(Script(tokenizer, RIGHT), PROMPT)).samples
+    assert sample.reward is not None
+    assert sample.reward.failed == fails
+    assert ("acme" in sample.reward.failure) == fails
+
+
+def test_tools_that_the_named_template_cannot_describe_are_an_error_of_the_config(tokenizer: Any) -> None:
+    class WithTools(Five):
+        async def reset(self, task: Any, seed: int) -> Opening:
+            return replace(await super().reset(task, seed), tools=[{"type": "function", "function": {"name": "add"}}])
+
+    shared = episodes(tokenizer, partial(WithTools, low=1, high=9))
+    with pytest.raises(DataError):
+        asyncio.run(EpisodeGroup(shared).run(Script(tokenizer, RIGHT), PROMPT))
 
 
 def test_limits_truncate_an_episode(tokenizer: Any) -> None:

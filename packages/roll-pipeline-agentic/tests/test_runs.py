@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from roll_core.api.files import FileCheck
 from roll_core.config import load
-from roll_core.errors import ConfigError, EnvironmentsFailedError
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import ConfigError, DataError, EnvironmentsFailedError
+from roll_core.spec.config import TokenizerConfig
 
 if TYPE_CHECKING:
     from conftest import AgenticRuns
@@ -149,6 +151,62 @@ def test_an_environment_of_the_user_is_a_file(own: AgenticRuns) -> None:
     (line,) = own.metrics(result)
     assert line["env/parity/turns/mean"] == 1
     assert line["score/max"] <= 3
+
+
+HINTS = """
+from roll_core.spec.environment import Environment, Opening, Turn
+
+NUMBERS = iter(range(100))
+
+
+class Hints(Environment):
+    async def reset(self, task, seed):
+        self.number, self.turns = next(NUMBERS), 0
+        return Opening(messages=[{"role": "user", "content": "go"}])
+
+    async def step(self, reply):
+        self.turns += 1
+        messages = [{"role": "user", "content": "on"}, {"role": "user", "content": "hint"}]
+        return Turn(reward=len(reply.text), done=self.turns == 2, messages=messages[: 1 + (self.number == 3)])
+"""
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def with_template(own: AgenticRuns, template: str) -> dict[str, Any]:
+    """The keys of a run whose tokenizer has a chat template."""
+    built = TokenizerConfig.model_validate(own.config()["tokenizer"])
+    tokenizer = make_tokenizer(built, (), own.folder / "tokenizer")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(own.folder / "tokenizer")
+    (own.folder / "my_hints_env.py").write_text(HINTS, encoding="utf-8")
+    entry = {"environment": "my_hints_env:Hints", "isolation": "inline", "max_retries": 0}
+    given = own.config(
+        custom_envs={"hints": entry}, max_steps=1, tokenizer=None, pretrain=str(own.folder / "tokenizer")
+    )
+    given["actor_train"]["data_args"] = {"template": "native"}
+    return given | {"guards": {"reward_failures": "off"}}
+
+
+def test_an_episode_whose_messages_the_template_refuses_fails_alone(own: AgenticRuns) -> None:
+    result = own.ok(with_template(own, ALTERNATES))
+    failures = [sample["failure"] for sample in own.samples(result) if sample["reward"] is None]
+    assert len(own.samples(result)) == 8
+    (failure,) = failures
+    assert "my_hints_env:Hints" in failure
+    assert own.metrics(result)[0]["env/hints/failures"] == 1
+
+
+def test_a_template_that_renders_no_conversation_is_an_error_before_anything_starts(
+    own: AgenticRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll_core.runtime.run.loop.start_roles", None)  # which a call would show
+    result = own.run(with_template(own, "{{ raise_exception('not for chats') }}"))
+    assert isinstance(result.error, DataError)
+    assert result.error.exit_code == 2
+    assert "custom_envs.hints" in str(result.error)
 
 
 TASKS = """

@@ -70,11 +70,13 @@ class ChatEncoder:
     ) -> None:
         """`where` names the conversations in errors. `tool_format` is `auto` or of `tool_calls.TOOL_FORMATS`.
 
-        Raises `DataError` without a usable chat template.
+        Raises `DataError` without a chat template, or if it renders no conversation at all.
         """
         self._tokenizer, self._where, self._thinking = tokenizer, where, thinking
         self._encoder = Encoder(tokenizer, data, chats=True)
-        source = str(tokenizer.chat_template) if isinstance(self._encoder.template, JinjaTemplate) else ""
+        self.accepts_tools = isinstance(self._encoder.template, JinjaTemplate)
+        """False for a named chat template, which cannot describe tools."""
+        source = str(tokenizer.chat_template) if self.accepts_tools else ""
         self.tool_format = tool_format_of(source) if tool_format == "auto" else tool_format
         """How replies write tool calls."""
         self.describes_tools = bool(source) and self.tool_format != "none"
@@ -87,6 +89,24 @@ class ChatEncoder:
         """Ids of tokens that mark turns and are no part of a message."""
         self._atoms = tuple(str(token) for token in added.values()) or tuple(tokenizer.all_special_tokens)
         """Tokens at which the tokenizer splits any text before it encodes the parts."""
+        self._check_template()
+
+    def _check_template(self) -> None:
+        """Raise `DataError` if the template refuses the beginning of every conversation."""
+        question, system = ({"role": role, "content": "1"} for role in ("user", "system"))
+        tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+        refused: DataError | None = None
+        for tools in ((), (tool,)):
+            for messages in ((question,), (system, question)):
+                try:
+                    self._render(messages, tools)
+                    return
+                except DataError as error:
+                    refused = refused or error
+        raise DataError(
+            f"{self._where}: {refused}. It refuses the first message of every conversation: name a tokenizer with a"
+            " chat template for conversations, or set data_args.template to a named one"
+        ) from refused
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedChat:
         """Encode a whole conversation. Raises `DataError`."""
@@ -198,12 +218,10 @@ class ChatEncoder:
             try:
                 text = self._render(history, chat.tools)
                 rest = self._rest(chat, reply, reply_ids, messages, text)
+                new = np.asarray(self._encoder.encode(rest or "", self._where), dtype=np.int64)
             except DataError:  # the template has no such messages; another variant may be its own
                 continue
-            if rest is None:
-                continue
-            new = np.asarray(self._encoder.encode(rest, self._where), dtype=np.int64)
-            if self.text(new) != rest:  # tokenizers that add a blank at the beginning, or normalise text
+            if rest is None or self.text(new) != rest:  # some tokenizers add a blank or normalise text
                 continue
             ids = np.concatenate([chat.ids, reply_ids, new])
             return EncodedChat(messages=history, text=text, ids=ids, tools=chat.tools)
@@ -277,13 +295,13 @@ class ChatEncoder:
         return ids[:end]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        if tools and not isinstance(self._encoder.template, JinjaTemplate):
+        if tools and not self.accepts_tools:
             raise DataError(
                 f"{self._where}: the environment has tools, which a named chat template cannot describe: set"
                 " data_args.template to native, with a tokenizer whose own template describes tools"
             )
         given = [dict(message) for message in messages]
-        if not isinstance(self._encoder.template, JinjaTemplate):  # it renders calls as part of the contents
+        if not self.accepts_tools:  # it renders calls as part of the contents
             given = [{key: each[key] for key in ("role", "content")} for each in given]
         return self._encoder.template.prompt(given, tools)
 

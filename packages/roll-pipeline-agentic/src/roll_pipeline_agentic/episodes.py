@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.data.rollouts import sample_of_rollout
-from roll_core.errors import EnvironmentFailure, EnvironmentsFailedError
+from roll_core.errors import DataError, EnvironmentFailure, EnvironmentsFailedError
 from roll_core.spec.environment import Reply
 from roll_core.spec.rollout import RolloutProgram
 from roll_core.types import Group, Reward, Rollout
@@ -31,11 +31,11 @@ from roll_pipeline_agentic.masks import is_invalid, mask_of_messages, mask_rollo
 from roll_pipeline_agentic.recording import record_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.spec.environment import Opening, State, Turn
+    from roll_core.spec.environment import Message, Opening, State, Turn
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import Bools, CompletionOutput, Sample, TokenIds
     from roll_pipeline_agentic.agents import AgentHost
@@ -246,10 +246,11 @@ class _Attempt:
             if player in conversations:
                 self._extend(conversations[player], result)
             else:
-                chat = encoder.encode(result.messages, opening.tools)
+                method = "reset" if result is opening else "step"
+                chat = self._encoded(method, result.messages, opening.tools)
                 if len(chat.ids) > config.prompt_length:
                     reason = f"{len(chat.ids)} tokens, more than prompt_length {config.prompt_length}"
-                    raise host.failure("reset" if result is opening else "step", reason)
+                    raise host.failure(method, reason)
                 conversations[player] = _Conversation(chat, state_of(result.state, result.messages))
             own = conversations[player]
             budget = min(
@@ -298,9 +299,23 @@ class _Attempt:
         own.parent = None if extended is None else len(own.rollout.turns) - 1
         known = 0 if extended is None else len(chat.ids) + len(last)
         history = (*chat.messages, encoder.reply(last, chat), *turn.messages)
-        own.chat = extended or encoder.encode(history, chat.tools)
+        own.chat = extended or self._encoded("step", history, chat.tools)
         own.observed = self._episodes.observed(tag, own.chat, known, len(turn.messages))
         own.state = state_of(turn.state, turn.messages)
+
+    def _encoded(self, method: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> EncodedChat:
+        """Encode a conversation. Messages that cannot be encoded are a failure of `method`, whose messages are last.
+
+        Raises `DataError` for tools that no message could have with this template.
+        """
+        tag = self._prompt.tag
+        encoder = self._episodes.encoders[tag]
+        try:
+            return encoder.encode(messages, tools)
+        except DataError as error:
+            if tools and not encoder.accepts_tools:
+                raise
+            raise self._episodes.hosts[tag].failure(method, f"its messages cannot be encoded: {error}") from error
 
     def _rewards(self, host: EnvironmentHost, score: Reward | None) -> dict[str, Reward]:
         """Sum of the rewards of each player. The score of the episode is credited to the last turns."""
