@@ -7,9 +7,14 @@ import torch
 from replica_program import lose_one, run
 
 from roll_core.errors import NonFiniteError
+from roll_core.plugins.registry import load_registry
+from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import TrainProvider
 from roll_testing import TrainStrategyConformance
+from roll_testing.bench import Case
 from roll_testing.models import QWEN3
 from roll_testing.ranks import RankHost, free_port
+from shared_tests.flow_experts import check_experts
 
 MODEL = {**QWEN3, "vocab_size": 61}
 SEQUENCES = [
@@ -85,3 +90,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(host):
         assert error.is_a(NonFiniteError)
         assert str(spoilt[0]) in error.message
     assert sum(error.message.startswith("rank ") for error in errors) == 2
+
+
+def test_ranks_whose_rows_need_different_experts_train_as_one_rank(host, tmp_path):
+    pytest.importorskip("diffusers")
+
+    def run(function, case, *arguments):
+        ready = case.with_(master_port=free_port())
+        return host.run(function, ready, *arguments, num_ranks=case.world_size, timeout_s=100)
+
+    provider = load_registry().find(TrainProvider, "hf_train")
+    check_experts(run, Case(provider=provider, strategy_config={}, model=ModelSpec(), training=None), tmp_path)

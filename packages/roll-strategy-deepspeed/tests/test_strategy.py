@@ -27,6 +27,7 @@ from roll_testing.models import make_batch, write_multimodal
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
+from shared_tests.flow_experts import check_experts
 from shared_tests.module_programs import check_disagreement, check_low_precision
 from shared_tests.moving_average import check_moving_average
 from shared_tests.stored_buffers import check_stored_buffers
@@ -115,6 +116,12 @@ def test_programs_that_differ_between_ranks_raise_on_all(ranks, case, stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_programs_in_bf16_stay_near_float32(ranks, case, stage):
     check_low_precision(ranks, case.with_(strategy_config=zero(stage)), "bf16", 0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_whose_rows_need_different_experts_train_as_one_rank(ranks, case, stage, tmp_path):
+    pytest.importorskip("diffusers")
+    check_experts(ranks, case.with_(strategy_config=zero(stage)), tmp_path)
 
 
 # -- states and exports ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from roll_core.spec.providers import TrainProvider
 from roll_testing.bench import Case
 from roll_testing.programs import expect, fail_to_build
 from roll_testing.tiny_flow import FLOW
+from shared_tests.flow_experts import check_experts
 from shared_tests.module_programs import check_disagreement, check_low_precision
 
 pytestmark = pytest.mark.engine
@@ -28,6 +29,13 @@ def test_programs_that_differ_between_ranks_raise_on_all(ranks, case):
 
 def test_bf16_stays_near_float32(ranks, case):
     check_low_precision(ranks, case.with_(strategy_config={"reshard_after_forward": True}), "bf16", 0.02)
+
+
+@pytest.mark.parametrize("reduces_each", [False, True])
+def test_ranks_whose_rows_need_different_experts_train_as_one_rank(ranks, case, reduces_each, tmp_path):
+    pytest.importorskip("diffusers")
+    keys = {"reduce_scatter_during_grad_accumulation": reduces_each}
+    check_experts(ranks, case.with_(strategy_config=keys), tmp_path)
 
 
 @pytest.mark.parametrize("key", ["tensor_model_parallel_size", "ulysses_size", "ring_size", "ep_size"])

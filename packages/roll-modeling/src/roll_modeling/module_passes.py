@@ -48,7 +48,9 @@ class ModulePasses:
 
     def __init__(self, group: ProcessGroup, *, shared: bool = True) -> None:
         """`group` has the ranks of the role. Unless they share the module, only errors are exchanged."""
-        self._group, self._shared = group, shared and group.size > 1
+        self._group = group
+        self.shared = shared and group.size > 1
+        """True if several ranks share the module."""
         self._outputs: list[Tensor] = []
         """Outputs of the module in the current batch that have gradients."""
         self._failed = False
@@ -147,7 +149,7 @@ class ModulePasses:
 
     def _meet(self, following: int) -> None:
         """Exchange what this rank does next. Collective. Raises `ContractError` if another rank does something else."""
-        if not self._shared:
+        if not self.shared:
             return
         most, least = self._group.most([following, -following])
         if most != -least:
@@ -160,7 +162,7 @@ class ModulePasses:
 
     def _idle(self, batches: Sequence[ModuleBatch]) -> list[ModuleBatch]:
         """Idle batches that this rank needs. A rank without batches gets one from another rank. Collective."""
-        if not self._shared:
+        if not self.shared:
             return []
         rank, size, number = self._group.rank, self._group.size, len(batches)
         most, least, holder = self._group.most([number, -number, size - rank if number else 0])

@@ -100,6 +100,8 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.passes = Passes(self.compute, self.engine, self.ranks, self.stage)
         # At stage 0, ranks meet only in the optimizer step.
         self.module_passes = ModulePasses(self.ranks, shared=self.stage > 0)
+        if self.library is not None and self.module_passes.shared:
+            self.library.call_together(self.model)
 
     # -- computing -----------------------------------------------------------------------------------------------------
 

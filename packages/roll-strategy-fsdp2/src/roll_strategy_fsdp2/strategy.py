@@ -107,6 +107,8 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
             if not any(each.requires_grad for each in module.parameters()):
                 module.unshard()
                 module.reshard()
+        if self.library is not None and self.passes.module_passes.shared:
+            self.library.call_together(self.model)
         if self.training is not None:
             self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, mesh.device)
 

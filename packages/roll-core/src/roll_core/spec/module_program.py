@@ -128,6 +128,11 @@ class ModelLibrary(ABC):
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """The module's repeated blocks: units of sharding and of gradient checkpointing."""
 
+    def call_together(self, module: nn.Module) -> None:
+        """Called once, before the first call of the module, if the ranks of the default process group shard it and call
+        it together: each call must then use the same parameters on every rank. Without it, ranks call the module
+        independently. Default: does nothing, for modules that always use all their parameters."""
+
     def size(self, spec: ModelSpec) -> ModelSize:
         """Size of the model for memory estimates, from its configuration: no weights are loaded. Raises `ModelError`,
         also if the library has no sizes."""

@@ -37,9 +37,12 @@ class FlowModel(nn.Module):
     Parameters have the names of the diffusers transformer, below `transformer.` (and `transformer_2.`).
 
     With two experts (Wan 2.2), rows with σ ≥ `boundary` use `transformer`, the others `transformer_2`, as in diffusers.
-    If rows of a batch, or of the batches of different ranks, need both, then every rank calls both on all its rows:
-    ranks of a sharded model must call the same modules. Otherwise only one expert runs.
+    If rows of a batch need both, both run on all rows; otherwise only one runs. If ranks call the model together, this
+    holds for the rows of all ranks: ranks of a sharded model must call the same modules.
     """
+
+    together = False
+    """True if the ranks of the default process group call the model together."""
 
     def __init__(self, description: FlowDescription, experts: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -66,7 +69,10 @@ class FlowModel(nn.Module):
         if len(self._names) == 1:
             return self._velocity(self._names[0], latents, sigma, conditioning)
         high = sigma >= (self.description.boundary or 0.0)
-        some_high, some_low = _on_any_rank(high.any(), (~high).any())
+        needed = torch.stack([high.any(), (~high).any()]).to(torch.int32)
+        if self.together:
+            torch.distributed.all_reduce(needed, op=torch.distributed.ReduceOp.MAX)
+        some_high, some_low = needed.tolist()
         if not some_low:
             return self._velocity(EXPERTS[0], latents, sigma, conditioning)
         if not some_high:
@@ -76,13 +82,6 @@ class FlowModel(nn.Module):
 
     def _velocity(self, expert: str, latents: Tensor, sigma: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
         return self.description.family.velocity(getattr(self, expert), latents, sigma, conditioning)
-
-
-def _on_any_rank(*flags: Tensor) -> list[bool]:
-    found = torch.stack(flags).to(torch.int32)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-    return [bool(each) for each in found.tolist()]
 
 
 class DiffusersLibrary(ModelLibrary):
@@ -100,6 +99,10 @@ class DiffusersLibrary(ModelLibrary):
         description = flow.description
         experts = [getattr(flow, name) for name in description.experts]
         return [block for expert in experts for name in description.family.blocks for block in getattr(expert, name)]
+
+    @override
+    def call_together(self, module: nn.Module) -> None:
+        _flow_model(module).together = True
 
     @override
     def size(self, spec: ModelSpec) -> ModelSize:
