@@ -51,6 +51,9 @@ def zero(stage, **keys):
     return {"zero_optimization": {"stage": stage, **small, **keys}}
 
 
+ON_HOST = [{"zero_optimization": OFFLOADED[name]} for name in ("zero2", "zero3")]
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -118,10 +121,10 @@ def test_programs_in_bf16_stay_near_float32(ranks, case, stage):
     check_low_precision(ranks, case.with_(strategy_config=zero(stage)), "bf16", 0.02)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_whose_rows_need_different_experts_train_as_one_rank(ranks, case, stage, tmp_path):
+@pytest.mark.parametrize("keys", [zero(0), zero(1), zero(2), zero(3), *ON_HOST], ids=str)
+def test_ranks_whose_rows_need_different_experts_train_as_one_rank(ranks, case, keys, tmp_path):
     pytest.importorskip("diffusers")
-    check_experts(ranks, case.with_(strategy_config=zero(stage)), tmp_path)
+    check_experts(ranks, case.with_(strategy_config=keys), tmp_path)
 
 
 # -- states and exports ------------------------------------------------------------------------------------------------

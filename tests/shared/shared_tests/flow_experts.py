@@ -90,6 +90,8 @@ def check_experts(run: Callable[..., Sequence[Any]], case: Case, folder: Path) -
                 (LOW, HIGH, HIGH, LOW, LOW),
                 (LOW, HIGH, LOW, HIGH, LOW),
                 (LOW, LOW, LOW, LOW, HIGH),
+                (HIGH, HIGH, HIGH, HIGH, HIGH),
+                (LOW, LOW, LOW, LOW, LOW),
             ]
         )
     ]

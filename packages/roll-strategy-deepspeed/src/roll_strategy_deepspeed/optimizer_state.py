@@ -184,6 +184,16 @@ class OptimizerState:
             optimizer.reset_cpu_buffers()
             # As after a step: the next backward pass overwrites the host buffers instead of adding to them.
             optimizer.micro_step_id = -1
+        self.zero_buffers()
+
+    def zero_buffers(self) -> None:
+        """Zero the gradients that DeepSpeed keeps between steps: at stage 3, and from stage 1 on in host memory.
+
+        The first backward pass overwrites them, but only those of parameters that it uses. Others, such as those of an
+        expert that no row needs, would keep the gradients of the step before.
+        """
+        for each in self.gradients():
+            each.zero_()
 
     def gradients(self) -> list[Tensor]:
         """All gradient tensors of this rank except `scratch`."""

@@ -175,6 +175,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.passes.num_backwards = 0
         overflow = self.loss_scale.can_fall
         self.engine.step()
+        optimizer.zero_buffers()
         if not self.engine.was_step_applied():
             # After a skipped step, DeepSpeed returns no gradient norm or that of the step before.
             return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
