@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import weakref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
@@ -27,6 +25,7 @@ from roll_modeling.logprobs import (
 )
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
+from shared_tests.live_bytes import LiveBytes
 
 N, V, H = 23, 37, 8
 
@@ -284,29 +283,6 @@ class Largest(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self.elements = max(self.elements, each.numel())
         return out
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made inside that exist at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.most, self._counted = 0, 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self._counted:
-                storage = each.untyped_storage()
-                self._counted.add(storage._cdata)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.live)
-        return out
-
-    def _freed(self, key, num_bytes):
-        self._counted.remove(key)
-        self.live -= num_bytes
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -11,6 +11,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.layout import adjacent
 from roll_testing.errors import raises_error
+from shared_tests.live_bytes import LiveBytes
 
 TRAINING = TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0)
 ALL = ("weights", "grads", "optimizer")
@@ -59,6 +60,24 @@ def test_steps_go_on_from_what_came_back_bit_for_bit(build, sequences, dtype):
     assert step(moved, sequences) == step(stayed, sequences)
     pairs = zip(moved.export_weights(), stayed.export_weights(), strict=True)
     assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_are_copied_unless_they_are_zero(build, sequences, accumulated):
+    strategy = build(training=TRAINING)
+    step(strategy, sequences)
+    if accumulated:
+        strategy.forward_backward(pack(sequences), sft_objective())
+    gradient = strategy.optimizer.flat_grad
+    before = gradient.clone()
+    with LiveBytes() as count:
+        strategy.memory(), gradient.view(-1)  # counts tensors that exist already
+        own = count.live
+        strategy.offload(("grads",))
+        copied = count.live - own
+    assert copied == before.nbytes if accumulated else copied < 64
+    strategy.onload(("grads",))
+    assert torch.equal(gradient, before)
 
 
 def test_siblings_lie_side_by_side_as_before(build, sequences):

@@ -33,7 +33,7 @@ KEEP_BELOW = 32 << 20
 
 @dataclass(slots=True)
 class OffloadedStorage:
-    """Freed device memory, and its copy on the host (None for scratch memory)."""
+    """Freed device memory, and its copy on the host (None for memory of zeros, and for scratch memory)."""
 
     storage: UntypedStorage
     num_bytes: int
@@ -50,15 +50,18 @@ class Offloader:
     def offload(self, part: StateKind, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Offload the device memory of `tensors`, and drop that of `scratch`.
 
-        Memory that is not on the device is skipped. Does nothing if the part is already offloaded.
+        Gradients of zeros, as after an optimizer step, are not copied. Memory that is not on the device is skipped.
+        Does nothing if the part is already offloaded.
         """
         if part in self._offloaded:
             return
         pin = self._device.type != "cpu"
         freed = self._offloaded.setdefault(part, [])
         for storage in filter(self._can_offload, storages(tensors)):
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin).untyped_storage()
-            host.copy_(storage)
+            host = None
+            if part != "grads" or bool(_as_numbers(storage).any()):
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin).untyped_storage()
+                host.copy_(storage)
             freed.append(OffloadedStorage(storage, storage.nbytes(), host))
             storage.resize_(0)
         for storage in filter(self._can_offload, storages(scratch)):
@@ -73,6 +76,8 @@ class Offloader:
             each.storage.resize_(each.num_bytes)
             if each.host is not None:
                 each.storage.copy_(each.host)
+            else:
+                _as_numbers(each.storage).zero_()
 
     def has(self, part: StateKind) -> bool:
         """True if `part` is offloaded."""
@@ -87,6 +92,10 @@ class Offloader:
     def _can_offload(self, storage: UntypedStorage) -> bool:
         """True if the storage can be offloaded. Memory-mapped files cannot be resized, and use no private memory."""
         return storage.device.type == self._device.type and storage.resizable()
+
+
+def _as_numbers(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:

@@ -165,8 +165,9 @@ def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[in
         # While publishing, a role keeps its weights (`cluster.leases`).
         now = act == "wait" or (act == "publish" and use.what != "weights")
         if role.offloads and crowded and use.offloads and now:
-            # An engine frees this memory; a trainer moves it to the host.
-            host += use.num_bytes if role.kind != "generate" and use.on == "device" else 0
+            # An engine frees this memory; a trainer moves it to the host, except gradients, which are zero then.
+            moves = role.kind != "generate" and use.what != "gradients"
+            host += use.num_bytes if moves and use.on == "device" else 0
         elif use.on == "device":
             device += use.num_bytes
         else:
