@@ -103,3 +103,15 @@ def planned(loaded: Callable[..., LoadedConfig], registry: Registry) -> Callable
 def num_parameters() -> int:
     """Of the model of these configs, counted by hand."""
     return NUM_PARAMETERS
+
+
+@pytest.fixture
+def distill() -> str:
+    """The text of a distillation without rewards, by a teacher of half the hidden size in bfloat16."""
+    teacher = json.dumps({**MODEL, "hidden_size": 32})
+    return RLVR.partition("rewards:")[0].replace("pipeline: rlvr", "pipeline: distill") + (
+        "teachers:\n"
+        "  main:\n"
+        f"    model_args: {{dtype: bf16, random_init: {teacher}}}\n"
+        "    strategy_args: {strategy_name: hf_infer}\n"
+    )

@@ -207,3 +207,12 @@ def test_the_size_of_a_librarys_model_is_not_known(planned, monkeypatch):
     plan = planned(text=text)
     assert "acme.flows:Library" in role(plan, "sft_train").unknown
     assert not plan.known
+
+
+def test_a_student_holds_its_teachers_head_and_compares_whole_vocabularies(planned, distill):
+    found, plain = (
+        role(planned(*ACC, f"kd_support={each}", text=distill), "actor_train") for each in ("full", "sampled")
+    )
+    assert amounts(found, "backward", "weights") - amounts(plain, "backward", "weights") == 2 * 1000 * 32
+    # Of 8 rows of 64 tokens: 6 arrays of the default, reverse KL, and hidden states of both models.
+    assert amounts(found, "backward", "logits") == 8 * 64 * (4 * 1000 * 6 + 2 * 4 * 32 + 3 * 4 * 64)

@@ -7,7 +7,7 @@ import pytest
 from roll_core.config.loading import strategy_config
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
-from roll_core.spec.plan import MemoryInput
+from roll_core.spec.plan import ComparedModel, MemoryInput
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_tools.sizes import model_size
 
@@ -54,6 +54,18 @@ def uses(kind, name, keys, act, *, apart=False, **more):
 
 def train(name, keys, act="backward", **more):
     return uses(TrainProvider, name, keys, act, **more)
+
+
+@pytest.mark.parametrize("name", ["hf_train", "fsdp2_train", "deepspeed_train", "megatron_train"])
+def test_comparisons_with_another_model_count_its_head_its_states_and_both_logits(name):
+    tokens = {"train_tokens": 512, "longest": 512, "on_host": False}
+    compared = ComparedModel(hidden_size=32, dtype="bf16", num_arrays=10)
+    found, plain = train(name, {}, **tokens, compared=compared), train(name, {}, **tokens)
+    assert found["logits"] == 4 * 512 * 1000 * 10 + 512 * (2 * 4 * 32 + 3 * 4 * 64)
+    assert found["weights"] - plain["weights"] == 2 * 1000 * 32
+    assert (
+        train(name, {}, "score", **tokens, compared=compared)["logits"] == train(name, {}, "score", **tokens)["logits"]
+    )
 
 
 def test_twins_that_only_score_have_a_formula_as_well():

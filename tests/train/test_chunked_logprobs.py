@@ -23,6 +23,8 @@ from roll_modeling.logprobs import (
     read_head,
     write_head,
 )
+from roll_pipeline_distill.divergences import divergence
+from roll_pipeline_distill.plans import ARRAYS
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
 from shared_tests.live_bytes import LiveBytes
@@ -303,6 +305,21 @@ def test_scoring_and_gradients_take_the_memory_that_the_plan_has(monkeypatch, en
                 (found.logprobs_N.sum() + (found.entropy_N.sum() if entropy else 0)).backward()
         assert count.most < (most + 0.3) * 4 * chunk * vocab_size
         del found
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_comparisons_take_the_memory_that_the_plan_has(monkeypatch, kind, dtype):
+    monkeypatch.setattr("roll_modeling.logprobs._log_softmax", functools.partial(logprobs._log_softmax))
+    vocab_size, chunk = 2000, 64
+    hidden, other_hidden = torch.randn(4 * chunk, 4, dtype=dtype, requires_grad=True), torch.randn(4 * chunk, 4)
+    weight = torch.randn(vocab_size, 4, dtype=dtype, requires_grad=True)
+    other, weights = LinearHead(weight=torch.randn(vocab_size, 4, dtype=dtype)), torch.rand(4 * chunk)
+    function, request = functools.partial(divergence, kind=kind), HeadRequest(chunk_tokens=chunk)
+    with LiveBytes() as count:
+        found = compared(LinearHead(weight=weight), hidden, other, other_hidden, function, request, weights)
+        (found * weights).sum().backward()
+    assert ARRAYS[kind] - 1 < count.most / (4 * chunk * vocab_size) < ARRAYS[kind] + 0.3
 
 
 @pytest.mark.parametrize("want", [WantedOutputs(logprobs=True, entropy=True, topk=2), WantedOutputs(logprobs=True)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from roll_core.spec.plan import DTYPE_BYTES, MemoryItem
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -164,6 +164,7 @@ def computation(
     """
     uses = [*_scoring(question, chunk_tokens, shards)]
     if question.trains:
+        uses += _compared_head(question)
         moments = [
             (
                 *_training(question, moment, fused, chunk_tokens, recomputes, shards),
@@ -186,7 +187,8 @@ def _training(
         yield _during_backward("activations", num_bytes, f"{moment}: {how}")
     if moment == "head":
         num_bytes = head_bytes(question, tokens, chunk_tokens, backward=True, keeps=not recomputes)
-        yield _during_backward("logits", num_bytes, f"{moment}: {_head_formula(question, tokens, chunk_tokens)}")
+        how = _head_formula(question, tokens, chunk_tokens, backward=True)
+        yield _during_backward("logits", num_bytes, f"{moment}: {how}")
     if question.trained_parameters <= question.added_parameters or moment == "end":
         return
     head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
@@ -205,6 +207,14 @@ def _training(
         how = "the embedding's, and the output layer's" if waiting else "the embedding's"
     if num_bytes:
         yield _during_backward("gradients", num_bytes, f"{moment}: {how}, in transit")
+
+
+def _compared_head(question: MemoryInput) -> Iterator[MemoryItem]:
+    """Output layer of the model that the role compares with, which stays on the device from the first step on."""
+    if question.compared is not None:
+        size, count = DTYPE_BYTES[question.compared.dtype], question.model.vocab_size * question.compared.hidden_size
+        formula = f"{size} × {millions(count)}, output layer of the compared model"
+        yield MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=LATER)
 
 
 def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
@@ -243,7 +253,7 @@ def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> tu
         MemoryItem(
             what="logits",
             num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False, keeps=False),
-            formula=_head_formula(question, tokens, chunk_tokens),
+            formula=_head_formula(question, tokens, chunk_tokens, backward=False),
             during=("score",),
         ),
     )
@@ -303,12 +313,20 @@ def head_bytes(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, 
         logits = max(kept, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
     else:
         logits = 4 * chunk * model.vocab_size * (3 if backward else 2) + kept
-    return states * (3 if backward else 1) + logits
+    if not backward:
+        return states + logits
+    if question.compared is None:
+        return 3 * states + logits
+    # The comparison's chunks end before those of other outputs begin. The other model's states are float32: of all
+    # tokens, and of those that are compared.
+    logits = max(logits, 4 * chunk * model.vocab_size * question.compared.num_arrays)
+    return 3 * states + 2 * 4 * tokens * question.compared.hidden_size + logits
 
 
-def _head_formula(question: MemoryInput, tokens: int, chunk_tokens: int | None) -> str:
+def _head_formula(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, backward: bool) -> str:
     if question.task != "causal_lm":
         return f"hidden states of {tokens} tokens"
     vocab = question.model.vocab_size
     chunk = min(tokens, chunk_tokens or head_chunk(vocab, on_host=question.on_host))
-    return f"{chunk} tokens × {vocab} logits at a time, hidden states of {tokens} tokens"
+    compared = f", compared in {question.compared.num_arrays} arrays" if backward and question.compared else ""
+    return f"{chunk} tokens × {vocab} logits at a time{compared}, hidden states of {tokens} tokens"

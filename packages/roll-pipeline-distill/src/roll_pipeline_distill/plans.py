@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING
 
 from roll_core.pipelines.plans import rewards, rlvr
 from roll_core.spec.pipeline import RoleSpec
-from roll_core.spec.plan import Phase, PipelinePlan
+from roll_core.spec.plan import Phase, PipelinePlan, PlannedComparison
 
 if TYPE_CHECKING:
-    from roll_pipeline_distill.config import DistillConfig
+    from collections.abc import Mapping
+
+    from roll_pipeline_distill.config import DistillConfig, Divergence
+
+ARRAYS: Mapping[Divergence, int] = {
+    "forward_kl": 5,
+    "reverse_kl": 6,
+    "js_divergence": 10,
+    "skewed_forward_kl": 9,
+    "skewed_reverse_kl": 10,
+    "adaptive_kl": 10,
+}
+"""`PlannedComparison.num_arrays` of `divergences.divergence`, as measured."""
 
 
 def distill(config: DistillConfig) -> PipelinePlan:
@@ -32,4 +44,8 @@ def distill(config: DistillConfig) -> PipelinePlan:
     if config.kd_support == "student_topk" or config.self_teacher:
         teaching.insert(0, Phase(name="logprobs of the student", acts={"actor_train": "score"}))
     phases[training:training] = teaching
-    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=base.outputs)
+    comparisons = {}
+    if config.kd_support == "full" and teachers:
+        compared = PlannedComparison(role=teachers[0].name, num_arrays=ARRAYS[config.objective])
+        comparisons["actor_train"] = compared
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=base.outputs, comparisons=comparisons)

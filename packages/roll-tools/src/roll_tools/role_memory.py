@@ -19,7 +19,7 @@ from roll_core.errors import ModelError, PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
-from roll_core.spec.plan import DTYPE_BYTES, MemoryInput, MemoryItem
+from roll_core.spec.plan import DTYPE_BYTES, ComparedModel, MemoryInput, MemoryItem
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.transport import WeightSizes
 from roll_tools.sizes import model_size
@@ -158,7 +158,16 @@ def _question(
         outputs=math.ceil(_outputs(worker, placement) / len(places)),
         random_weights=spec.random_init is not None,
         shares_weights=_borrows(role, config, placement),
+        compared=_compared(role, config, placement),
     )
+
+
+def _compared(role: RoleSpec, config: RunConfig, placement: Placement) -> ComparedModel | None:
+    planned = placement.pipeline.comparisons.get(role.name)
+    if planned is None:
+        return None
+    spec = model_spec(next(each for each in placement.pipeline.roles if each.name == planned.role), config, Path())
+    return ComparedModel(hidden_size=size_of(spec, config).hidden_size, dtype=spec.dtype, num_arrays=planned.num_arrays)
 
 
 def _sync_buffers(

@@ -52,6 +52,17 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedComparison:
+    """A trained role's comparison of its distributions with another role's, over the whole vocabulary
+    (`roll_core.spec.train.Comparison`)."""
+
+    role: str
+    """Role of the other model."""
+    num_arrays: int
+    """Float32 numbers per token and id of a chunk that exist at once: of both models, and of the comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Roles and phases of a pipeline, known before anything is loaded."""
 
@@ -61,9 +72,21 @@ class PipelinePlan:
     """Phases of one step, in order."""
     outputs: int = 0
     """Sequences that the generating role samples in one phase, over all its workers."""
+    comparisons: Mapping[str, PlannedComparison] = field(default_factory=dict)
+    """Comparison over the whole vocabulary, by trained role."""
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedModel:
+    """The other model of a comparison over the whole vocabulary."""
+
+    hidden_size: int
+    dtype: str
+    num_arrays: int
+    """As in `PlannedComparison`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +132,8 @@ class MemoryInput:
     """True if the weights are initialised randomly instead of loaded."""
     shares_weights: bool = False
     """True for an engine that, once weights are published, computes with the tensors of a trainer in its process."""
+    compared: ComparedModel | None = None
+    """Model whose distributions the role's are compared with in training, over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
