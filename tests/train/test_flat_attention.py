@@ -14,6 +14,7 @@ from roll_core.types import TrainSequence
 from roll_modeling import attention
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
+from shared_tests.live_bytes import LiveBytes
 
 SIZES = {
     "vocab_size": 61,
@@ -176,3 +177,45 @@ def test_a_layer_reads_no_number_from_the_device(window):
         torch.nn.Module(), query, query[:, :2], query[:, :2], mask, roll_layout=attention.FlatLayout((5, 4))
     )
     assert found.shape == (1, 9, 4, 8)
+
+
+def windowed(query, key, value, lengths, window, softcap):
+    """Attention by whole squares, and gradients."""
+    groups, outputs = query.shape[1] // key.shape[1], []
+    for q, k, v in zip(*(torch.split(each[0], lengths, dim=1) for each in (query, key, value)), strict=True):
+        k, v = (each.repeat_interleave(groups, dim=0) for each in (k, v))
+        scores = q @ k.mT * 0.3
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        at = torch.arange(q.shape[1])
+        seen = (at[:, None] >= at) & (at[:, None] - at < window)
+        outputs.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)[None]
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 30])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("block", [1, 4, 512])
+def test_windows_in_blocks_of_queries_equal_whole_squares(monkeypatch, window, softcap, block):
+    monkeypatch.setattr(attention, "MIN_BLOCK", block)
+    lengths, generator = (23, 1, 7, 8), torch.Generator().manual_seed(1)
+    given = [torch.randn(1, heads, 39, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+    given = [each.requires_grad_() for each in given]
+    how = attention.AttentionOptions(lengths=lengths, scale=0.3, window=window, softcap=softcap)
+    found, expected = attention.attend_flat(*given, how), windowed(*given, lengths, window, softcap)
+    upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    bounds = {"rtol": 1e-5, "atol": 1e-6} if softcap else {"rtol": 1e-7, "atol": 1e-7}  # its softmax is float32
+    torch.testing.assert_close(found, expected, **bounds)
+    for one, other in zip(*(torch.autograd.grad(each, given, upstream) for each in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, **bounds)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_memory_of_a_window_grows_with_the_length_and_not_with_its_square(softcap):
+    used = []
+    for length in (2048, 4096):
+        query = torch.randn(1, 2, length, 8, requires_grad=True)
+        how = attention.AttentionOptions(lengths=(length,), scale=0.3, window=256, softcap=softcap)
+        with LiveBytes() as count:
+            attention.attend_flat(query, query[:, :1], query[:, :1], how).sum().backward()
+        used.append(count.most)
+    assert used[1] < 2.2 * used[0]

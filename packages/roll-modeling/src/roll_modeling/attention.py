@@ -3,7 +3,8 @@
     tokens   a a a a b b c c c          a query sees its own sequence up to itself,
     segments 0 0 0 0 1 1 2 2 2          and not further back than the layer's window
 
-Shapes: T flat tokens, H query heads, K key/value heads (H a multiple of K), D head size, L length of one sequence.
+Shapes: T flat tokens, H query heads, K key/value heads (H a multiple of K), D head size, L length of one sequence or
+block of queries, S keys that a block sees.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
+
 
 NAME = "roll_flat"
 """Name of this attention in transformers."""
+MIN_BLOCK = 512
+"""Minimum queries of a block with a window; smaller blocks would be many small products."""
 
 
 class SharedAttention(Protocol):
@@ -130,16 +135,37 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions
     plain = not how.softcap and not 0 < how.window < max(lengths) and value.shape[-1] == query.shape[-1]
     if plain and usable(query, lengths):
         return blocked_attention(query, key, value, lengths, how.scale)
-    attend = _attend_softcap(how.softcap) if how.softcap else _attend
+    attend = _in_blocks(_attend_softcap(how.softcap) if how.softcap else _attend)
     # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.
     pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
     outputs_LHD = [attend(q, k, v, how.scale, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs_LHD, dim=1)
 
 
+def _in_blocks(attend: Attend) -> Attend:
+    """`attend`, of a window, for blocks of queries with only the keys that they see.
+
+    Masks, scores and products of the whole `[L, L]` square never exist.
+    """
+
+    def attend_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+        length = query.shape[2]
+        if not 0 < window < length:
+            return attend(query, key, value, scale, 0)
+        size, start = max(window, MIN_BLOCK), 0
+        found: list[Tensor] = []
+        for block in torch.split(query, size, dim=2):
+            first, end = max(0, start + 1 - window), start + block.shape[2]
+            found.append(attend(block, key[:, :, first:end], value[:, :, first:end], scale, window))
+            start = end
+        return torch.cat(found, dim=2)
+
+    return attend_blocks
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    length = query.shape[2]
-    mask = window_mask(length, window, query.device) if 0 < window < length else None
+    """Attention of queries that are the last tokens of the keys."""
+    mask = _visible(query.shape[2], key.shape[2], window, query.device) if window else None
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -151,30 +177,36 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
     )
 
 
-def _attend_softcap(cap: float) -> Callable[[Tensor, Tensor, Tensor, float, int], Tensor]:
-    """Attention with scores soft-capped to ±cap before the softmax (Gemma 2), which library kernels do not support."""
+def _attend_softcap(cap: float) -> Attend:
+    """Same as `_attend`, with scores soft-capped to ±cap before the softmax (Gemma 2).
+
+    Library kernels do not support it.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         _, heads, length, size = query.shape
-        groups = key.shape[1]
+        groups, seen = key.shape[1], key.shape[2]
         # Query heads that share a key head become rows of one matrix, so keys need not be repeated.
         rows_KRD = query.reshape(groups, heads // groups * length, size)
-        scores_KRL = torch.matmul(rows_KRD, key[0].transpose(1, 2)) * scale
-        scores_KRL = torch.tanh(scores_KRL / cap) * cap
-        scores_KGLL = scores_KRL.view(groups, heads // groups, length, length)
-        hidden = ~window_mask(length, window or length, query.device)
-        weights_KGLL = torch.softmax(scores_KGLL.masked_fill(hidden, float("-inf")).float(), dim=-1).to(query.dtype)
-        attended = torch.matmul(weights_KGLL.view(groups, heads // groups * length, length), value[0])
+        scores_KRS = torch.matmul(rows_KRD, key[0].transpose(1, 2)) * scale
+        scores_KRS = torch.tanh(scores_KRS / cap) * cap
+        scores_KGLS = scores_KRS.view(groups, heads // groups, length, seen)
+        hidden = ~_visible(length, seen, window or seen, query.device)
+        weights_KGLS = torch.softmax(scores_KGLS.masked_fill(hidden, float("-inf")).float(), dim=-1).to(query.dtype)
+        attended = torch.matmul(weights_KGLS.view(groups, heads // groups * length, seen), value[0])
         return attended.view(1, heads, length, size)
 
     return attend
 
 
-def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Visibility mask, bool `[L, L]`: query i sees keys i - window + 1 to i."""
-    ahead = torch.arange(length, device=device)
-    distance = ahead[:, None] - ahead[None, :]
-    return (distance >= 0) & (distance < window)
+def _visible(length: int, seen: int, window: int, device: torch.device) -> Tensor:
+    """Visibility mask, bool `[L, S]`, of queries that are the last tokens of the keys.
+
+    Each sees `window` keys, its own included.
+    """
+    keys_S = torch.arange(seen, device=device)
+    queries_L1 = keys_S[seen - length :, None]
+    return (keys_S <= queries_L1) & (keys_S > queries_L1 - window)
 
 
 def flat_positions(lengths: Sequence[int]) -> Tensor:
