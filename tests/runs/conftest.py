@@ -37,11 +37,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path],
     return install
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def connected_ray() -> Iterator[None]:
-    """One Ray instance for all tests, started as a run starts its own and with room for the workers of any test.
+    """One Ray instance for all tests of whole runs, started as a run starts its own, with room for any test's workers.
 
-    An executor that finds this process connected uses it and leaves it running.
+    An executor that finds this process connected uses it and leaves it running. It ends with the last of these tests:
+    tests of other packages connect this process to a Ray of their own.
     """
     instance = RayInstance(CpuPlatform())
     with pytest.MonkeyPatch.context() as patch:
