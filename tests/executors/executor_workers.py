@@ -146,18 +146,34 @@ class BrokenOnRank:
             raise ValueError(f"cannot be made on rank {rank}")
 
 
+ENGINE = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+
+segment = shared_memory.SharedMemory(sys.argv[1], create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+print("ready", flush=True)
+time.sleep(600)
+"""
+"""A process whose shared memory Python does not unlink, as SGLang's."""
+
+
 class Littering:
     """Leaves shared memory and a child process behind, as an engine does that is killed."""
 
     def __init__(self, place: Place, peers: Peers) -> None:
+        mark = os.environ["ROLL_INSTANCE"]
         self.segment = shared_memory.SharedMemory(create=True, size=4096)
-        self.ours = shared_memory.SharedMemory(
-            create=True, size=4096, name=f"roll-{os.environ['ROLL_INSTANCE']}-{place.rank}"
+        self.ours = shared_memory.SharedMemory(create=True, size=4096, name=f"roll-{mark}-{place.rank}")
+        self.engines = f"sglang_loads_{mark}-{place.rank}"
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, self.engines], stdout=subprocess.PIPE, start_new_session=True
         )
-        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        assert self.child.stdout is not None
+        assert self.child.stdout.readline() == b"ready\n"
 
-    def litter(self) -> tuple[int, int, str, str]:
-        return os.getpid(), self.child.pid, self.segment.name, self.ours.name
+    def litter(self) -> tuple[int, int, str, str, str]:
+        return os.getpid(), self.child.pid, self.segment.name, self.ours.name, self.engines
 
     def work(self) -> None:
         time.sleep(600)

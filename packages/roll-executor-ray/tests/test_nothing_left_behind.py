@@ -1,5 +1,6 @@
 """After success, error, Ctrl-C, SIGTERM, SIGKILL: no process, no shared memory, no Ray and no file of a run is left."""
 
+import contextlib
 import json
 import os
 import signal
@@ -62,7 +63,7 @@ class Litter:
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.pids = [pid for worker, child, *_ in told["litter"] for pid in (worker, child)]
-        self.segments = [name for *_, psm, ours in told["litter"] for name in (psm, ours)]
+        self.segments = [name for _, _, *segments in told["litter"] for name in segments]
         self.mark = self.segments[1].split("-")[1]
 
     def left(self) -> list[str]:
@@ -158,6 +159,63 @@ def test_sweep_unlinks_shared_memory_of_the_run_and_nothing_else(tmp_path: Path)
     finally:
         for path in (ours, others):
             path.unlink(missing_ok=True)
+
+
+SHARING = """
+import mmap, sys, time
+segments = []
+for name in sys.argv[1:]:
+    with open(f"/dev/shm/{name}", "x+b") as file:
+        file.truncate(16)
+        segments.append(mmap.mmap(file.fileno(), 16))
+print("ready", flush=True)
+time.sleep(600)
+"""
+WITHOUT_MARK = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:], env={})"]
+"""Starts a process whose environment cannot be read, as that of a process that writes its title over it."""
+OF_ENGINES = (
+    "psm_",
+    "sem.mp-",
+    "torch_",
+    "sgl_shm_",
+    "sglang_loads_",
+    "vllm_ec_",
+    "vllm_offload_",
+    "VLLM_OBJECT_STORAGE_SHM_BUFFER_",
+)
+
+
+@pytest.mark.skipif(not orphan_cleanup.SHM.is_dir(), reason="shared memory has no names here")
+def test_sweep_unlinks_shared_memory_of_engines_and_no_file_of_the_user(tmp_path: Path) -> None:
+    """The engine's process has mapped both: users keep models in /dev/shm. Another run's engine has its own."""
+    here, there = uuid4().hex, uuid4().hex
+    engines: list[psutil.Process] = []
+    runs: list[subprocess.Popen[bytes]] = []
+    try:
+        for mark, names in (
+            ("mark6", [*(f"{prefix}{here}" for prefix in OF_ENGINES), f"model_{here}"]),
+            ("mark7", [f"sglang_loads_{there}"]),
+        ):
+            env = os.environ | {orphan_cleanup.MARK: mark}
+            command = [*WITHOUT_MARK, sys.executable, "-c", SHARING, *names]
+            run = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+            runs.append(run)
+            assert run.stdout is not None
+            assert run.stdout.readline() == b"ready\n"
+            engines += psutil.Process(run.pid).children()
+        assert orphan_cleanup.sweep("mark6", tmp_path / "none") == 2
+        left = {path.name for path in orphan_cleanup.SHM.iterdir() if here in path.name or there in path.name}
+        assert left == {f"model_{here}", f"sglang_loads_{there}"}
+        assert [alive(engine.pid) for engine in engines] == [False, True]
+    finally:
+        for process in (*engines, *runs):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for run in runs:
+            run.communicate()
+        for path in orphan_cleanup.SHM.iterdir():
+            if here in path.name or there in path.name:
+                path.unlink()
 
 
 def test_reaper_ends_when_it_is_dismissed_and_touches_nothing(tmp_path: Path) -> None:

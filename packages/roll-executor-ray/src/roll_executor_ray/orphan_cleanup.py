@@ -5,8 +5,9 @@
                                          memory, remove its scratch directory
 
 A process has the mark if it was started with `ROLL_INSTANCE=<mark>` in its environment, which children inherit. These
-are the run's own Ray instance, its workers, and the processes that they started. Some of Ray's processes write their
-title over their environment. They are recognized by the files that they have open in the run's scratch directory.
+are the run's own Ray instance, its workers, and the processes that they started. Some of Ray's processes and those of
+engines write their title over their environment. Ray's are recognized by the files that they have open in the run's
+scratch directory, engines' by their parent.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 MARK = "ROLL_INSTANCE"
 """Environment variable whose value identifies the executor that a process belongs to."""
 SHM = Path("/dev/shm")
+SEGMENTS = (
+    *("psm_", "sem.mp-"),  # Python's SharedMemory and semaphores
+    "torch_",
+    *("sgl_shm_", "sglang_loads_"),  # SGLang
+    *("vllm_ec_", "vllm_offload_", "VLLM_OBJECT_STORAGE_SHM_BUFFER_"),  # vLLM
+)
+"""Name prefixes of shared memory that its owner does not unlink if it is killed.
+
+Processes may have mapped other files in `SHM`, such as a model that the user put there.
+"""
 POLL_S = 0.5
 KILL_S = 10.0
 """Seconds until the processes must be gone after SIGKILL."""
@@ -67,11 +78,12 @@ def sweep(mark: str, scratch: Path) -> int:
     killed: set[int] = set()
     started = time.monotonic()
     while (found := _marked(mark, scratch)) and (passed_s := time.monotonic() - started) < KILL_S:
-        for process in found:
-            if passed_s < TRACKERS_S and _is_tracker(process):
-                continue
+        if passed_s < TRACKERS_S:
+            found = [process for process in found if not _is_tracker(process)]
+        for process in found:  # before the first one is killed: engines exit with their worker
             segments.update(_mapped_segments(process))
-            with contextlib.suppress(psutil.NoSuchProcess):
+        for process in found:
+            with contextlib.suppress(psutil.Error):
                 process.kill()
             killed.add(process.pid)
         time.sleep(0.05)
@@ -85,15 +97,20 @@ def sweep(mark: str, scratch: Path) -> int:
 
 
 def _marked(mark: str, scratch: Path) -> list[psutil.Process]:
-    found = []
+    found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
         with contextlib.suppress(psutil.Error, OSError):
-            ours = process.environ().get(MARK) == mark or _has_open(process, scratch)
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+            if process.environ().get(MARK) == mark or _has_open(process, scratch):
+                found.update([process, *process.children(recursive=True)])
+    return [process for process in found if _is_alive(process)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _has_open(process: psutil.Process, directory: Path) -> bool:
@@ -107,11 +124,11 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _mapped_segments(process: psutil.Process) -> Iterable[str]:
-    """Names of the shared memory segments that a process has mapped, as Python and torch name them. Only on Linux."""
+    """Names of the shared memory that a process has mapped and that must be unlinked. Only on Linux."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
             path = Path(line.split(maxsplit=5)[-1])
-            if path.parent == SHM and path.name.startswith(("psm_", "torch_")):
+            if path.parent == SHM and path.name.startswith(SEGMENTS):
                 yield path.name
 
 
