@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 
+import psutil
+
 from roll_core.builtin.cpu import CpuPlatform
-from roll_core.errors import WorkerError
+from roll_core.errors import RollError
 from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerCall
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig
@@ -29,6 +31,14 @@ async def drive(end: str) -> None:
             await WorkerCall(group, "no_such_method").all()
         if end == "wait":
             await WorkerCall(group, "work").all()
+        if end == "gcs":
+            working = asyncio.create_task(WorkerCall(group, "work").all())
+            (gcs,) = (each for each in psutil.Process().children() if each.name() == "gcs_server")
+            gcs.kill()
+            try:
+                await executor.watch()
+            finally:
+                working.cancel()
 
 
 # A shell that starts tests in the background has them, and this, ignore Ctrl-C.
@@ -36,5 +46,5 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for end in sys.argv[1:]:
     try:
         asyncio.run(drive(end))
-    except WorkerError as error:
-        tell({"error": str(error)})
+    except RollError as error:
+        tell({"error": str(error), "code": error.code})

@@ -1,4 +1,4 @@
-"""After success, error, Ctrl-C, SIGTERM, SIGKILL: no process, no shared memory, no Ray and no file of a run is left."""
+"""After success, error, Ctrl-C, SIGTERM, SIGKILL, a lost Ray: no process, memory, Ray or file of a run is left."""
 
 import contextlib
 import json
@@ -119,6 +119,17 @@ def test_after_sigkill_of_the_driver() -> None:
     driver = Driver("wait")
     driver.process.kill()
     driver.end()
+    assert driver.left_behind() == []
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_after_the_control_service_of_ray_was_killed() -> None:
+    """Ray's own library ends the driver 60 s later, without an exception."""
+    driver = Driver("gcs")
+    out, err = driver.end()
+    assert driver.process.returncode == 0, err
+    assert json.loads(out)["code"] == "ROLL-X001"
     assert driver.left_behind() == []
 
 

@@ -12,6 +12,7 @@ survive an exit (replicas of an engine) are an exception: only calls to that wor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -19,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core import openmp
-from roll_core.errors import UnsupportedError, WorkerDiedError
+from roll_core.errors import RollError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import gather
 from roll_core.runtime.cluster.executors.base import Executor, Peers, WorkerGroup, collect
 from roll_core.runtime.cluster.platform import values_of
@@ -47,6 +48,8 @@ ENVIRONMENT_S = 3600.0
 """Seconds for the installation of a role's Python environment."""
 START_S = 300.0
 """Seconds for Ray to start the processes. Until then they import no heavy module of ROLL."""
+POLL_S = 1.0
+"""Seconds between two checks of a private Ray's control service."""
 CLOSE_S = 10.0
 """Seconds that workers have to close before they are killed."""
 SHARED_BYTES = 100_000
@@ -88,9 +91,14 @@ class RayExecutor(Executor):
             raise
 
     async def watch(self) -> NoReturn:
-        """See `Executor.watch`."""
+        """See `Executor.watch`. Raises `RollError` if Ray's own control service exits."""
         while self.exit_error is None:
-            await self._exited.wait()
+            if self._instance.gcs_exited:
+                raise RollError(
+                    "Ray's process gcs_server exited, most likely killed (SIGKILL), so the run cannot continue"
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), POLL_S)
         raise copy_of(self.exit_error)
 
     async def close(self) -> None:
@@ -106,7 +114,8 @@ class RayExecutor(Executor):
         finally:
             for worker in workers:
                 worker.kill()
-            if self._instance.is_open:
+            # Without Ray's control service the release would block until Ray ends this process.
+            if self._instance.is_open and not self._instance.gcs_exited:
                 self._reservation.release()
             self._instance.close()
 

@@ -69,10 +69,22 @@ class RayInstance:
         self.single_host = False
         """True for a private instance, which has only this host."""
         self._connected_by_us = False
+        self._gcs: psutil.Process | None = None
+        """Control service (GCS) of a private instance."""
         self._helpers: list[psutil.Process] = []
         """Auxiliary processes of a private instance: logs and monitors."""
         self._reaper: subprocess.Popen[bytes] | None = None
         self._environment = EnvironmentChange()
+
+    @property
+    def gcs_exited(self) -> bool:
+        """True if the control service of a private instance exited. Ray ends this process 60 s later."""
+        if self._gcs is None:
+            return False
+        try:
+            return bool(self._gcs.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
 
     @property
     def is_open(self) -> bool:
@@ -122,6 +134,7 @@ class RayInstance:
             import ray
 
             self._connected_by_us = False
+            self._gcs = None
             # Ray itself would send them SIGTERM, which they ignore, and wait a second for each.
             helpers, self._helpers = self._helpers, []
             _kill(helpers)
@@ -146,6 +159,8 @@ class RayInstance:
                 log.warning("Ray did not start within its 30 s, probably because the host is busy; starting it again")
                 _kill(set(psutil.Process().children()) - before)
         started = set(psutil.Process().children()) - before
+        living = (process for process in started if process.status() != psutil.STATUS_ZOMBIE)
+        self._gcs = next((process for process in living if process.name() == "gcs_server"), None)
         self._helpers = [process for process in started if process.name() not in STATE_KEEPERS]
 
     def _start_once(self) -> None:
