@@ -28,6 +28,20 @@ SIZES = {
 WINDOW = {"sliding_window": 4}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+LATENT = {
+    "num_key_value_heads": 4,
+    # Values are smaller than queries and keys.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 FLAT = {
     "llama": SIZES,
     "qwen2": SIZES,
@@ -53,22 +67,7 @@ FLAT = {
     "cohere": SIZES | {"logit_scale": 0.3},
     "granite": SIZES | {"logits_scaling": 2.0},
     "qwen3_moe": SIZES | MOE,
-    "deepseek_v3": SIZES
-    | {
-        "num_key_value_heads": 4,
-        # Values are smaller than queries and keys.
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": SIZES | LATENT | {"first_k_dense_replace": 1},
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
     "opt": {
         "vocab_size": 61,
@@ -80,6 +79,10 @@ FLAT = {
     },
 }
 PADDED = {
+    # Sequences are longer than the number of keys that a query sees, those of the trial are not.
+    "deepseek_v32": SIZES
+    | LATENT
+    | {"first_k_dense_replace": 1, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 16},
     "llama4_text": SIZES | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "pad_token_id": 0},
     "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},

@@ -30,6 +30,8 @@ NAME = "roll_flat"
 """Name of this attention in transformers."""
 MIN_BLOCK = 512
 """Minimum queries of a block with a window; smaller blocks would be many small products."""
+WITHOUT_EFFECT = frozenset({"position_ids", "output_attentions", "use_cache", "cache_position"})
+"""Further arguments of layers, which attention in transformers does not read either."""
 
 
 class SharedAttention(Protocol):
@@ -93,17 +95,24 @@ def flat_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
-    **_unused: object,
+    is_causal: bool | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: `[1, H, T, D]` queries, `[1, K, T, D]` keys and values to `[1, T, H, D]`.
 
-    Raises `UnsupportedError` for padded inputs, a cache, dropout or attention sinks.
+    Raises `UnsupportedError` for padded inputs, a cache, dropout, attention sinks, and arguments that are not known,
+    such as the keys to which a sparse attention is limited.
     """
     del module
     if roll_layout is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise UnsupportedError("flat attention needs a layout of flat tokens, and no cache")
     if dropout or s_aux is not None:
         raise UnsupportedError("flat attention has neither dropout nor attention sinks")
+    if is_causal is False:
+        raise UnsupportedError("flat attention is causal")
+    for name, each in others.items():
+        if each is not None and name not in WITHOUT_EFFECT:
+            raise UnsupportedError(f"flat attention has no argument {name}")
     roll_layout.num_calls += 1
     window = int(attention_mask) if attention_mask is not None else 0
     how = AttentionOptions(
