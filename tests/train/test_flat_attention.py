@@ -121,6 +121,41 @@ def test_flat_sequences_equal_plain_transformers_one_by_one(build, rows, model_t
     torch.testing.assert_close(outputs.entropy_T, entropies, rtol=0, atol=1e-5)
 
 
+BY_LENGTH = {
+    "longrope": {
+        "model_type": "phi3",
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 6,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 5.0, 6.0, 7.0],
+            "original_max_position_embeddings": 6,
+            "factor": 4.0,
+        },
+    },
+    "dynamic": {
+        "model_type": "llama",
+        "max_position_embeddings": 6,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}
+"""Rotary embeddings with other frequencies for sequences of more than 6 tokens."""
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_frequencies_depend_on_the_length_of_the_sequence_alone(build, rows, name, attention):
+    keys = {**SIZES, "pad_token_id": 0, **BY_LENGTH[name]}
+    strategy = build(random_init=keys, forward_only=True, attn_implementation=attention)
+    assert strategy.task_model.backbone.flat is (attention == "auto")
+    for order in (rows, rows[::-1]):
+        found = strategy.forward(pack(order)[0], WantedOutputs(logprobs=True)).logprobs_T
+        alone = [one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), [each], 1.0)[0] for each in order]
+        torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("model_type", PADDED)
 def test_architectures_that_cannot_be_flat_are_padded_inside_and_give_the_same(build, rows, model_type):
     keys = {"model_type": model_type, **PADDED[model_type]}

@@ -39,6 +39,20 @@ PHI3 = TINY | {"model_type": "phi3", "pad_token_id": 0}
 PHI3.pop("head_dim")
 GEMMA2 = TINY | {"model_type": "gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
 MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+LONGROPE = TINY | {
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "original_max_position_embeddings": 6,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 2.5, 3.0],
+        "original_max_position_embeddings": 6,
+        "factor": 1.0,
+    },
+}
+LONGROPE.pop("head_dim")
 TENSOR = {"tensor_model_parallel_size": 2}
 EXPERTS = {"ep_size": 2}
 JOBS = {
@@ -95,6 +109,9 @@ JOBS = {
     "ulysses 2, two copies": Job(world_size=4, config={"ulysses_size": 2, "fsdp_size": 1}),
     "ulysses 2, tensor 2": Job(world_size=4, config=TENSOR | {"ulysses_size": 2}),
     "ulysses 2, windows, softcap": Job(world_size=2, config={"ulysses_size": 2}, model={"random_init": GEMMA2}),
+    "ulysses 2, other frequencies for long sequences": Job(
+        world_size=2, config={"ulysses_size": 2}, model={"random_init": LONGROPE}
+    ),
     "ulysses 2, experts": Job(world_size=4, max_sequences=1, config={"ulysses_size": 2}, model={"random_init": MOE}),
     "ulysses 2, adapters": Job(world_size=2, config={"ulysses_size": 2}, model={"lora": LORA}),
     "ulysses 2, value": Job(world_size=2, max_sequences=1, config={"ulysses_size": 2}, model={"task": "value"}),
@@ -181,6 +198,7 @@ OFTEN = {
     "tensor 2, adapters",
     "ulysses 4, key heads repeated, checkpointed",
     "ulysses 2, tensor 2",
+    "ulysses 2, other frequencies for long sequences",
     "ring 3, checkpointed",
     "ring 2, tensor 2",
     "ring 2, two copies, adapters",

@@ -65,6 +65,7 @@ class Backbone:
         cannot be computed as configured.
         """
         self.model, self.context, self.replay = model, context, replay
+        self.rope = RopeBySequence(model)
         body: nn.Module = model.base_model
         # Llama 4's `base_model_prefix` names no attribute of it, so that its `base_model` is the whole model.
         self.module: nn.Module = getattr(model, "model", body) if body is model else body
@@ -129,6 +130,11 @@ class Backbone:
         return tokens_T, torch.cat([positions_T, torch.arange(more)]), (*lengths, more)
 
     def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
+        if self.rope.needed:
+            lengths_T = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.lengths))
+            if layout.context is not None and self.context is not None:
+                lengths_T = lengths_T[self.context.part(len(lengths_T)).cpu()]
+            self.rope.lengths = lengths_T[None].to(tokens_T.device)
         outputs = self.module(
             input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, roll_layout=layout
         )
@@ -171,10 +177,16 @@ class Backbone:
         places_T = _places(lengths).to(tokens_T.device)
         tokens_SL = tokens_T.new_zeros(len(lengths) * longest).index_copy(0, places_T, tokens_T)
         mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
+        more: dict[str, Tensor] = {}
+        if self.rope.needed:
+            shape = len(lengths), longest
+            more["position_ids"] = torch.arange(longest, device=tokens_T.device).expand(shape)
+            self.rope.lengths = torch.tensor(lengths, device=tokens_T.device)[:, None].expand(shape)
         outputs = self.module(
             input_ids=tokens_SL.view(len(lengths), longest),
             attention_mask=mask_SL.view(len(lengths), longest),
             use_cache=False,
+            **more,
         )
         hidden_SLH: Tensor = outputs[0]
         return hidden_SLH.reshape(len(lengths) * longest, -1).index_select(0, places_T)
@@ -270,6 +282,47 @@ class Backbone:
         """Tolerance of about a thousand (fp32) or a few (bf16) roundings of the largest value."""
         relative = 1e-4 if hidden_TH.dtype == torch.float32 else 5e-2
         return relative * float(hidden_TH.float().abs().max())
+
+
+class RopeBySequence:
+    """Rotary embeddings whose frequencies depend on the length (LongRoPE, dynamic NTK), by each sequence's own.
+
+    transformers takes the longest sequence of a pass, so that a short one would be computed differently beside it, or
+    after it: dynamic NTK remembers the length.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Replace the `forward` of the model's rotary embeddings of these types."""
+        self.lengths: Tensor | None = None
+        """Length of the sequence of each token in the pass, in the shape of its `position_ids`."""
+        self.needed = False
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+            if any(each == "longrope" or "dynamic" in str(each) for each in kinds):
+                module.forward = partial(self._forward, module, module.forward)
+                self.needed = True
+
+    def _forward(
+        self, module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **named: Any
+    ) -> Any:
+        lengths = self.lengths
+        if lengths is None or lengths.shape != position_ids.shape:
+            return forward(x, position_ids, *args, **named)
+        whole: list[Tensor] = []
+        outputs: Any = None
+        for length in torch.unique(lengths).tolist():
+            for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)  # dynamic NTK computes the frequencies anew
+            here = lengths == length
+            # The last position of a sequence of this length decides about the frequencies.
+            positions = nn.functional.pad(position_ids[here].clamp(max=length - 1), (0, 1), value=length - 1)
+            outputs = forward(x, positions[None], *args, **named)
+            parts = outputs if isinstance(outputs, tuple) else (outputs,)
+            whole = whole or [each.new_empty(*lengths.shape, *each.shape[2:]) for each in parts]
+            for every, part in zip(whole, parts, strict=True):
+                every[here] = part[0, :-1]
+        return tuple(whole) if isinstance(outputs, tuple) else whole[0]
 
 
 def _places(lengths: Sequence[int]) -> Tensor:
