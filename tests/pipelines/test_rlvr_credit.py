@@ -50,7 +50,7 @@ class FakeRole:
 
     def __init__(self, logprob: float = 0.0, value: float = 0.0) -> None:
         self.logprob, self.value = logprob, value
-        self.updates, self.shuffle_seeds = [], []
+        self.updates, self.shuffle_seeds, self.max_steps = [], [], []
 
     async def score(self, sequences, want):
         assert not want.base, "there is a reference"
@@ -62,9 +62,10 @@ class FakeRole:
             logprobs=rows(self.logprob) if want.logprobs else None, values=rows(self.value) if want.values else None
         )
 
-    async def update(self, sequences, loss, *, epochs=1, max_length=1, shuffle_seed=None):
+    async def update(self, sequences, loss, *, epochs=1, max_length=1, max_steps=None, shuffle_seed=None):
         self.updates.append((list(sequences), loss, epochs, max_length))
         self.shuffle_seeds.append(shuffle_seed)
+        self.max_steps.append(max_steps)
         return UpdateResult(metrics={"loss": 0.0, "grad_norm": 1.0}, num_steps=1, num_skipped=0, num_tokens=10)
 
 
@@ -587,6 +588,29 @@ def test_a_critic_passes_over_a_batch_as_often_as_the_policy_or_as_told(given, p
     # One optimizer step for each pass: what the learning rate's schedule counts.
     planned = {role.name: role.num_steps for role in plan(config(ppo_epochs=3, **PPO, **given)).roles}
     assert (planned["actor_train"], planned["critic"]) == (3 * 3, 3 * passes)
+
+
+def test_the_players_of_an_episode_are_more_samples_but_no_further_steps():
+    """Two groups of two episodes of two players: 8 samples, where the schedule counts one step of 4 per pass."""
+    roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
+    groups = groups_of((1.0, 0.0, 0.0, 1.0), (1.0, 0.0, 0.0, 1.0))
+    players = [
+        replace(
+            group,
+            samples=tuple(
+                replace(each, id=f"{group.id}/{at // 2}/{player}", player=player)
+                for at, (each, player) in enumerate(zip(group.samples, "abab", strict=True))
+            ),
+        )
+        for group in groups
+    ]
+    assert [group.num_episodes for group in players] == [2, 2]
+    step(players, roles, ppo_epochs=2, **PPO, critic_epochs=3)
+    planned = {role.name: role.num_steps for role in plan(config(ppo_epochs=2, **PPO, critic_epochs=3)).roles}
+    for name, role in roles.items():
+        ((sequences, _, epochs, _),) = role.updates
+        assert len(sequences) == 8
+        assert planned[name] == 3 * epochs * role.max_steps[0]  # max_steps of the config is 3
 
 
 def test_a_critic_learns_where_the_policy_has_nothing_left():

@@ -130,11 +130,12 @@ def test_an_update_takes_as_many_steps_as_the_product_says_and_counts_tokens_onc
     assert result.metrics["ratio/max"] == 1.0
 
 
-def steps_of(sequences, *, epochs=1, shuffle_seed=None, per_device=4):
+def steps_of(sequences, *, epochs=1, shuffle_seed=None, per_device=4, max_steps=None):
     """Ids of the sequences of each optimizer step."""
     group = FakeTrainGroup([DataRank()])
     role = train_role(group, per_device)
-    asyncio.run(role.update(sequences, sft_objective(), epochs=epochs, shuffle_seed=shuffle_seed))
+    updating = role.update(sequences, sft_objective(), epochs=epochs, shuffle_seed=shuffle_seed, max_steps=max_steps)
+    asyncio.run(updating)
     return [shares[0] for shares in group.updates]
 
 
@@ -167,6 +168,13 @@ def test_all_rows_of_a_rollout_and_all_sequences_of_a_unit_are_in_one_step_and_c
     assert sorted(steps) == [["0", "1", "2"], ["3", "4", "5", "6"]]
     pairs = [replace(sequence(i, 3), unit=i // 2) for i in range(8)]
     assert sorted(steps_of(pairs, per_device=2)) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+
+
+def test_a_batch_above_the_steps_of_an_epoch_has_larger_steps():
+    sequences = groups_of_two(8)
+    assert [len(step) for step in steps_of(sequences, max_steps=2, epochs=2)] == [8, 8] * 2
+    assert [len(step) for step in steps_of(sequences[:5], max_steps=3)] == [2, 3]
+    assert steps_of(sequences, max_steps=4) == steps_of(sequences)
 
 
 def test_without_a_seed_steps_follow_the_order_and_one_step_is_the_same_with_any():

@@ -672,8 +672,11 @@ class RLVRConfig(RewardRunConfig):
 
     def steps_per_batch(self, role: WorkerConfig) -> int:
         """Optimizer steps of `role` per pipeline step."""
-        samples = self.num_groups * self.group_size
-        return self.epochs(role) * samples // sequences_per_step(role)[0]
+        return self.epochs(role) * self.steps_per_epoch(role)
+
+    def steps_per_epoch(self, role: WorkerConfig) -> int:
+        """Optimizer steps of `role` per pass over a batch."""
+        return self.num_groups * self.group_size // sequences_per_step(role)[0]
 
     def epochs(self, role: WorkerConfig) -> int:
         """Passes of `role` over each batch."""

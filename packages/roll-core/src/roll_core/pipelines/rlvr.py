@@ -397,7 +397,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         return stable_seed(self.config.seed, "optimizer steps", run.step) if self.config.shuffle else None
 
     async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
-        """Update the critic on the whole experience, and the policy on the chosen part."""
+        """Update the critic on the whole experience, and the policy on the chosen part.
+
+        The players of an episode are several samples: a batch may have more samples than the config counts. It has the
+        planned number of optimizer steps nevertheless, which the schedule and the need for old logprobs depend on.
+        """
         config = self.config
         shuffle_seed = self._shuffle_seed(run)
         num_tokens = 0
@@ -411,6 +415,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 objective,
                 epochs=config.epochs(config.critic),
                 max_length=config.response_length,
+                max_steps=config.steps_per_epoch(config.critic),
                 shuffle_seed=shuffle_seed,
             )
             run.log(update.named("critic"))
@@ -424,6 +429,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 replace(policy, coefs={**policy.coefs, "entropy": -self.entropy.current}),
                 epochs=config.ppo_epochs,
                 max_length=config.response_length,
+                max_steps=config.steps_per_epoch(config.actor_train),
                 shuffle_seed=shuffle_seed,
             )
             log_update(run, update, "actor")

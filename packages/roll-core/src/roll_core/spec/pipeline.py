@@ -254,12 +254,14 @@ class TrainRole(ABC):
         *,
         epochs: int = 1,
         max_length: int = 1,
+        max_steps: int | None = None,
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
         """Run optimizer steps over `sequences`, at most `sequences_per_step` at a time, for `epochs` epochs.
 
         All rows of a rollout are in one step and count as one sequence, and so do all sequences of a unit. An epoch has
-        as few steps as possible, of nearly equal size. `max_length` is `Totals.max_length`. Without `shuffle_seed`,
+        as few steps as possible, of nearly equal size. If these are more than `max_steps`, it has `max_steps`, which
+        are larger than `sequences_per_step`. `max_length` is `Totals.max_length`. Without `shuffle_seed`,
         steps follow the order of `sequences`. With it, each epoch has its own random order of their groups, the same
         for the same seed. An epoch of a single step is the same with any seed.
         """

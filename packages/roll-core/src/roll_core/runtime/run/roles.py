@@ -161,6 +161,7 @@ class GroupTrainRole(TrainRole):
         *,
         epochs: int = 1,
         max_length: int = 1,
+        max_steps: int | None = None,
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
         self._check_wanted(loss.want)
@@ -174,7 +175,8 @@ class GroupTrainRole(TrainRole):
             )
 
         orders = [group_order(sequences, shuffle_seed, epoch) for epoch in range(epochs)]
-        return await self._steps(orders, step, num_tokens=epochs * sum(len(sequence) for sequence in sequences))
+        num_tokens = epochs * sum(len(sequence) for sequence in sequences)
+        return await self._steps(orders, step, num_tokens=num_tokens, max_steps=max_steps)
 
     @override
     async def run_program(
@@ -209,8 +211,9 @@ class GroupTrainRole(TrainRole):
         step: Callable[[list[int], int], Awaitable[list[tuple[LossMetrics, StepStats]]]],
         *,
         num_tokens: int,
+        max_steps: int | None = None,
     ) -> UpdateResult:
-        """Take optimizer steps over the units of each epoch, at most `sequences_per_step` at a time.
+        """Take optimizer steps over the units of each epoch, `max_steps` at most.
 
         `step` takes one step with the rows of these indices in this epoch, and returns the results of all ranks.
         """
@@ -218,7 +221,7 @@ class GroupTrainRole(TrainRole):
         num_skipped = num_overflows = 0
         async with self._lease(TRAINED):
             for epoch, order in enumerate(orders):
-                for chunk in even_chunks(order, self.sequences_per_step):
+                for chunk in even_chunks(order, self.sequences_per_step, max_steps):
                     # Keep the given order within a step: if an epoch has one step, it must not depend on the seed.
                     metrics, stats = self._stepped(await step(sorted(itertools.chain.from_iterable(chunk)), epoch))
                     num_skipped += stats.skipped
@@ -547,12 +550,14 @@ def row_order(num_rows: int, seed: int | None, epoch: int) -> list[list[int]]:
     return [[at] for at in order]
 
 
-def even_chunks(sequences: Sequence[T], size: int) -> list[Sequence[T]]:
+def even_chunks(sequences: Sequence[T], size: int, max_chunks: int | None = None) -> list[Sequence[T]]:
     """Split into the fewest chunks of at most `size` elements, in order. Chunk sizes differ by at most one.
 
-    If failed rewards shrink a batch, no optimizer step is left with only a few sequences.
+    Chunks are larger if they would be more than `max_chunks`. If failed rewards shrink a batch, no optimizer step is
+    left with only a few sequences.
     """
     count = math.ceil(len(sequences) / size)
+    count = count if max_chunks is None else min(count, max_chunks)
     bounds = [round(i * len(sequences) / count) for i in range(count + 1)] if count else []
     return [sequences[a:b] for a, b in itertools.pairwise(bounds)]
 
