@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -268,8 +270,10 @@ GOOD = b'{"prompt": "a", "response": "b"}\n'
         ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b"[" * 5_000 + b"]" * 5_000 + b"}\n", 2),
         ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}\n", 2),
         ("a.json", b'[{"prompt": "a"}, {"more": ' + b"[" * 5_000 + b"]" * 5_000 + b"}]", 2),
+        ("a.jsonl", GOOD + b'{"prompt": "a", "more": ' + b"1" * 5_000 + b"}\n", 2),
+        ("a.json", b'[{"prompt": "a"}, {"more": ' + b"1" * 5_000 + b"}]", 2),
     ],
-    ids=["utf-8 of jsonl", "utf-8 of json", "utf-8 of csv", "lists", "objects", "lists of json"],
+    ids=["utf-8 of jsonl", "utf-8 of json", "utf-8 of csv", "lists", "objects", "lists of json", "digits", "in a list"],
 )
 def test_a_row_that_no_library_can_take_is_named(tmp_path, name, content, row):
     (tmp_path / name).write_bytes(content)
@@ -284,6 +288,42 @@ def test_bytes_of_a_parquet_column_that_are_no_text_name_their_row(tmp_path):
     pyarrow.parquet.write_table(pa.table({"prompt": raw}), tmp_path / "a.parquet")
     with raises_error(DataError, "a.parquet", "row 2"):
         read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
+
+
+def test_a_date_of_parquet_that_python_cannot_hold_names_the_file(tmp_path):
+    times = pa.array([2**62], pa.timestamp("us"))
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "time": times}), tmp_path / "a.parquet")
+    with raises_error(DataError, "a.parquet"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
+
+
+def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with raises_error(DataError, "a.parquet", "'prompt'"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
+
+
+def test_arrow_files_are_read_like_streams(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+    found = read_rows(DataArguments(file_name=str(tmp_path / "a.arrow")))
+    assert [dict(row.values) for row in found] == ROWS
+
+
+def test_a_tag_may_be_any_number(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "tag": tag} for tag in (0, 1, "", None)])
+    assert [row.tag for row in read_rows(DataArguments(file_name=path))] == ["0", "1", "", ""]
+
+
+@pytest.mark.parametrize("module", [gzip, bz2, lzma])
+def test_a_corrupt_compressed_file_is_named(tmp_path, module):
+    content = bytearray(module.compress(json.dumps([{"prompt": str(i)} for i in range(10_000)]).encode()))
+    content[len(content) // 2 : len(content) // 2 + 100] = bytes(100)
+    (tmp_path / "a.z").write_bytes(content)
+    with raises_error(DataError, "a.z"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.z"), dataset_type="json"))
 
 
 def test_a_compressed_file_that_ends_early_is_named(tmp_path):
@@ -302,6 +342,9 @@ def test_messages_nested_too_deep_name_their_row(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"chat": "[" * 100_000}])
     data = DataArguments(file_name=path, messages="chat")
     rows = read_rows(data)
+    with raises_error(DataError, "a.jsonl", "row 1", "'chat'"):
+        messages_of(rows[0], data, rows, response=False)
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": "1" * 5_000}])))
     with raises_error(DataError, "a.jsonl", "row 1", "'chat'"):
         messages_of(rows[0], data, rows, response=False)
 

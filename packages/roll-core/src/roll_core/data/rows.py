@@ -38,6 +38,10 @@ MAX_NESTING = 100
 """Maximum nesting of lists and objects in a JSON row. Deeper rows overflow the stack when they are sent to workers."""
 _COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
 """First bytes of compressed files, and the modules that open them."""
+_ARROW_FILE = b"ARROW1"
+"""First bytes of an Arrow file. A stream has none."""
+_CORRUPTION = {"zlib": "error", "lzma": "LZMAError"}
+"""Errors of corrupt compressed files that are no `OSError`, by their modules."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(strict=False)
@@ -69,7 +73,8 @@ class Rows(list[Row]):
                 columns.update(dict.fromkeys(values))
                 id, tag = values.get(data.id), values.get(data.tag)
                 id = str(len(self) if id is None else id)
-                self.append(Row(id=id, tag=str(tag or ""), where=f"{name} row {number}", values=values))
+                tag = "" if tag is None else str(tag)
+                self.append(Row(id=id, tag=tag, where=f"{name} row {number}", values=values))
         self.columns = tuple(columns)
         first: dict[str, Row] = {}
         for row in self if data.id in columns else ():
@@ -253,7 +258,7 @@ def _tool_call(value: object, where: str) -> dict[str, Any]:
 def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is text but not JSON: {error}") from error
 
 
@@ -278,17 +283,28 @@ def _rows_of(path: Path, kind: str) -> Iterator[Values]:
             yield from _arrow_rows(path, kind)
         else:
             yield from _json_rows(path) if kind == "json" else _csv_rows(path)
-    except (OSError, EOFError) as error:  # EOFError: a compressed file is truncated
+    except _read_errors() as error:
         raise DataError(f"{path} cannot be read as {kind}: {error}") from error
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    """Errors of files that cannot be read: truncated ones (`EOFError`) and corrupt ones, if their module is loaded."""
+    corrupt = [getattr(sys.modules[name], error) for name, error in _CORRUPTION.items() if name in sys.modules]
+    return (OSError, EOFError, *corrupt)
 
 
 def _open(path: Path) -> IO[str]:
     """Open a text file that may be compressed. Bytes that are not UTF-8 become surrogates."""
-    with path.open("rb") as file:
-        first = file.read(8)
+    first = _first_bytes(path)
     module = next((module for magic, module in _COMPRESSION.items() if first.startswith(magic)), "io")
     file = importlib.import_module(module).open(path, "rb")
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _first_bytes(path: Path) -> bytes:
+    """First bytes of a file, which tell its format."""
+    with path.open("rb") as file:
+        return file.read(8)
 
 
 def _json_rows(path: Path) -> Iterator[Values]:
@@ -304,7 +320,7 @@ def _json_rows(path: Path) -> Iterator[Values]:
                 raise DataError(f"{path}: {_too_deep(number)}")
             try:
                 row = _DECODER.decode(text.strip())
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # also a number of too many digits
                 raise DataError(f"{path}: row {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}: row {number} must be an object with columns, but is {_short(row)}")
@@ -321,7 +337,7 @@ def _items(path: Path, text: str) -> Iterator[str]:
             _, end = _DECODER.raw_decode(text, at)
         except RecursionError as error:
             raise DataError(f"{path}: {_too_deep(number)}") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # as in `_json_rows`
             raise DataError(f"{path}: row {number} is not JSON: {error}") from error
         yield text[at:end]
         at = _after_space(text, end)
@@ -364,22 +380,36 @@ def _csv_rows(path: Path) -> Iterator[Values]:
                     yield dict(zip(header, record, strict=False))
                     continue
                 header = record
-                if twice := [name for name, times in Counter(header).items() if name and times > 1]:
-                    raise DataError(f"{path}: the header has column {twice[0]!r} more than once: rename one of them")
+                _check_header(path, header)
         except csv.Error as error:
             raise DataError(f"{path}: line {records.line_num} is not CSV: {error}") from error
 
 
+def _check_header(path: Path, header: Sequence[str]) -> None:
+    """Raise `DataError` if two columns have the same name."""
+    if twice := [name for name, times in Counter(header).items() if name and times > 1]:
+        raise DataError(f"{path}: the header has column {twice[0]!r} more than once: rename one of them")
+
+
 def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
-    """Rows of a Parquet file or an Arrow stream."""
+    """Rows of a Parquet file, or of an Arrow stream or file."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        file = pyarrow.parquet.ParquetFile(path) if kind == "parquet" else pyarrow.ipc.open_stream(str(path))
+        if kind == "parquet":
+            file = pyarrow.parquet.ParquetFile(path)
+            batches, header = file.iter_batches(batch_size=1024), file.schema_arrow.names
+        elif _first_bytes(path).startswith(_ARROW_FILE):
+            file = pyarrow.ipc.open_file(str(path))
+            batches, header = map(file.get_batch, range(file.num_record_batches)), file.schema.names
+        else:
+            file = pyarrow.ipc.open_stream(str(path))
+            batches, header = file, file.schema.names
         with file:
-            for batch in file.iter_batches(batch_size=1024) if kind == "parquet" else file:
+            _check_header(path, header)
+            for batch in batches:
                 try:
                     rows = iter(batch.to_pylist())
                 except UnicodeDecodeError:  # find the row
@@ -389,7 +419,9 @@ def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
                     yield row
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {number + 1} is not UTF-8: {error.reason}") from error
-    except ValueError as error:  # ArrowInvalid; a timestamp in nanoseconds, which Python's datetime cannot hold
+    except DataError:
+        raise
+    except (ValueError, OverflowError) as error:  # ArrowInvalid; a timestamp that Python's datetime cannot hold
         raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
 
 
