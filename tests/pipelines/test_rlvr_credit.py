@@ -48,8 +48,8 @@ def config(**given) -> RLVRConfig:
 class FakeRole:
     """Answers what the test says and remembers what it was given."""
 
-    def __init__(self, logprob: float = 0.0, value: float = 0.0) -> None:
-        self.logprob, self.value = logprob, value
+    def __init__(self, logprob: float = 0.0, value: float = 0.0, num_skipped: int = 0) -> None:
+        self.logprob, self.value, self.num_skipped = logprob, value, num_skipped
         self.updates, self.shuffle_seeds, self.max_steps = [], [], []
 
     async def score(self, sequences, want):
@@ -66,7 +66,8 @@ class FakeRole:
         self.updates.append((list(sequences), loss, epochs, max_length))
         self.shuffle_seeds.append(shuffle_seed)
         self.max_steps.append(max_steps)
-        return UpdateResult(metrics={"loss": 0.0, "grad_norm": 1.0}, num_steps=1, num_skipped=0, num_tokens=10)
+        metrics = {"loss": 0.0, "grad_norm": 1.0}
+        return UpdateResult(metrics=metrics, num_steps=1, num_skipped=self.num_skipped, num_tokens=10)
 
 
 class FakeRun:
@@ -611,6 +612,13 @@ def test_the_players_of_an_episode_are_more_samples_but_no_further_steps():
         ((sequences, _, epochs, _),) = role.updates
         assert len(sequences) == 8
         assert planned[name] == 3 * epochs * role.max_steps[0]  # max_steps of the config is 3
+
+
+@pytest.mark.parametrize("name", ["actor_train", "critic"])
+def test_skipped_steps_of_either_role_trip_the_guard(name):
+    roles = {"actor_train": FakeRole(), "critic": FakeRole(), name: FakeRole(num_skipped=1)}
+    run, _ = step(groups_of((1.0, 0.0), (1.0, 0.0)), roles, **PPO)
+    assert [guard for guard, _ in run.tripped] == ["non_finite"]
 
 
 def test_a_critic_learns_where_the_policy_has_nothing_left():

@@ -418,7 +418,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 max_steps=config.steps_per_epoch(config.critic),
                 shuffle_seed=shuffle_seed,
             )
-            run.log(update.named("critic"))
+            log_update(run, update, "critic")
             num_tokens += update.num_tokens
         if run.step >= config.critic_warmup and not chosen.sequences:
             run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
