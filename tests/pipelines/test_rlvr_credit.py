@@ -54,6 +54,7 @@ class FakeRole:
 
     async def score(self, sequences, want):
         assert not want.base, "there is a reference"
+        assert want.masked_only or not want.logprobs, "logits of prompts are not read"
 
         def rows(number):
             return [np.where(s.loss_mask, number, 0).astype(np.float32) for s in sequences]

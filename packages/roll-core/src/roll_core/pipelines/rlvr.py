@@ -234,7 +234,8 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """
         config = self.config
         entropy_T = None
-        sequences, want = experience.sequences, WantedOutputs(logprobs=True, temperature=self.temperature)
+        sequences = experience.sequences
+        want = WantedOutputs(logprobs=True, masked_only=True, temperature=self.temperature)
         if config.force_disable_old_logprobs_recompute:
             experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
         elif self.recomputes_logprobs:

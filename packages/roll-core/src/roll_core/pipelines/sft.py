@@ -84,7 +84,8 @@ class SFTPipeline(Pipeline[SFTConfig]):
         returns argmax tokens.
         """
         model = run.train_role("sft_train")
-        scored = await model.score(self.held_out, WantedOutputs(logprobs=True, topk=int(model.capabilities.topk)))
+        want = WantedOutputs(logprobs=True, masked_only=True, topk=int(model.capabilities.topk))
+        scored = await model.score(self.held_out, want)
         num_learnt = max(sum(int(row.loss_mask.sum()) for row in self.held_out), 1)
         pairs = zip(scored.logprobs or (), self.held_out, strict=True)
         total = math.fsum(float(logprobs[row.loss_mask].sum(dtype="float64")) for logprobs, row in pairs)
