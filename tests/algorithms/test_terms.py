@@ -26,9 +26,9 @@ from roll_core.algorithms.losses import (
 )
 from roll_core.builtin.plugin import roll_policy_losses
 from roll_core.data.pack import pack, totals
-from roll_core.errors import DataError, NonFiniteError
+from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLossParams
-from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
+from roll_core.spec.train import Comparison, LossOutput, TokenOutputs, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_testing.errors import raises_error
 from roll_testing.models import cut_rollouts
@@ -251,7 +251,7 @@ def test_a_term_with_coefficient_0_is_reported_and_not_trained_on():
 class Margin:
     """A term of one's own: probability of the most likely token."""
 
-    want = WantedOutputs(topk=2, gathered=True)
+    want = WantedOutputs(topk=2, gathered=True, hidden=True)
 
     def __call__(self, outputs, micro):
         best_T = outputs.topk_logprobs_TK[:, 0]
@@ -261,9 +261,34 @@ class Margin:
 def test_the_outputs_of_all_terms_are_wanted():
     objective = policy_objective(temperature=0.7, terms={"margin": Margin(), "nll": CrossEntropy(stream="x")})
     assert objective.want == WantedOutputs(
-        logprobs=True, entropy=True, entropy_grad=False, topk=2, gathered=True, masked_only=False, temperature=0.7
+        logprobs=True,
+        entropy=True,
+        entropy_grad=False,
+        topk=2,
+        gathered=True,
+        hidden=True,
+        masked_only=False,
+        temperature=0.7,
     )
     assert pickle.loads(pickle.dumps(objective)) == objective
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """A term that compares with the model of a head."""
+
+    head: str
+
+    @property
+    def want(self):
+        return WantedOutputs(comparison=Comparison(head=self.head, function=torch.sub))
+
+
+def test_terms_that_compare_with_two_models_are_refused():
+    one, same, other = Comparing("a"), Comparing("a"), Comparing("b")
+    assert Objective(terms={"one": one, "same": same}).want.comparison == one.want.comparison
+    with raises_error(UnsupportedError, "one", "other"):
+        _ = Objective(terms={"one": one, "same": same, "other": other}).want
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from roll_core.algorithms.aggregate import Aggregation, aggregate, stream_weights, token_weights, weighted_sum
 from roll_core.algorithms.kl import K3_CLAMP, LOG_RATIO_CLAMP, KLKind, approx_kl
 from roll_core.algorithms.policy_losses import log_ratio
-from roll_core.errors import DataError, NonFiniteError
+from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams, bind_options
 from roll_core.spec.train import LossOutput, WantedOutputs
 
@@ -53,8 +53,18 @@ class Objective:
 
     @property
     def want(self) -> WantedOutputs:
-        """Outputs that some term reads. The entropy has no gradients if only terms with coefficient 0 read it."""
+        """Outputs that some term reads. The entropy has no gradients if only terms with coefficient 0 read it.
+
+        Raises `UnsupportedError` for terms with different comparisons: a strategy computes one.
+        """
         wants = {name: term.want for name, term in self.terms.items()}
+        compared = {name: want.comparison for name, want in wants.items() if want.comparison is not None}
+        comparison = next(iter(compared.values()), None)
+        if others := [name for name, each in compared.items() if each != comparison]:
+            raise UnsupportedError(
+                f"the terms {next(iter(compared))} and {others[0]} compare with other models in different ways, but"
+                " only one comparison is computed: train on them in runs of their own"
+            )
         return WantedOutputs(
             logprobs=any(want.logprobs for want in wants.values()),
             entropy=any(want.entropy for want in wants.values()),
@@ -64,7 +74,8 @@ class Objective:
             values=any(want.values for want in wants.values()),
             topk=max(want.topk for want in wants.values()),
             gathered=any(want.gathered for want in wants.values()),
-            comparison=next((want.comparison for want in wants.values() if want.comparison is not None), None),
+            hidden=any(want.hidden for want in wants.values()),
+            comparison=comparison,
             masked_only=all(want.masked_only for want in wants.values()),
             temperature=self.temperature,
         )
