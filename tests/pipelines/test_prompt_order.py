@@ -117,6 +117,16 @@ def test_a_share_for_a_tag_without_rows_names_the_tags_there_are():
         PromptOrder(rows(a=1, b=1), size=2, shares={"x": 1.0}, seed=0)
 
 
+def test_rows_without_a_share_are_named_and_counted(caplog):
+    order = PromptOrder(rows(a=2, b=3, c=4), size=2, shares={"a": 1.0, "c": 0.0}, seed=0)
+    assert list(order.rows) == ["a"]
+    (record,) = caplog.records
+    assert record.args == ("'b'", 3, 9)
+    caplog.clear()
+    PromptOrder(rows(a=2, b=3), size=2, shares={}, seed=0)
+    assert not caplog.records
+
+
 def test_shares_that_are_all_zero_are_refused():
     with raises_error(DataError, "0"):
         PromptOrder(rows(a=1), size=2, shares={"a": 0.0}, seed=0)

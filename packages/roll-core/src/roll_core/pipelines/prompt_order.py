@@ -5,6 +5,7 @@ The prompt at a position is a pure function of the position. A resumed run there
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import defaultdict
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from roll_core.spec.config import QueryFilterConfig, RewardConfig
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Group
+
+
+log = logging.getLogger(__name__)
 
 
 class RowOrder:
@@ -69,7 +73,8 @@ class PromptOrder:
     ) -> None:
         """`shares` maps tags, or the `domains` that tags belong to, to their share of a batch.
 
-        If `shares` is empty, each tag's share is proportional to its rows. Raises `DataError` for a share without rows.
+        If `shares` is empty, each tag's share is proportional to its rows. Otherwise rows without a share are not used,
+        and a warning counts them. Raises `DataError` for a share without rows.
         """
         by_tag: defaultdict[str, list[Prompt]] = defaultdict(list)
         for prompt in prompts:
@@ -80,6 +85,14 @@ class PromptOrder:
             raise DataError(
                 f"domain_interleave_probs names {missing[0]!r}, but no row has that tag; there are"
                 f" {', '.join(repr(tag) for tag in sorted(by_tag))}"
+            )
+        if unused := sorted(set(by_tag).difference(shares)) if shares else []:
+            number = sum(len(by_tag[tag]) for tag in unused)
+            log.warning(
+                "domain_interleave_probs has no share for %s: %d of %d rows are not used",
+                ", ".join(map(repr, unused)),
+                number,
+                len(prompts),
             )
         weights = shares or {tag: float(len(rows)) for tag, rows in by_tag.items()}
         self.counts = mean_counts(size, weights)
