@@ -878,6 +878,33 @@ def test_a_step_without_a_token_in_the_loss_learns_nothing_and_says_so():
     assert sequences == []
 
 
+def test_masks_of_samples_that_leave_no_token_learn_nothing_and_give_no_nan():
+    """The length limit leaves out the only sample with a token in the loss."""
+    groups = groups_of((1.0, 0.0))
+    cut, other = groups[0].samples
+    masked = replace(other, loss_mask=np.zeros(2, dtype=bool))
+    groups = [Group(id="0", samples=(replace(cut, finish_reason="length"), masked))]
+    correction = {"is_weight": {"enabled": True}, "off_policy_mask_threshold": 1.0}
+    roles = {"actor_train": FakeRole(logprob=-0.5)}
+    run, sequences = step(groups, roles, max_len_mask=True, train_infer_correction=correction)
+    assert sequences == []
+    assert [name for name, _ in run.tripped] == ["all_groups_filtered"]
+    assert not [name for name, value in run.metrics.items() if np.isnan(value)]
+
+
+def test_a_correction_without_a_token_in_the_loss_changes_nothing():
+    samples = [replace(sample(0, i, float(i)), loss_mask=np.zeros(2, dtype=bool)) for i in range(2)]
+    experience = Experience.of([Group(id="0", samples=tuple(samples))])
+    row = np.zeros(4, dtype=np.float32)
+    experience = experience.with_rows(old_logprobs=[row] * 2, advantages=[row] * 2)
+    weighed = TrainInferCorrectionConfig.model_validate(
+        {"is_weight": {"enabled": True, "batch_normalize": True}, "filters": [{"enabled": True}]}
+    )
+    corrected, metrics = correct(experience, weighed)
+    assert corrected is experience
+    assert metrics == {}
+
+
 def test_a_batch_from_which_everything_was_left_out_learns_nothing_and_says_so():
     run, sequences = step([])
     assert [name for name, _ in run.tripped] == ["all_groups_filtered"]

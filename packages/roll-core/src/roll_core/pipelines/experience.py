@@ -219,6 +219,8 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     if old_T is None or behaviour_T is None or advantages_T is None:
         raise AssertionError("a correction needs logprobs of the trainer and of the engine, and advantages")
     mask_T, segments_T = experience.mask_T, experience.segments_T
+    if not mask_T.any():  # all rows have only streams
+        return experience, {}
     batch, clamp = (old_T, behaviour_T, mask_T, segments_T), config.is_log_ratio_clamp
     metrics: dict[str, float] = {}
     if config.off_policy_mask_threshold is not None:

@@ -341,7 +341,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     def _chosen(self, run: Run, experience: Experience) -> Experience:
         """Samples and tokens of the policy's loss, after masks and corrections."""
-        chosen = experience.keep(self._kept(experience))
+        chosen = experience.keep(self._kept(experience)).with_loss()
         if self.correction.enabled and chosen.sequences:
             chosen, metrics = correct(chosen, self.correction)
             run.log(metrics)
