@@ -113,6 +113,21 @@ class RouterReplayConfig(Config):
         return self.mode != "disable"
 
 
+READ_WITH: dict[str, tuple[str, ...]] = {
+    "use_kl_loss": ("kl_loss_coef", "kl_loss_penalty", "kl_loss_unbiased"),
+    "add_token_level_kl": ("init_kl_coef", "kl_penalty", "target_kl_agg_mode"),
+    "target_kl": ("kl_horizon", "kl_error_clip"),
+    "entropy_target": ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
+    "positive_nll_coef": ("positive_nll_threshold",),
+    "critic": ("value_clip", "value_loss_coef", "value_loss_agg_mode"),
+    "difficulty_mask": ("difficulty_low_threshold", "difficulty_high_threshold"),
+    "error_max_len_clip": ("error_max_len_threshold", "error_max_len_reward"),
+    "is_use_additional_prompts": ("max_additional_running_prompts",),
+    "dual_clip_loss": ("dual_clip",),
+}
+"""Keys that enable others, which nothing reads without them."""
+
+
 class RLVRConfig(RewardRunConfig):
     """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and variants)."""
 
@@ -557,8 +572,10 @@ class RLVRConfig(RewardRunConfig):
         for key in sorted(unread & self.model_fields_set):
             if getattr(self, key) != type(self).model_fields[key].default:
                 found[key] = f"is not read while use_pg_clip_range is {str(self.use_pg_clip_range).lower()}"
-        if not self.dual_clip_loss and self.dual_clip != type(self).model_fields["dual_clip"].default:
-            found["dual_clip"] = "is not read: set dual_clip_loss to true"
+        for enables, keys in READ_WITH.items():
+            for key in keys if not getattr(self, enables) else ():
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    found[key] = f"is not read: set {enables}, or remove this key"
         if self.use_kl_loss and not self.kl_loss_coef:
             found["kl_loss_coef"] = (
                 "found 0: the KL in the loss has no effect. Set a coefficient, or remove use_kl_loss"
