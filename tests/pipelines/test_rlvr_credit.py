@@ -525,6 +525,10 @@ def test_wrong_answers_that_are_too_long_are_left_out():
     assert [s.id for s in sequences] == ["0/0", "1/0", "1/1"]
     _, sequences = step(groups, error_max_len_clip=True, error_max_len_threshold=4, error_max_len_reward=0.0)
     assert len(sequences) == 4
+    # By default from the longest response on, which is shorter than response_length here.
+    engine = {"generating_args": {"max_new_tokens": 5}}
+    _, sequences = step(groups, error_max_len_clip=True, actor_infer=engine, response_length=8)
+    assert [s.id for s in sequences] == ["0/0", "1/0", "1/1"]
 
 
 def test_gae_reads_the_critic_and_sets_its_target():

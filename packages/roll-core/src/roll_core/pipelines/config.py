@@ -344,7 +344,7 @@ class RLVRConfig(RewardRunConfig):
     error_max_len_clip: bool = False
     """Exclude wrong responses that are too long from the loss. Correct responses are kept at any length."""
     error_max_len_threshold: PositiveInt | None = None
-    """Number of tokens from which a wrong response is too long. Default: `response_length`."""
+    """Number of tokens from which a wrong response is too long. Default: the maximum number of new tokens."""
     error_max_len_reward: float = 1.0
     """Reward from which a response is correct, for `error_max_len_clip`."""
     difficulty_mask: bool = False

@@ -387,7 +387,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             )
         if config.error_max_len_clip:
             lengths_S = torch.tensor([len(sample.response_ids) for sample in experience.samples])
-            threshold = config.error_max_len_threshold or config.response_length
+            threshold = config.error_max_len_threshold or config.max_new_tokens
             kept_S &= error_max_len_clip(
                 experience.scores_S, lengths_S, threshold=threshold, correct=config.error_max_len_reward
             )
