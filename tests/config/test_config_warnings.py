@@ -60,6 +60,8 @@ def folder(tmp_path, monkeypatch):
         ("pg_variant: clip_cov\npg_clip: 0.1\n", [], ""),
         ("pg_variant: dppo\n", [], ""),
         ("pg_variant: dppo\n", ["train_infer_correction.is_weight.enabled=true"], "run.yaml:13:1 pg_variant"),
+        ("pg_variant: dppo\n", ["logprob_temperature=0.5"], "command line logprob_temperature"),
+        ("pg_variant: ppo\n", ["logprob_temperature=0.5"], ""),
         ("pg_variant: kl_cov\n", [], "run.yaml:13:1 pg_variant"),
         ("pg_variant: kl_cov\n", ["ppo_epochs=2"], ""),
         ("pg_variant: raft_plus_plus\n", [], "run.yaml:13:1 pg_variant"),

@@ -197,6 +197,11 @@ class DPPOOptions(PolicyLossOptions):
                 f"{run.pg_variant} weighs tokens by their ratio to the engine's probabilities itself:"
                 " train_infer_correction weighs them twice, set train_infer_correction.is_weight.enabled to false"
             )
+        if not run.same_temperature:
+            found["logprob_temperature"] = (
+                f"found {run.logprob_temperature:g}, but {run.pg_variant} needs the engine's logprobs, which have its"
+                " temperature and are then left out: the first update fails. Remove logprob_temperature"
+            )
         return found
 
 
