@@ -70,6 +70,13 @@ def test_each_domain_has_its_own_filter_and_a_single_one_is_for_every_tag():
     assert not group_filter({"math": math})(group(0, 0, tag="anything"))
 
 
+def test_groups_that_no_reward_scores_are_kept():
+    rewards = {name: RewardConfig(reward="function", query_filter_config=MEAN) for name in ("math", "code")}
+    keep = group_filter(rewards)
+    assert keep(group(1, 1, tag="an_environment"))
+    assert not keep(group(1, 1, tag="math"))
+
+
 def test_a_band_in_which_nothing_lies_is_refused():
     with raises_error(ValidationError, "threshold_down", "0.8", "threshold_up", "0.2"):
         config("mean_filter", threshold_down=0.8, threshold_up=0.2)

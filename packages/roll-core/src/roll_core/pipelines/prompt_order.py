@@ -128,11 +128,15 @@ def domains(rewards: Mapping[str, RewardConfig], tags: Iterable[str]) -> dict[st
 
 
 def group_filter(rewards: Mapping[str, RewardConfig]) -> Callable[[Group], bool]:
-    """Filter for groups, according to the domain that scores the group's tag."""
+    """Filter for groups, according to the domain that scores the group's tag.
+
+    Groups that no entry of `rewards` scores, such as those of an environment, are kept.
+    """
 
     def keep(group: Group) -> bool:
         tag = group.samples[0].tag
-        return passes(group, rewards[domains(rewards, [tag])[tag]].query_filter_config)
+        domain = domains(rewards, [tag]).get(tag)
+        return domain is None or passes(group, rewards[domain].query_filter_config)
 
     return keep
 
