@@ -312,6 +312,29 @@ def test_arrow_files_are_read_like_streams(tmp_path):
     assert [dict(row.values) for row in found] == ROWS
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_tools_of_other_rows_add_no_null_arguments(tmp_path, ending):
+    """A column of structs has the fields of all rows, and null where a row lacks one."""
+
+    def row(name: str) -> dict:
+        call = {"function": {"name": "f", "arguments": {name: "x"}}}
+        parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+        return {
+            "chat": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+            "extra": {name: 1},
+        }
+
+    path = write(tmp_path / f"rows.{ending}", [row("city"), row("date")])
+    data = DataArguments(file_name=path, messages="chat", tools="tools")
+    rows = read_rows(data)
+    for each, name in zip(rows, ("city", "date"), strict=True):
+        call = messages_of(each, data, rows, response=True)[-1]["tool_calls"][0]
+        assert call["function"] == {"name": "f", "arguments": {name: "x"}}
+        assert tools_of(each, data, rows) == row(name)["tools"]
+    assert rows[0].values["extra"] == ({"city": 1} if ending == "jsonl" else {"city": 1, "date": None})
+
+
 def test_a_tag_may_be_any_number(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "tag": tag} for tag in (0, 1, "", None)])
     assert [row.tag for row in read_rows(DataArguments(file_name=path))] == ["0", "1", "", ""]

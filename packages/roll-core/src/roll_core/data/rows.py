@@ -97,7 +97,7 @@ def read_rows(data: DataArguments) -> Rows:
         raise DataError("data_args.file_name is missing: name the files with the rows")
     left, files = data.max_samples, []
     for path in map(Path, names):
-        found = list(islice(_rows_of(path, data.dataset_type), left))
+        found = list(islice(_rows_of(path, data), left))
         columns = dict.fromkeys(column for values in found for column in values)
         files.append((str(path), [{column: values.get(column) for column in columns} for values in found]))
         left = None if left is None else left - len(found)
@@ -111,7 +111,7 @@ def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
     """Read at most `count` rows of one file. None if that requires pyarrow, which is missing. Raises `DataError`."""
     path = Path(name)
     try:
-        found = list(islice(_rows_of(path, data.dataset_type), count))
+        found = list(islice(_rows_of(path, data), count))
     except ModuleNotFoundError:
         return None
     if not found:
@@ -265,8 +265,9 @@ def _from_json(text: str, where: str) -> Any:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(path: Path, kind: str) -> Iterator[Values]:
+def _rows_of(path: Path, data: DataArguments) -> Iterator[Values]:
     """Rows of a file. Raises `DataError`, and `ModuleNotFoundError` without pyarrow."""
+    kind: str = data.dataset_type
     if not path.is_file():
         raise DataError(f"{path}: {_where_else(path)}")
     if path.stat().st_size == 0:
@@ -280,7 +281,9 @@ def _rows_of(path: Path, kind: str) -> Iterator[Values]:
         kind = ENDINGS[path.suffix.lower()]
     try:
         if kind in ("parquet", "arrow"):
-            yield from _arrow_rows(path, kind)
+            chats = {data.messages, data.tools, data.prompt, data.chosen, data.rejected}
+            for row in _arrow_rows(path, kind):
+                yield {name: _without_nulls(value) if name in chats else value for name, value in row.items()}
         else:
             yield from _json_rows(path) if kind == "json" else _csv_rows(path)
     except _read_errors() as error:
@@ -423,6 +426,14 @@ def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
         raise
     except (ValueError, OverflowError) as error:  # ArrowInvalid; a timestamp that Python's datetime cannot hold
         raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value whose structs have no null fields. All structs of a column have the fields of all its rows, so that an
+    argument of another row's tool would be a null argument of this row's."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _check_text(path: Path, what: str, *texts: str) -> None:
