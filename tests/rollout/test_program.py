@@ -10,11 +10,13 @@ import pytest
 from rollout_fleet import PROMPT, check_requests, engine, in_virtual_time, length_of, plan
 
 from roll_core.errors import ContractError
-from roll_core.runtime.rollout.program import GreedyBaseline
+from roll_core.runtime.cluster.concurrency import gather
+from roll_core.runtime.rollout.program import GreedyBaseline, GroupTerms, run_groups
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.rollout import RolloutProgram
 from roll_core.types import Group, Reward, Sample
+from roll_testing.errors import raises_error
 
 TURNS = 3
 OBSERVED = 2
@@ -217,18 +219,58 @@ class OneKeyTwice(RolloutProgram):
         await context.generate(prompt.tokens)
 
 
+class OneKeyTwiceAfterAPause(RolloutProgram):
+    async def run(self, context, prompt):
+        context.hold()
+        asyncio.get_running_loop().call_later(1, context.release)
+        await gather([context.generate(prompt.tokens) for _ in range(2)])
+
+
 class TooFew(RolloutProgram):
     async def run(self, context, prompt):
         return Group(id=prompt.id, samples=())
 
 
-@pytest.mark.parametrize("program", [OneKeyTwice, TooFew])
-def test_a_program_that_breaks_the_contract_ends_the_batch(program):
+class NoGroup(RolloutProgram):
+    async def run(self, context, prompt):
+        return None
+
+
+class CancelsItself(RolloutProgram):
+    """Awaits a task that something else cancels, as libraries with task groups of their own do."""
+
+    async def run(self, context, prompt):
+        own = asyncio.ensure_future(context.generate(prompt.tokens))
+        asyncio.get_running_loop().call_later(0.1, own.cancel)
+        return await own
+
+
+@pytest.mark.parametrize("program", [OneKeyTwice, OneKeyTwiceAfterAPause, TooFew, NoGroup, CancelsItself])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_program_that_breaks_the_contract_ends_the_batch_and_is_named(program, evaluates):
     async def main():
         queue = RequestQueue([engine("0")])
-        scheduler = RolloutScheduler(plan(program=program), queue, score, seed=1)
-        with pytest.raises(ContractError):
-            await scheduler.batch(0)
+        chosen = plan(program=program)
+        scheduler = RolloutScheduler(chosen, queue, score, seed=1)
+        terms = GroupTerms(params=chosen.params, n=chosen.n, seed_of=None)
+        groups = run_groups(queue, [chosen.prompt("a", 0)], terms, score, program) if evaluates else scheduler.batch(0)
+        with raises_error(ContractError, f"{program.__module__}.{program.__name__}"):
+            await asyncio.wait_for(groups, 1000)
+        assert queue.num_pending == 0
+
+    in_virtual_time(main)
+
+
+def test_a_program_that_is_cancelled_is_no_failure():
+    async def main():
+        queue = RequestQueue([engine("0")])
+        scheduler = RolloutScheduler(plan(program=Episodes), queue, score, seed=1)
+        batch = asyncio.ensure_future(scheduler.batch(0))
+        await asyncio.sleep(0.1)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        assert scheduler._failure is None
         assert queue.num_pending == 0
 
     in_virtual_time(main)

@@ -86,10 +86,10 @@ class GroupContext(RolloutContext):
         key: str = "",
         on_progress: Callable[[Outputs], None] | None = None,
     ) -> Completion:
-        if key in self._finished or key in self._pending:
-            raise ContractError(f"the rollout program of {self._prompt.id} calls generate twice with key {key!r}")
         if not self._open.is_set():
             await self._open.wait()
+        if key in self._finished or key in self._pending:
+            raise ContractError(f"{self._program} of {self._prompt.id} calls generate twice with key {key!r}")
         prompt, terms, params = self._prompt, self._terms, params or self._terms.params
         parts = terms.seed_of if params.seed is None else (params.seed,)
         request = GenerateRequest(
@@ -119,6 +119,36 @@ class GroupContext(RolloutContext):
     @override
     async def score(self, group: Group) -> Group:
         return group if self._scorer is None else await self._scorer(self._prompt, group)
+
+    async def run(self) -> Group:
+        """Run the program and return its group.
+
+        Raises `ContractError` if the program returns another group, or raises `CancelledError` without being cancelled:
+        callers would take that for the end of the run.
+        """
+        try:
+            group = await self.program.run(self, self._prompt)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise ContractError(
+                f"{self._program} of {self._prompt.id} raised CancelledError, but nothing cancelled it"
+            ) from error
+        if not isinstance(group, Group):
+            raise ContractError(f"{self._program} returned a {type(group).__name__}, expected a Group")
+        if group.id != self._prompt.id or group.num_episodes != self.n:
+            raise ContractError(
+                f"{self._program} returned {group.num_episodes} samples of group {group.id!r}, expected {self.n} of"
+                f" {self._prompt.id!r}"
+            )
+        return group
+
+    @property
+    def _program(self) -> str:
+        """Module and class of the program, for messages: the module's name shows the package."""
+        found = type(self.program)
+        return f"the rollout program {found.__module__}.{found.__qualname__}"
 
     @property
     def pending(self) -> list[PendingRequest]:
@@ -187,7 +217,7 @@ async def run_groups(
     contexts = [
         GroupContext(queue, prompt, terms, scorer, program=each) for prompt, each in zip(prompts, programs, strict=True)
     ]
-    return await gather([each.program.run(each, prompt) for each, prompt in zip(contexts, prompts, strict=True)])
+    return await gather([each.run() for each in contexts])
 
 
 def group_of(prompt: Prompt, completion: Completion) -> Group:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CheckpointMismatchError, ContractError
+from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.cluster.concurrency import background, cancel_all
 from roll_core.runtime.rollout.program import GroupContext, GroupTerms
 from roll_core.runtime.rollout.recording import (
@@ -375,12 +375,7 @@ class RolloutScheduler:
 
     async def _run(self, queue: GroupQueue, slot: GroupSlot, rollout: GroupContext) -> None:
         try:
-            group = await rollout.program.run(rollout, slot.prompt)
-            if group.id != slot.prompt.id or group.num_episodes != self.plan.n:
-                raise ContractError(
-                    f"{type(rollout.program).__name__} returned {group.num_episodes} samples of group {group.id!r},"
-                    f" expected {self.plan.n} of {slot.prompt.id!r}"
-                )
+            group = await rollout.run()
             self._scored.append(group)
             kept = self.plan.keep is None or self.plan.keep(group)
             self._counts["left out"] += not kept
