@@ -4,7 +4,9 @@ import asyncio
 import json
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -508,6 +510,34 @@ def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
             oldest = max(oldest, *facts.ages)
         assert seen == [f"a{i}" for i in range(24, 48)]  # no prompt is lost
         assert (oldest > 1, stales > 0) == ((False, True) if stale == "drop" else (True, False))
+        await after.close()
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("changed", [{"tokens": PROMPT + 1}, {"id": "another"}])
+def test_responses_in_a_checkpoint_are_not_given_to_another_prompt(changed, caplog):
+    def other(tag, position):
+        found = prompt(tag, position)
+        return replace(found, **changed) if position == 7 else found
+
+    async def main():
+        before = RolloutScheduler(plan(ahead=2.0, concurrent=True), fleet(), None, seed=1)
+        await before.batch(0)
+        await asyncio.sleep(60)
+        state = json.loads(json.dumps(before.state()))
+        assert {each["position"] for each in state["a"]["kept"] if each["group"]} >= {6, 7, 8}
+        await before.close()
+        queue = fleet()
+        after = RolloutScheduler(plan(ahead=2.0, prompt=other), queue, None, seed=1)
+        after.load_state(state)
+        groups, facts = await after.batch(1)
+        assert [slot.id for slot in groups] == [other("a", position).id for position in range(6, 12)]
+        for group, position, age in zip(groups, facts.positions, facts.ages, strict=True):
+            assert all(np.array_equal(each.prompt_ids, other("a", position).tokens) for each in group.samples)
+            assert age == (0 if position == 7 else 1)
+        assert facts.restarted == len(caplog.records) == 1
+        assert other("a", 7).id in caplog.text
         await after.close()
 
     in_virtual_time(main)

@@ -90,7 +90,7 @@ class BatchFacts:
     passed_over: int = 0
     """Groups that stay in the queue although the batch contains later prompts."""
     restarted: int = 0
-    """Groups whose program was restarted in this resumed run, because its state could not be saved."""
+    """Groups that this resumed run started again: their program could not be saved, or their prompt has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ batches, and with it the last bits of logprobs, then does not depend on timing.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import math
 from bisect import bisect
 from collections import Counter, deque
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import RolloutPlan
     from roll_core.spec.rollout import Prompt
     from roll_core.types import Group
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -268,7 +272,8 @@ class RolloutScheduler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tags missing in it begin at their first prompt.
+        """Continue from `state`. Tags missing in it begin at their first prompt. Groups of prompts that have changed are
+        sampled again.
 
         Raises `CheckpointMismatchError`.
         """
@@ -283,7 +288,6 @@ class RolloutScheduler:
             try:
                 queue.next = saved["next"]
                 queue.restore([self._slot_from(queue, each) for each in saved["kept"]])
-                self._counts["restarted"] += sum(each.get("restarts", False) for each in saved["kept"])
             except CheckpointMismatchError:
                 raise
             except (KeyError, TypeError, ValueError) as error:
@@ -294,6 +298,11 @@ class RolloutScheduler:
     def _slot_from(self, queue: GroupQueue, saved: Mapping[str, Any]) -> GroupSlot:
         prompt = self.plan.prompt(queue.tag, saved["position"])
         slot = GroupSlot(prompt, saved["position"], saved["born"])
+        if saved.get("prompt", "") not in ("", _digest(prompt)):
+            log.warning("prompt %s is not the one that the checkpoint has responses to: sampling it again", prompt.id)
+            self._counts["restarted"] += 1
+            return slot
+        self._counts["restarted"] += saved.get("restarts", False)
         calls = {key: outputs_from(each) for key, each in saved.get("calls", {}).items()}
         if saved["group"] is not None:
             slot.group = group_from(saved["group"], prompt)
@@ -431,6 +440,8 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
         "born": slot.born,
         "group": None if slot.group is None else saved_group(slot.group),
     }
+    if slot.group is not None or slot.rollout is not None or slot.saved is not None:
+        found["prompt"] = _digest(slot.prompt)
     saved = slot.saved
     if slot.rollout is not None:
         state = slot.rollout.program.snapshot()
@@ -443,3 +454,8 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
         if saved.state:
             found["program"] = dict(saved.state)
     return found
+
+
+def _digest(prompt: Prompt) -> str:
+    """Digest of a prompt's id and tokens: the responses in a checkpoint belong to this prompt only."""
+    return hashlib.sha256(f"{prompt.id} {prompt.tokens.tolist()}".encode()).hexdigest()[:16]
