@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from roll_core.errors import DataError, RollError, WorkerDiedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import FINISHED, PAUSED
+from roll_core.types import Completion
 from roll_testing.errors import raises_error
 from roll_testing.simulation import SimulatedEngine, Speed
 
@@ -497,6 +499,52 @@ def test_who_does_not_wait_any_more_costs_nothing():
         assert not replica._requests
         assert queue.num_running == 0
         await queue.generate([request("r0", n=2)])
+
+    in_virtual_time(main)
+
+
+def test_what_is_asked_of_a_lost_replica_fails_although_another_will_be_added():
+    async def main():
+        replicas = [engine(str(i)) for i in range(2)]
+        queue = RequestQueue(replicas[:1], survives_all=lambda: True)
+        waiting = ask(queue, [request("r")], print)
+        await asyncio.sleep(0.1)
+        replicas[0].kill()
+        await asyncio.sleep(0.1)
+        with pytest.raises(WorkerDiedError):
+            await asyncio.wait_for(queue.generate([request("probe")], replica=replicas[0]), 1000)
+        assert queue.no_replicas.is_set()
+        queue.add(replicas[1])
+        check(await waiting[0].done, 1)
+
+    in_virtual_time(main)
+
+
+def test_a_request_for_prompt_logprobs_begins_again_if_its_replica_is_lost_and_has_them():
+    class OfPrompts(SimulatedEngine):
+        """Returns prompt logprobs with a result that asks for them, and reports only tokens."""
+
+        def submit(self, requests, on_result):
+            asked = {each.id for each in requests if each.prompt_logprobs}
+
+            def done(id, outcome):
+                if id in asked and isinstance(outcome, Completion):
+                    outcome = replace(outcome, prompt_logprobs=np.zeros(len(PROMPT), np.float32))
+                on_result(id, outcome)
+
+            super().submit(requests, done)
+
+    async def main():
+        replicas = [OfPrompts(str(i), Speed(base_s=1.0), lambda id, index: 5, prompt_tokens=10) for i in range(2)]
+        queue = RequestQueue(replicas, progress_s=0.1)
+        asked = queue.submit(replace(request("r", n=2), prompt_logprobs=True))
+        await asyncio.sleep(2.5)
+        assert all(len(each.token_ids) == 2 for each in asked.reported)
+        replicas[0].kill()
+        found = await asked.done
+        assert found.prompt_logprobs.shape == PROMPT.shape
+        assert [each.token_ids.tolist() for each in found.outputs] == [list(range(10, 15))] * 2
+        await queue.close()
 
     in_virtual_time(main)
 

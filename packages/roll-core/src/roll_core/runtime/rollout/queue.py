@@ -254,11 +254,12 @@ class RequestQueue:
         """Submit queued sub-requests up to capacity; those that were queued together are submitted together."""
         self._dispatching = False
         if (error := self.error) is not None:
-            if self._survives_all():
-                self.no_replicas.set()
-            else:
-                for pending in list(self._requests.values()):
+            survives = self._survives_all()
+            for pending in list(self._requests.values()):
+                if not survives or pending.replica is not None:
                     self._fail(pending, error)
+            if survives:
+                self.no_replicas.set()
             return
         if self._holds:
             return
@@ -366,9 +367,13 @@ class RequestQueue:
         self._dispatch_soon()
 
     def _lost(self, subs: Sequence[SubRequest]) -> None:
-        """Continue the sub-requests of a lost replica elsewhere, from the last reported token."""
+        """Continue the sub-requests of a lost replica elsewhere, from the last reported token.
+
+        Prompt logprobs are not reported and come only with a whole request, which therefore begins again.
+        """
         for sub in subs:
-            self._extend(sub, sub.reported)
+            if not sub.parent.request.prompt_logprobs or sub.parent.prompt_logprobs is not None:
+                self._extend(sub, sub.reported)
         for sub in subs:
             self._continue(sub.parent, sub.outputs)
 
