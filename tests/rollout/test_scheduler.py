@@ -515,6 +515,31 @@ def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
     in_virtual_time(main)
 
 
+@pytest.mark.parametrize("stale", ["drop", "reuse"])
+def test_a_run_that_is_resumed_without_anything_ahead_leaves_no_request_paused(stale):
+    """Reward models of a synchronous run wait until the engine has none: see `RequestQueue.drained`."""
+
+    async def main():
+        before = RolloutScheduler(plan(ahead=3.0, concurrent=True), fleet(), None, seed=1)
+        await before.batch(0)
+        await asyncio.sleep(3 if stale == "reuse" else 60)
+        state = before.state()
+        await before.close()
+        queue = fleet()
+        after = RolloutScheduler(plan(stale=stale), queue, None, seed=1)
+        after.load_state(state)
+        surplus = 0
+        for step in range(1, 5):
+            groups, facts = await after.batch(step)
+            assert ids(groups) == [f"a{position}" for position in range(step * 6, step * 6 + 6)]
+            surplus += facts.surplus
+            await asyncio.wait_for(queue.drained(), 1000)
+        assert surplus
+        await after.close()
+
+    in_virtual_time(main)
+
+
 @pytest.mark.parametrize("changed", [{"tokens": PROMPT + 1}, {"id": "another"}])
 def test_responses_in_a_checkpoint_are_not_given_to_another_prompt(changed, caplog):
     def other(tag, position):

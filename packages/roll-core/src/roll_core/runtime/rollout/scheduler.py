@@ -272,7 +272,7 @@ class RolloutScheduler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tags missing in it begin at their first prompt. Groups of prompts that have changed are
+        """Continue from `state`. Tags missing in it begin at their first prompt. Groups whose prompt has changed are
         sampled again.
 
         Raises `CheckpointMismatchError`.
@@ -421,15 +421,18 @@ class RolloutScheduler:
     async def _pause(self) -> None:
         """Interrupt unfinished groups, because other roles need the engine's slots. Keep partial outputs if configured.
 
-        Cancels groups without tokens, and all interrupted groups unless `keep_partials`; they restart later.
+        Cancels groups without tokens, and all interrupted groups unless `keep_partials`; they restart later. Without
+        `ahead`, unfinished groups exist only after a resume with a smaller bound: they are cancelled as well, because
+        `RequestQueue.drained` would wait for them.
         """
+        keeps = self.plan.keep_partials and self.plan.ahead > 0
         running = [(slot, slot.rollout) for _, slot in self._all() if slot.rollout is not None]
         for _, rollout in running:
             rollout.hold()
         await self._requests.pause([pending for _, rollout in running for pending in rollout.pending])
         for slot, rollout in running:
             is_paused = slot.rollout is not None and any(each.state is PAUSED for each in rollout.pending)
-            if is_paused and not (self.plan.keep_partials and rollout.has_tokens):
+            if is_paused and not (keeps and rollout.has_tokens):
                 self._cancel(slot)
 
 
