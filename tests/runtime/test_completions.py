@@ -207,6 +207,47 @@ def test_an_abort_returns_no_completion_because_the_result_does(worker):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_partial_completion_that_nothing_aborted_is_an_error_that_names_engine_and_package(worker, aborts):
+    part = with_output(finish_reason="abort")
+
+    async def main():
+        engine = worker(part)
+        await engine.submit([REQUEST])
+        if aborts:
+            await engine.abort(["r1", "unknown"])
+        try:
+            return await engine.result("r1")
+        finally:
+            assert not engine.running
+            await engine.close()
+
+    if aborts:
+        assert asyncio.run(main()) == part
+    else:
+        with raises_error(InvalidCompletionError, "'acme'", "roll-infer-acme 1.2", "'r1'"):
+            asyncio.run(main())
+
+
+def test_an_id_may_be_used_again_as_soon_as_its_request_is_forgotten(worker):
+    async def main():
+        engine = worker(RIGHT)
+        never = asyncio.Event()
+        engine.strategy.generate = lambda request: never.wait()
+        await engine.submit([REQUEST])
+        first = asyncio.create_task(engine.result("r1"))
+        await asyncio.sleep(0)
+        await engine.forget(["r1"])
+        del engine.strategy.generate
+        await engine.submit([REQUEST])
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await engine.result("r1") == RIGHT
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_request_is_forgotten_with_its_result(worker):
     async def main():
         engine = worker(RIGHT)

@@ -48,7 +48,11 @@ class InferStrategy(ABC):
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample `request.n` outputs. Requests submitted in the same iteration of the event loop are always batched in
-        the same way."""
+        the same way.
+
+        An output is partial, with `finish_reason == "abort"`, only after `abort`. Raise for a request that cannot be
+        completed.
+        """
 
     @abstractmethod
     async def abort(self, ids: Sequence[str]) -> list[Completion]:

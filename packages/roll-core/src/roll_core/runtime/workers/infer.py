@@ -51,6 +51,16 @@ def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
     return {name: join[kinds.get(name, "sum")](values) for name, values in found.items()}
 
 
+@dataclass(eq=False, slots=True)
+class SubmittedRequest:
+    """A submitted request whose result was not returned yet."""
+
+    request: GenerateRequest
+    task: asyncio.Task[Completion]
+    aborted: bool = False
+    """True if the worker aborted it, so that its outputs may be partial."""
+
+
 class InferWorker(ReceivingWorker):
     """Worker of one replica.
 
@@ -79,8 +89,8 @@ class InferWorker(ReceivingWorker):
         self.weights_on = (place.device, backend) if on_device else (HOST_DEVICE, HOST_BACKEND)
         self.receiver = WeightReceiver(self.strategy, role=role, rank=place.rank, device=self.weights_on[0])
         self.owner, self.vocab_size = owner, model_vocab_size(model)
-        self.running: dict[str, tuple[GenerateRequest, asyncio.Task[Completion]]] = {}
-        """Requests and their tasks, by id."""
+        self.running: dict[str, SubmittedRequest] = {}
+        """By request id."""
         self.sleep_lock = asyncio.Lock()
         """Serializes `sleep` and `wake`.
 
@@ -100,22 +110,35 @@ class InferWorker(ReceivingWorker):
         for request in requests:
             if request.id in self.running:
                 raise RollError(f"request {request.id} is already running")
-            self.running[request.id] = request, asyncio.create_task(self.strategy.generate(request))
+            self.running[request.id] = SubmittedRequest(request, asyncio.create_task(self.strategy.generate(request)))
 
     async def result(self, request_id: str) -> Completion:
         """Wait for a submitted request and return its completion.
 
         The request is then removed: call this once per request.
         """
-        request, task = self.running[request_id]
+        running = self.running[request_id]
         try:
-            return self._checked(await task, request)
+            completion = self._checked(await running.task, running.request)
         finally:
-            self.running.pop(request_id, None)
+            if self.running.get(request_id) is running:
+                del self.running[request_id]
+        if not running.aborted and any(output.finish_reason == "abort" for output in completion.outputs):
+            raise InvalidCompletionError(  # to continue it could take forever: the engine may do so again
+                f"{self.owner}: the completion of request {request_id!r} has finish_reason 'abort', but nothing aborted"
+                " the request: raise an error if the engine cannot complete it"
+            )
+        return completion
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Abort requests. Their `result` returns the partial completion."""
         await asyncio.sleep(0)  # requests submitted in this iteration of the event loop reach the engine first
+        await self._abort(ids)
+
+    async def _abort(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            if id in self.running:
+                self.running[id].aborted = True
         await self.strategy.abort(ids)
 
     async def progress(self) -> list[Completion] | None:
@@ -125,13 +148,13 @@ class InferWorker(ReceivingWorker):
             return None
         if not isinstance(found, list) or not all(isinstance(each, Completion) for each in found):
             raise InvalidCompletionError(f"{self.owner}: progress() returned {_shown(found)}, expected Completions")
-        return [self._checked(each, self.running[each.id][0]) for each in found if each.id in self.running]
+        return [self._checked(each, self.running[each.id].request) for each in found if each.id in self.running]
 
     async def forget(self, ids: Sequence[str]) -> None:
         """Cancel requests whose `result` will not be awaited."""
         for id in ids:
             if id in self.running:
-                _, task = self.running.pop(id)
+                task = self.running.pop(id).task
                 task.cancel()
                 task.add_done_callback(retrieve)
 
@@ -146,8 +169,8 @@ class InferWorker(ReceivingWorker):
         First aborts all running requests, for example those of a cancelled evaluation, which no caller awaits.
         """
         async with self.sleep_lock:
-            await self.strategy.abort(list(self.running))
-            await asyncio.gather(*(task for _, task in self.running.values()), return_exceptions=True)
+            await self._abort(list(self.running))
+            await asyncio.gather(*(each.task for each in self.running.values()), return_exceptions=True)
             self.running.clear()
             await self.strategy.sleep()
 
@@ -174,7 +197,7 @@ class InferWorker(ReceivingWorker):
 
     async def close(self) -> None:
         """Stop the engine and cancel its running requests."""
-        await cancel_all(task for _, task in self.running.values())
+        await cancel_all(each.task for each in self.running.values())
         self.receiver.close()
         await self.strategy.stop()
 
