@@ -120,6 +120,9 @@ class Recorder:
     def exit(self) -> None:
         sys.exit(3)
 
+    async def exit_async(self) -> None:
+        sys.exit(3)
+
     async def fail_async(self) -> None:
         raise KeyError("lost")
 

@@ -158,9 +158,10 @@ def test_exception_that_cannot_be_pickled_still_says_what_it_was(run: Run, group
         run(WorkerCall(group, "cannot_travel").at(0))
 
 
-def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGroup) -> None:
+@pytest.mark.parametrize("method", ["exit", "exit_async"])
+def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGroup, method: str) -> None:
     with raises_error(WorkerError, "SystemExit", "3"):
-        run(WorkerCall(group, "exit").at(0))
+        run(WorkerCall(group, method).at(0))
     assert run(WorkerCall(group, "greet").at(0, "Ann")) == "good day Ann from 0"
 
 

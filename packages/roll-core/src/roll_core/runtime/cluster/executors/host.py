@@ -194,5 +194,5 @@ async def _awaited(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[An
         if task is not None and task.cancelling():
             raise
         raise CallFailed(Failure.of(error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # in a task, SystemExit would end the event loop: here, the whole run
         raise CallFailed(Failure.of(error)) from error
