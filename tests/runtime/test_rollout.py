@@ -1,11 +1,15 @@
 """Rollouts and judging: order, seeds, and the three states of a reward."""
 
 import asyncio
+import json
+import sys
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.cluster.executors.base import Peers
@@ -120,14 +124,30 @@ def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those
     assert RewardRouter({"only": "o"}, {}).role_of("anything") == "o"
 
 
+RETURNED = {
+    "nothing": None,
+    "a number": 1.0,
+    "no reason": Reward(value=None),
+    "no number": Reward(value="high"),
+    "a part that is nothing": Reward(value=1.0, detail={"format": None}),
+    "a part that is NaN": Reward(value=1.0, detail={"format": np.float32("nan")}),
+    "numpy": Reward(value=np.float32(0.5), detail={"format": np.float64(1), "right": np.True_, "why": "ünï"}),
+}
+"""What `Moody` returns for a text."""
+
+
 class Moody(RewardFunction):
-    """Answers, fails, raises or says nonsense, as the sample's text says."""
+    """Answers, fails, raises, exits or says nonsense, as the sample's text says."""
 
     def score(self, request: RewardRequest) -> Reward:
         if request.response == "failure":
             raise RewardFailure("the sandbox died")
         if request.response == "bug":
             raise KeyError("oops")
+        if request.response == "exit":
+            sys.exit(0)
+        if request.response in RETURNED:
+            return RETURNED[request.response]
         return Reward(value=float(request.response))
 
 
@@ -171,6 +191,34 @@ def test_a_failure_is_never_a_value():
     assert "KeyError" in bug.failure
     assert nan.failed
     assert infinite.failed
+
+
+@pytest.mark.parametrize(
+    ("text", "names_package"),
+    [
+        ("nothing", True),
+        ("a number", True),
+        ("no number", True),
+        ("a part that is nothing", True),
+        ("exit", True),
+        ("no reason", False),
+        ("a part that is NaN", False),
+    ],
+)
+def test_what_is_no_reward_is_a_failure_of_its_sample_alone(text, names_package):
+    before, failure, after = judge("1", text, "2")
+    assert (before.value, failure.value, after.value) == (1.0, None, 2.0)
+    assert failure.failure
+    assert ("roll-moody 1" in failure.failure) == names_package
+
+
+def test_numbers_of_a_reward_can_be_saved_whatever_their_type():
+    (found,) = judge("numpy", weight=2.0)
+    assert json.loads(json.dumps(asdict(found))) == {
+        "value": 1.0,
+        "failure": "",
+        "detail": {"format": 1.0, "right": 1.0, "why": "ünï"},
+    }
 
 
 def test_how_much_longer_answers_are_that_were_passed_over():

@@ -11,6 +11,7 @@ import base64
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 THREADS = 8
 CLOSE_S = 5.0
 """Seconds that `RewardFunction.close` may take in a child process."""
+NO_REASON = "the reward gave no reason"
 log = logging.getLogger(__name__)
 
 
@@ -75,13 +77,14 @@ class RewardWorker:
 def scored(function: RewardFunction, request: RewardRequest, weight: float, *, role: str, owner: str) -> Reward:
     """Score a sample and multiply its value by `weight`.
 
-    An exception, or a value or component that is not finite, becomes a failed reward with its cause.
+    An exception, a result that is no reward, or a value or component that is not finite becomes a failed reward with
+    its cause.
     """
     try:
-        reward = function.score(request)
+        reward = plain(function.score(request))
     except RewardFailure as failure:
-        return Reward(value=None, failure=str(failure) or "the reward gave no reason")
-    except Exception as error:  # a reward is third-party code: its exception concerns only this sample
+        return Reward(value=None, failure=str(failure) or NO_REASON)
+    except (Exception, SystemExit) as error:  # a reward is third-party code: its exception concerns only this sample
         log.warning("%s: sample %s: %s: %s", role, request.sample.id, type(error).__name__, error)
         return Reward(value=None, failure=f"{owner}: {type(error).__name__}: {error}")
     if reward.value is None:
@@ -92,6 +95,20 @@ def scored(function: RewardFunction, request: RewardRequest, weight: float, *, r
         if isinstance(each, float) and not math.isfinite(each):
             return Reward(value=None, failure=f"the component {name} is {each}, expected a finite number")
     return Reward(value=reward.value * weight, detail=reward.detail)
+
+
+def plain(found: object) -> Reward:
+    """The reward that `score` returned, with Python's own numbers: others cannot be saved.
+
+    Raises `TypeError` or `ValueError` for anything else.
+    """
+    if not isinstance(found, Reward):
+        raise TypeError(f"score returned {type(found).__name__}, expected roll_core.types.Reward")
+    return Reward(
+        value=None if found.value is None else float(found.value),
+        failure=found.failure or ("" if found.value is not None else NO_REASON),
+        detail={name: each if isinstance(each, str) else float(each) for name, each in found.detail.items()},
+    )
 
 
 class ProcessReward(RewardFunction):
@@ -126,8 +143,7 @@ class ProcessReward(RewardFunction):
     @override
     def score(self, request: RewardRequest) -> Reward:
         packed = base64.b64encode(wire.dumps(request)).decode("ascii")
-        found = self._pool.call({"request": packed}, self.config.timeout_s)
-        return Reward(value=found["value"], failure=found["failure"], detail=found["detail"])
+        return Reward(**self._pool.call({"request": packed}, self.config.timeout_s))
 
     @override
     def close(self) -> None:
@@ -145,18 +161,8 @@ class RewardJob:
         self._reward.start()
 
     def __call__(self, request: str) -> dict[str, Any]:
-        """Reward of a serialized `RewardRequest`, as plain values.
-
-        Raises `TypeError` if `score` does not return a `Reward`.
-        """
-        found = self._reward.score(wire.loads(base64.b64decode(request)))
-        if not isinstance(found, Reward):
-            raise TypeError(f"score returned {type(found).__name__}, expected roll_core.types.Reward")
-        return {
-            "value": None if found.value is None else float(found.value),
-            "failure": found.failure,
-            "detail": {name: each if isinstance(each, str) else float(each) for name, each in found.detail.items()},
-        }
+        """Reward of a serialized `RewardRequest`, as plain values. Raises as `plain` does."""
+        return asdict(plain(self._reward.score(wire.loads(base64.b64decode(request)))))
 
     def close(self) -> None:
         """Let the reward release its resources."""
