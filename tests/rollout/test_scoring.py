@@ -95,6 +95,36 @@ def test_a_worker_that_dies_is_made_anew_and_its_samples_are_judged_elsewhere():
     assert sorted(each[0].value for each in later) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_that_wait_for_a_worker_that_dies_are_no_failures(world_size):
+    """A sample that ends its worker costs those that are with it, not all that wait for it."""
+
+    class Slow(Workers):
+        async def call(self, method, calls, deadline_s=None):
+            await asyncio.sleep(0.001)
+            if self.lost & calls.keys():
+                raise WorkerDiedError("rewards.math", min(calls), "here", "score", "it is gone", "")
+            return await super().call(method, calls)
+
+        async def replace(self, rank):
+            await asyncio.sleep(0.01)
+            await super().replace(rank)
+
+    async def main():
+        workers = Slow(world_size, lambda rank, request, time: "dies" if request == 0 else value(request))
+        role = role_of(workers, max_retries=0)
+        found = await asyncio.gather(*[role.score([number]) for number in range(100)])
+        await role.close()
+        return workers, [reward for (reward,) in found]
+
+    workers, found = asyncio.run(main())
+    assert workers.replaced == [0]
+    failed = {number for number, reward in enumerate(found) if reward.failed}
+    assert 0 in failed
+    assert len(failed) <= scoring.GROUPS_AT_ONCE
+    assert all(reward.value == number for number, reward in enumerate(found) if number not in failed)
+
+
 def test_nothing_is_judged_while_every_worker_is_made_anew_and_then_it_is():
     workers = Workers(2, lambda rank, request, time: "dies" if len(workers.replaced) < 2 else value(7))
     assert asyncio.run(role_of(workers).score(["a"])) == [value(7)]

@@ -130,18 +130,20 @@ class RewardRole:
         await cancel_all(self._replacing.values())
 
     async def _scored(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """Score on the next worker. If its process exits, the scores are failures."""
-        rank = await self._next()
-        try:
+        """Score on the next worker. If its process exits meanwhile, the scores are failures."""
+        while True:
+            rank = await self._next()
             async with self._room[rank]:
-                found = await self._workers(RewardWorker.score).at(rank, requests)
-        except WorkerDiedError as death:
-            if rank not in self.group.lost:  # this group cannot replace workers, so the run ends
-                raise
-            if rank not in self._replacing:
-                self._replacing[rank] = asyncio.ensure_future(self._replace(rank))
-            return [Reward(value=None, failure=str(death))] * len(requests)
-        return found
+                if rank in self._replacing:  # it exited while these samples waited: another worker scores them
+                    continue
+                try:
+                    return await self._workers(RewardWorker.score).at(rank, requests)
+                except WorkerDiedError as death:
+                    if rank not in self.group.lost:  # this group cannot replace workers, so the run ends
+                        raise
+                    if rank not in self._replacing:
+                        self._replacing[rank] = asyncio.ensure_future(self._replace(rank))
+                    return [Reward(value=None, failure=str(death))] * len(requests)
 
     async def _next(self) -> int:
         """The next rank that is not being replaced."""
