@@ -14,7 +14,7 @@ import pytest
 from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.cluster.executors.base import Peers
 from roll_core.runtime.cluster.placement import Place
-from roll_core.runtime.rollout.program import GroupTerms, run_groups
+from roll_core.runtime.rollout.program import GroupTerms, SingleTurn, group_of, run_groups
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.rollout.scoring import RewardRouter
 from roll_core.runtime.run.active_run import late_length_ratio
@@ -122,6 +122,19 @@ def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those
     with raises_error(DataError, "'poetry'"):
         router.role_of("poetry")
     assert RewardRouter({"only": "o"}, {}).role_of("anything") == "o"
+
+
+def test_a_program_gets_its_baseline_back_with_a_reward():
+    class OneMore(SingleTurn):
+        async def run(self, context, prompt):
+            samples = group_of(prompt, await context.generate(prompt.tokens, n=context.n + 1)).samples
+            return await context.score(Group(id=prompt.id, samples=samples[:-1], baseline=samples[-1]))
+
+    router = RewardRouter({"only": LengthJudge()}, {})
+    scorer, terms = partial(router.score, tokenizer=Letters()), GroupTerms(params=SamplingParams(), n=2, seed_of=None)
+    (group,) = asyncio.run(run_groups(EchoQueue(), prompts(1), terms, scorer, OneMore))
+    assert [sample.reward.value for sample in group.samples] == [0.0, 1.0]
+    assert (group.baseline.id, group.baseline.reward.value) == ("0/0/2", 2.0)
 
 
 RETURNED = {

@@ -20,7 +20,7 @@ from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.workers.reward import THREADS, RewardWorker
 from roll_core.spec.rollout import RewardRequest
-from roll_core.types import Group, Reward
+from roll_core.types import Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.model_rewards import EngineRewardRole, ModelRewardRole
     from roll_core.spec.config import RewardConfig
     from roll_core.spec.rollout import Prompt
-    from roll_core.types import Sample
+    from roll_core.types import Group, Sample
 
     AnyRewardRole: TypeAlias = "RewardRole | ModelRewardRole | EngineRewardRole"
 
@@ -78,11 +78,14 @@ class RewardRouter:
             await role.close()
 
     async def score(self, prompt: Prompt, group: Group, tokenizer: PreTrainedTokenizerBase) -> Group:
-        """Score a group and return it with rewards. Raises `DataError` if its tag is unknown."""
+        """Score a group, with its baseline if it has one, and return it with rewards. Raises `DataError` if its tag is
+        unknown."""
         role = self.role_of(prompt.tag)
-        rewards = await role.score([request_of(sample, prompt, tokenizer) for sample in group.samples])
-        samples = (sample.with_reward(reward) for sample, reward in zip(group.samples, rewards, strict=True))
-        return Group(id=group.id, samples=tuple(samples))
+        samples = [*group.samples, *([] if group.baseline is None else [group.baseline])]
+        rewards = await role.score([request_of(sample, prompt, tokenizer) for sample in samples])
+        scored = [sample.with_reward(reward) for sample, reward in zip(samples, rewards, strict=True)]
+        baseline = None if group.baseline is None else scored.pop()
+        return replace(group, samples=tuple(scored), baseline=baseline)
 
 
 class RewardRole:
