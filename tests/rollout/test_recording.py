@@ -7,11 +7,15 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from rollout_fleet import PROMPT, plan, prompt
+from rollout_fleet import PROMPT, engine, in_virtual_time, plan, prompt
 
 from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import RecordingError
+from roll_core.pipelines.prompt_order import PromptOrder
+from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.recording import BatchFacts, BatchTerms, RecordedBatch, Recorder, Recording, RewardStats
+from roll_core.runtime.rollout.scheduler import RolloutScheduler
+from roll_core.spec.rollout import Prompt
 from roll_core.types import Group, Reward, Rollout, Sample, SamplingParams, TurnRecord
 from roll_testing.errors import raises_error
 
@@ -47,7 +51,13 @@ def batch(tag="ä b", positions=(4, 2)):
         for each in prompts
     ]
     facts = BatchFacts(
-        ages=(0, 2), left_out=1, stale=0, surplus=3, positions=positions, rewards=RewardStats(scored=4, failed=2)
+        ages=(0, 2),
+        left_out=1,
+        stale=0,
+        surplus=3,
+        positions=positions,
+        tags=(tag, tag),
+        rewards=RewardStats(scored=4, failed=2),
     )
     return RecordedBatch(groups=groups, facts=facts, weight_version=3)
 
@@ -86,8 +96,30 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
     assert_same(recording.batch(8, plan_of()), batch())
 
 
+def test_a_domain_with_several_tags_is_replayed(tmp_path):
+    tags = ("math_rule", "math_llm", "code")
+    prompts = [Prompt(id=str(at), tokens=PROMPT + at, text="", tag=tags[at % 3]) for at in range(12)]
+    domains = {"math_rule": "math", "math_llm": "math"}
+    order = PromptOrder(prompts, size=4, shares={"math": 0.5, "code": 0.5}, seed=1, domains=domains)
+    chosen = plan(counts=order.counts, prompt=order.prompt)
+
+    async def main():
+        queue = RequestQueue([engine("0")])
+        scheduler = RolloutScheduler(chosen, queue, None, seed=1)
+        groups, facts = await scheduler.batch(0)
+        await scheduler.close()
+        recorder = Recorder(tmp_path)
+        recorder.begin()
+        written = RecordedBatch(groups=groups, facts=facts, weight_version=0)
+        recorder.write(1, BatchTerms.of(chosen), written)
+        assert {sample.tag for group in groups for sample in group.samples} & domains.keys()
+        assert_same(Recording(tmp_path).batch(1, chosen), written)
+
+    in_virtual_time(main)
+
+
 def test_a_step_without_a_group_is_one(tmp_path):
-    facts = BatchFacts(ages=(), left_out=9, stale=0, surplus=0, positions=(), rewards=RewardStats())
+    facts = BatchFacts(ages=(), left_out=9, stale=0, surplus=0, positions=(), tags=(), rewards=RewardStats())
     empty = RecordedBatch(groups=[], facts=facts, weight_version=0)
     assert_same(record(tmp_path, 1, recorded=empty).batch(1, plan_of()), empty)
 
@@ -149,7 +181,7 @@ def multi_turn_batch():
         for index, each in enumerate(rollouts)
     ]
     group = Group(id=found.id, samples=tuple(samples), baseline=samples[0].with_reward(REWARDS[1]))
-    facts = BatchFacts(ages=(0,), left_out=0, stale=0, surplus=0, positions=(0,), rewards=RewardStats())
+    facts = BatchFacts(ages=(0,), left_out=0, stale=0, surplus=0, positions=(0,), tags=("a",), rewards=RewardStats())
     return RecordedBatch(groups=[group], facts=facts, weight_version=3)
 
 

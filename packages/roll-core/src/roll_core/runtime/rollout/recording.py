@@ -85,6 +85,8 @@ class BatchFacts:
     """Groups that stay for the next batch, finished or not."""
     positions: tuple[int, ...]
     """Position of each group's prompt in the order of its tag."""
+    tags: tuple[str, ...]
+    """That tag, a key of `RolloutPlan.counts`. Of a domain with several tags it is the domain, not the samples' tag."""
     rewards: RewardStats
     """Counts over all groups scored since the last batch, including rejected groups and groups for later batches."""
     passed_over: int = 0
@@ -150,13 +152,13 @@ class Recorder:
         lines = [
             {
                 "id": group.id,
-                "tag": group.samples[0].tag,
+                "tag": tag,
                 "position": position,
                 # The prompts of multi-turn rollouts belong to their turns.
                 "prompt_ids": None if group.multi_turn else saved_array(group.samples[0].prompt_ids),
                 **saved_group(group),
             }
-            for group, position in zip(batch.groups, batch.facts.positions, strict=True)
+            for group, tag, position in zip(batch.groups, batch.facts.tags, batch.facts.positions, strict=True)
         ]
         body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         head = {
@@ -239,7 +241,9 @@ def _head(path: Path, stream: IO[bytes]) -> dict[str, Any]:
 
 
 def _facts_from(saved: Mapping[str, Any]) -> BatchFacts:
-    found = {**saved} | {name: tuple(saved[name]) for name in ("ages", "positions")}
+    # Files from before the first release have no tags here; a replay does not read them.
+    found = {"tags": (), **saved}
+    found |= {name: tuple(found[name]) for name in ("ages", "positions", "tags")}
     return BatchFacts(**found | {"rewards": RewardStats(**saved["rewards"])})
 
 

@@ -250,6 +250,7 @@ class RolloutScheduler:
             surplus=sum(len(queue.slots) for queue in self._queues),
             passed_over=sum(passed_over for _, passed_over in takes),
             positions=tuple(slot.position for slot in taken),
+            tags=tuple(queue.tag for queue, (slots, _) in zip(self._queues, takes, strict=True) for _ in slots),
             rewards=RewardStats.of(self._scored),
             restarted=self._counts.pop("restarted", 0),
         )
