@@ -99,6 +99,15 @@ def test_a_call_of_each_with_too_few_arguments_is_refused(run: Run, group: Worke
         run(WorkerCall(group, "greet").each([("Ann",)]))
 
 
+def test_keywords_of_a_call_are_refused_instead_of_dropped(run: Run, group: WorkerGroup) -> None:
+    call: WorkerCall[..., Any] = WorkerCall(group, "wait_on_rank")
+    for begin in (lambda: run(call.at(0, 1, seconds=0.0)), lambda: run(call.all(1, seconds=0.0))):
+        with raises_error(TypeError, "seconds"):
+            begin()
+    with raises_error(TypeError, "seconds"):
+        call.args(1, seconds=0.0)
+
+
 def test_workers_know_their_place_and_members_say_where_they_run(run: Run, group: WorkerGroup) -> None:
     found = run(WorkerCall(group, "where").all())
     assert [place.rank for place, _ in found] == [0, 1]

@@ -228,7 +228,7 @@ class WorkerCall(Generic[P, R]):
     async def all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call every living rank with the same arguments; results ordered by rank."""
         living = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
-        return await self.group.call(self.method, dict.fromkeys(living, args), self.deadline_s)
+        return await self.group.call(self.method, dict.fromkeys(living, _positional(args, kwargs)), self.deadline_s)
 
     async def each(self, args_by_rank: Sequence[tuple[Any, ...]]) -> list[R]:
         """Call every rank with its own arguments, created by `args`; results ordered by rank."""
@@ -239,13 +239,20 @@ class WorkerCall(Generic[P, R]):
 
     async def at(self, rank: int, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call one rank."""
-        (result,) = await self.group.call(self.method, {rank: args}, self.deadline_s)
+        (result,) = await self.group.call(self.method, {rank: _positional(args, kwargs)}, self.deadline_s)
         return cast("R", result)
 
     @staticmethod
     def args(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """Typed arguments of one rank, for `each`."""
-        return args
+        return _positional(args, kwargs)
+
+
+def _positional(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments of a call. Raises `TypeError` for keywords: the types allow them, but they do not reach a worker."""
+    if kwargs:
+        raise TypeError(f"calls of workers take positional arguments only, found {', '.join(kwargs)}=")
+    return args
 
 
 class Executor(ABC):
