@@ -156,9 +156,7 @@ class WorkerReplica(Replica):
         task.add_done_callback(self._cancelling.discard)
 
     async def _cancel(self, ids: Sequence[str]) -> None:
-        try:
-            if self._submitting:
-                await asyncio.wait(list(self._submitting))
+        try:  # calls keep their order: this one follows the requests' own submission and precedes later ones
             await self._workers(InferWorker.forget).at(self._rank, ids)
         except RollError as error:  # the worker exited or the run ends, which cancels the requests too
             log.debug("%s: %s", self.name, error)
