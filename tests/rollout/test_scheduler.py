@@ -1,9 +1,11 @@
 """Batches in virtual time: which groups they hold, how old these are, and what a resumed run makes of it."""
 
 import asyncio
+import gc
 import json
 import math
 import random
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -359,6 +361,30 @@ def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
         assert queue.num_lost_replicas > 2
         assert queue.finished["completed"] >= 36
         assert queue.num_pending == 0
+
+    in_virtual_time(main)
+
+
+def test_groups_that_the_filter_rejects_are_not_kept_in_memory():
+    rejected = []
+
+    def keep(group):
+        if random.Random(group.id).random() < 0.7:
+            rejected.extend(weakref.ref(sample.response_ids) for sample in group.samples)
+            return False
+        return True
+
+    async def main():
+        scheduler = RolloutScheduler(plan(keep=keep), fleet(), judged(random.Random(0)), seed=1)
+        batch = asyncio.ensure_future(scheduler.batch(0))
+        while len(rejected) < 16:
+            await asyncio.sleep(1)
+        assert not batch.done()
+        gc.collect()
+        assert sum(each() is not None for each in rejected) <= 4  # of a group that is rejected just now
+        _, facts = await batch
+        assert facts.left_out == len(rejected) / 4
+        assert facts.rewards.scored == 4 * (facts.left_out + 6)
 
     in_virtual_time(main)
 

@@ -70,6 +70,14 @@ class RewardStats:
         failures = [reward.failure for reward in rewards if reward.failed]
         return cls(scored=len(rewards), failed=len(failures), first_failure=failures[0] if failures else "")
 
+    def __add__(self, later: RewardStats) -> RewardStats:
+        """Counts of both."""
+        return RewardStats(
+            scored=self.scored + later.scored,
+            failed=self.failed + later.failed,
+            first_failure=self.first_failure or later.first_failure,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:

@@ -213,8 +213,8 @@ class RolloutScheduler:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
-        self._scored: list[Group] = []
-        """Groups that were scored since the last batch."""
+        self._rewards = RewardStats()
+        """Counts of all groups since the last batch. The groups are not kept: the filter may reject most of them."""
 
     async def batch(self, step: int) -> tuple[list[Group], BatchFacts]:
         """Sample with the engine's current weights and return the groups to train on in `step`, with facts about them.
@@ -251,10 +251,10 @@ class RolloutScheduler:
             passed_over=sum(passed_over for _, passed_over in takes),
             positions=tuple(slot.position for slot in taken),
             tags=tuple(queue.tag for queue, (slots, _) in zip(self._queues, takes, strict=True) for _ in slots),
-            rewards=RewardStats.of(self._scored),
+            rewards=self._rewards,
             restarted=self._counts.pop("restarted", 0),
         )
-        self._scored = []
+        self._rewards = RewardStats()
         return [slot.group for slot in taken if slot.group is not None], facts
 
     async def close(self) -> None:
@@ -386,7 +386,7 @@ class RolloutScheduler:
     async def _run(self, queue: GroupQueue, slot: GroupSlot, rollout: GroupContext) -> None:
         try:
             group = await rollout.run()
-            self._scored.append(group)
+            self._rewards += RewardStats.of([group])
             kept = self.plan.keep is None or self.plan.keep(group)
             self._counts["left out"] += not kept
             queue.finish(slot, group if kept else None)
