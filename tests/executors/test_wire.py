@@ -79,6 +79,13 @@ def test_an_array_that_lies_in_strides_arrives_in_order() -> None:
     assert np.array_equal(there_and_back(array.T[::-1]), array.T[::-1])
 
 
+@pytest.mark.parametrize("value", [np.str_(""), np.bytes_(b""), np.str_("ü")])
+def test_texts_of_numpy_keep_their_type_even_if_they_are_empty(value: np.generic) -> None:
+    found = there_and_back(value)
+    assert type(found) is type(value)
+    assert found == value
+
+
 def test_numbers_of_numpy_keep_their_type() -> None:
     found = there_and_back({"score": np.float32(0.1), "count": np.int64(3), "ok": np.bool_(True)})
     assert [type(each) for each in found.values()] == [np.float32, np.int64, np.bool_]

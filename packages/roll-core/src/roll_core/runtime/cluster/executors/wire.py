@@ -71,7 +71,8 @@ def _extension(value: Any) -> Any:
             if value.dtype.hasobject or value.dtype.names:
                 raise UnsupportedError(f"an array of dtype {value.dtype} cannot be sent to another Python environment")
             code = ARRAY if isinstance(value, np.ndarray) else NUMBER
-            content = [value.dtype.str, list(value.shape), value.tobytes()]
+            array = np.asarray(value)  # the dtype of an empty text itself has no bytes: numpy cannot read it
+            content = [array.dtype.str, list(array.shape), array.tobytes()]
         case enum.Enum():
             code, content = ENUM, [name_of(kind), value.value]
         case BaseException():
