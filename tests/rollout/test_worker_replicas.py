@@ -2,12 +2,13 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rollout_fleet import PROMPT, check_requests, in_virtual_time, length_of, request, right_tokens
 
-from roll_core.errors import WorkerDiedError
+from roll_core.errors import WorkerDiedError, WorkerHungError
 from roll_core.runtime.cluster.executors.base import CallFailed, Failure, GroupSpec, Member, Peers, Place, WorkerGroup
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
@@ -16,6 +17,7 @@ from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import InferProvider
 from roll_core.types import Completion, CompletionOutput
+from roll_testing.errors import raises_error
 
 TOKEN_S = 0.02
 
@@ -136,6 +138,7 @@ class Delayed(WorkerGroup):
         for each in self.workers[rank].running.values():
             each.task.cancel()
         self.workers[rank] = self.worker(self.spec.places[rank])
+        self.members = tuple(replace(each) if each.rank == rank else each for each in self.members)
         self.lost -= {rank}
 
 
@@ -156,7 +159,7 @@ def test_no_message_that_is_late_changes_a_response_or_leaves_a_request_in_an_en
         tokens = [output.token_ids.tolist() for output in found.outputs]
         assert tokens == [right_tokens(id, index) for index in range(made.n)]
 
-    async def replace(queue, group, replicas):
+    async def replace_lost(queue, group, replicas):
         while True:
             await asyncio.sleep(0.7)
             for rank in sorted(group.lost):
@@ -177,7 +180,7 @@ def test_no_message_that_is_late_changes_a_response_or_leaves_a_request_in_an_en
             routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
             survives_all=lambda: True,
         )
-        replacing = asyncio.ensure_future(replace(queue, group, replicas))
+        replacing = asyncio.ensure_future(replace_lost(queue, group, replicas))
         asking = asyncio.gather(*[asked(queue, rng, f"r{at}") for at in range(8)])
         for _ in range(10):
             await asyncio.sleep(rng.uniform(0, 1.5))
@@ -196,5 +199,38 @@ def test_no_message_that_is_late_changes_a_response_or_leaves_a_request_in_an_en
         replacing.cancel()
         await asyncio.wait([replacing])
         await queue.close()
+
+    in_virtual_time(main)
+
+
+def test_a_replacement_is_not_killed_for_the_worker_that_it_replaces():
+    """Reading the stacks of a worker that hangs takes seconds, in which it may exit and be replaced."""
+
+    class Silent(Delayed):
+        async def stack(self, rank):
+            await asyncio.sleep(100)
+            return ""
+
+    async def main():
+        group = Silent(1, random.Random(0))
+        killing = asyncio.ensure_future(group.kill(0, "it waited too long for a token"))
+        await asyncio.sleep(0.1)
+        group.terminate(0, group.death(0))
+        await group.replace(0)
+        assert isinstance(await killing, WorkerHungError)
+        assert not group.lost
+        await group.kill(0, "now the replacement hangs")
+        assert group.lost == {0}
+
+    in_virtual_time(main)
+
+
+def test_a_worker_that_hangs_is_the_error_if_its_executor_cannot_kill_it():
+    class Unkillable(Delayed):
+        terminate = WorkerGroup.terminate
+
+    async def main():
+        with raises_error(WorkerHungError, "actor_infer rank 0"):
+            await Unkillable(1, random.Random(0)).kill(0, "it waited too long for a token")
 
     in_virtual_time(main)

@@ -145,12 +145,17 @@ class WorkerGroup(ABC):
     async def kill(self, rank: int, cause: str) -> WorkerDiedError:
         """Kill an unresponsive worker, which then counts as exited.
 
-        Returns the error, with the worker's stack if available.
+        Returns the error, with the worker's stack if available. Raises the error if the executor cannot kill workers.
         """
+        member = self.members[rank]
         trace = await self._stacks([rank])
         log.info("%s rank %d is unresponsive; its stacks:\n%s", self.role, rank, trace or "not available")
-        error = WorkerHungError(self.role, rank, self.members[rank].host, "", cause, trace)
-        self.terminate(rank, error)
+        error = WorkerHungError(self.role, rank, member.host, "", cause, trace)
+        if self.members[rank] is member:  # otherwise it exited meanwhile, and its replacement is running already
+            try:
+                self.terminate(rank, error)
+            except UnsupportedError as unsupported:
+                raise error from unsupported
         return error
 
     async def call(
