@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -192,6 +193,20 @@ def test_the_pool_grows_while_jobs_wait_and_not_beyond_its_size(pool_of, tmp_pat
     with ThreadPoolExecutor(4) as threads:
         pids = list(threads.map(lambda _: pool.call({"act": "meet", "value": [str(here), 2]}, timeout_s=60), range(8)))
     assert len(set(pids)) == 2
+
+
+def test_jobs_share_the_processes_that_there_are_if_no_more_can_start(pool_of, monkeypatch, caplog):
+    pool = pool_of(size=4)
+    first = pool.call({"act": "pid", "value": 0}, timeout_s=60)
+
+    def refuse(*args, **options):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with ThreadPoolExecutor(4) as threads:
+        pids = list(threads.map(lambda _: pool.call({"act": "pid", "value": 0.3}, timeout_s=60), range(4)))
+    assert set(pids) == {first}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_quick_jobs_one_after_the_other_take_one_process(pool_of):

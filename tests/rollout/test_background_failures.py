@@ -56,7 +56,7 @@ THREADS = {
     ("rendezvous.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
     ("rendezvous.py", "_accept"): "its client loses its connection",
     ("workers/reward_process.py", "main"): "in a child process, whose parent keeps the deadline",
-    ("workers/reward_pool.py", "_take"): "see `_make_ready`: the child is discarded",
+    ("workers/reward_pool.py", "_grow"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
 }
 """Functions that start threads, and what becomes of an exception there."""

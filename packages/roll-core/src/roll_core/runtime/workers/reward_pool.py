@@ -146,7 +146,7 @@ class RewardPool:
                     return self._new_child()
                 waited = time.monotonic() - started >= GROW_S
                 if waited and len(self._children) < self._size and all(each.ready for each in self._children):
-                    threading.Thread(target=self._make_ready, args=(self._new_child(),), daemon=True).start()
+                    self._grow()
                 self._changed.wait(GROW_S)
         raise RewardFailure("the reward has been closed")
 
@@ -154,6 +154,18 @@ class RewardPool:
         child = _Child(self._hello)
         self._children.add(child)
         return child
+
+    def _grow(self) -> None:
+        """Start an additional process, if the system has room for one. Otherwise jobs wait for the others."""
+        try:
+            child = self._new_child()
+        except OSError as error:  # no memory, or too many processes or files
+            reason = f"{len(self._children)} of {self._size} reward processes run, another one cannot start: {error}"
+            if reason != self._logged:
+                self._logged = reason
+                log.warning("%s", reason)
+        else:
+            threading.Thread(target=self._make_ready, args=(child,), daemon=True).start()
 
     def _make_ready(self, child: _Child) -> None:
         """Wait until an additional process has loaded its target. No job waits for it."""
@@ -196,12 +208,16 @@ class _Child:
         with theirs:
             # A session of its own: only the parent handles Ctrl-C, and killing the process group also ends what a
             # function started. `-P` keeps this package's directory out of the child's module path.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", reward_process.__file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", reward_process.__file__, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._connection.close()
+                raise
         self._connection.settimeout(30.0)
         with contextlib.suppress(OSError):  # if it has already exited, `await_ready` reports how
             self._connection.sendall(encode(hello))
