@@ -1,6 +1,7 @@
 """Completions are checked where they enter: whatever an engine returns, the error says what is wrong with it."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -243,6 +244,40 @@ def test_an_id_may_be_used_again_as_soon_as_its_request_is_forgotten(worker):
         with pytest.raises(asyncio.CancelledError):
             await first
         assert await engine.result("r1") == RIGHT
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_never_has_two_requests_of_one_id(worker):
+    """An engine that ends a cancelled request takes its time, and refuses another one of that id meanwhile."""
+
+    async def main():
+        engine = worker(RIGHT)
+        inside, most, begun = [], [], []
+
+        async def generate(request):
+            begun.append(request.id)
+            inside.append(request.id)
+            most.append(len(inside))
+            try:
+                await asyncio.sleep(0.01 if len(begun) > 1 else 600)
+                return RIGHT
+            finally:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.02)
+                inside.remove(request.id)
+
+        engine.strategy.generate = generate
+        for _ in range(3):
+            await engine.submit([REQUEST])
+            await asyncio.sleep(0)
+            await engine.forget(["r1"])
+        await engine.submit([REQUEST])
+        assert await engine.result("r1") == RIGHT
+        assert (begun, max(most)) == (["r1"] * 2, 1)
+        assert not engine.running
+        assert not engine.leaving
         await engine.close()
 
     asyncio.run(main())

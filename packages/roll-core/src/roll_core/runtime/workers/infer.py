@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -91,6 +92,8 @@ class InferWorker(ReceivingWorker):
         self.owner, self.vocab_size = owner, model_vocab_size(model)
         self.running: dict[str, SubmittedRequest] = {}
         """By request id."""
+        self.leaving: dict[str, asyncio.Task[Completion]] = {}
+        """Tasks of forgotten requests that the engine has not ended yet, by request id."""
         self.sleep_lock = asyncio.Lock()
         """Serializes `sleep` and `wake`.
 
@@ -110,7 +113,14 @@ class InferWorker(ReceivingWorker):
         for request in requests:
             if request.id in self.running:
                 raise RollError(f"request {request.id} is already running")
-            self.running[request.id] = SubmittedRequest(request, asyncio.create_task(self.strategy.generate(request)))
+            earlier = self.leaving.get(request.id)
+            generate = self.strategy.generate(request) if earlier is None else self._generate_after(earlier, request)
+            self.running[request.id] = SubmittedRequest(request, asyncio.create_task(generate))
+
+    async def _generate_after(self, earlier: asyncio.Task[Completion], request: GenerateRequest) -> Completion:
+        """Generate once a forgotten request of the same id has ended: engines refuse two with one id."""
+        await asyncio.wait([earlier])
+        return await self.strategy.generate(request)
 
     async def result(self, request_id: str) -> Completion:
         """Wait for a submitted request and return its completion.
@@ -155,8 +165,14 @@ class InferWorker(ReceivingWorker):
         for id in ids:
             if id in self.running:
                 task = self.running.pop(id).task
+                self.leaving.setdefault(id, task)  # one that waits for an earlier one is not in the engine
                 task.cancel()
                 task.add_done_callback(retrieve)
+                task.add_done_callback(partial(self._left, id))
+
+    def _left(self, id: str, task: asyncio.Task[Completion]) -> None:
+        if self.leaving.get(id) is task:
+            del self.leaving[id]
 
     def _checked(self, completion: Completion, request: GenerateRequest) -> Completion:
         if problem := completion_problem(completion, request, vocab_size=self.vocab_size):
