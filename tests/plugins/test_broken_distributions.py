@@ -266,10 +266,17 @@ def test_damaged_distributions_do_not_hide_the_others(site):
     garbage.mkdir()
     (garbage / "METADATA").write_text("Metadata-Version: 2.1\nName: garbage\nVersion: 2.0\n")
     (garbage / "entry_points.txt").write_text("[roll.plugins]\nno equals sign here\n= x\n")
+    for name, group in (("latin", "roll.plugins"), ("stranger", "console_scripts")):
+        other = site.folder / f"{name}-3.0.dist-info"
+        other.mkdir()
+        (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.0\n")
+        (other / "entry_points.txt").write_bytes(f"[{group}]\ncaf\u00e9 = nowhere\n".encode("latin-1"))
     listed = site.listing()
     assert listed["acme"]["state"] == "loaded"
     assert listed["ghost"]["state"] == "failed"
     assert listed["garbage"]["state"] == "failed"
+    assert listed["latin"]["state"] == "failed"
+    assert "stranger" not in listed
 
 
 def needing(needs):

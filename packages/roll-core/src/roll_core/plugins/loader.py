@@ -121,8 +121,7 @@ def _discover(path: list[str] | None) -> Iterator[Plugin]:
     seen: set[str] = set()
     arguments: dict[str, Any] = {} if path is None else {"path": path}
     for distribution in importlib.metadata.distributions(**arguments):
-        text = distribution.read_text("entry_points.txt")
-        if text is None or GROUP not in text:
+        if GROUP not in _entry_points_text(distribution):
             continue
         package, version = _identity(distribution)
         if normalise(package) in seen:
@@ -136,6 +135,14 @@ def _discover(path: list[str] | None) -> Iterator[Plugin]:
             continue
         for point in points:
             yield Plugin(package=package, version=version, entry_point=point.name, target=point.value, state="loaded")
+
+
+def _entry_points_text(distribution: importlib.metadata.Distribution) -> str:
+    """Text of `entry_points.txt`; empty if there is none. Bytes that are not UTF-8 are replaced."""
+    try:
+        return distribution.read_text("entry_points.txt") or ""
+    except UnicodeDecodeError as error:
+        return error.object.decode(errors="replace")
 
 
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
