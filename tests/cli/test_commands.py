@@ -207,6 +207,7 @@ def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(con
 def test_a_key_without_a_value_and_a_command_without_a_config_are_told_how(command, config, capsys):
     for words, says in (
         ([config, "max_steps"], "max_steps=VALUE"),
+        ([config, 300 * "a"], f"{300 * 'a'}=VALUE"),
         ([], "config file"),
         (["seed=3"], "config file"),
     ):

@@ -42,6 +42,6 @@ def parse_configs(
     overrides = [word for word in others if "=" in word or word.startswith("~")]
     configs = [Path(word) for word in options.words if word not in overrides]
     for config in configs:
-        if not config.suffix and not config.exists():
+        if not config.suffix and not os.path.exists(config):
             parser.error(f"{config} does not exist; to set a key, write {config}=VALUE")
     return configs, overrides, options
