@@ -90,6 +90,16 @@ def test_a_group_is_chosen_on_the_command_line(write):
     )
     assert load(file, [], REGISTRY).config.seed == 1
     assert load(file, ["size=large", "save_steps=9"], REGISTRY).config.seed == 100
+    assert load(file, {"size": "large"}, REGISTRY).config.seed == 100
+
+
+@pytest.mark.parametrize("overrides", [["size@_global_={seed: 7}"], {"size@_global_": {"seed": 7}}])
+def test_a_mapping_is_no_choice_of_a_fragment_and_is_not_lost(write, overrides):
+    file = write(run="defaults: [size@_global_: small, _self_]\n" + SFT, size__small="seed: 1\n")
+    with pytest.raises(ConfigError) as raised:
+        load(file, overrides, REGISTRY)
+    (problem,) = raised.value.problems
+    assert problem.where == "command line"
 
 
 @pytest.mark.parametrize("stanza", ["hydra: {run: {dir: .}, output_subdir: null}\n", "hydra: {nonsense: 1}\n"])
@@ -115,6 +125,16 @@ def test_an_override_sets_a_key_that_the_file_does_not_have(write, override, see
 
 def test_an_override_removes_a_key(write):
     assert load(write(run=SFT + "seed: 3\n"), ["~seed"], REGISTRY).config.seed == 42
+
+
+@pytest.mark.parametrize(("value", "remains"), [("3", 42), ("4", None), ("null", 42)])
+def test_an_override_with_a_value_removes_only_this_value_as_in_hydra(write, value, remains):
+    file = write(run=SFT + "seed: 3\n")
+    if remains is None:
+        with raises_error(ConfigError, "ROLL-C025", f"~seed={value}", "seed", value):
+            load(file, [f"~seed={value}"], REGISTRY)
+    else:
+        assert load(file, [f"~seed={value}"], REGISTRY).config.seed == remains
 
 
 def test_an_override_may_refer_to_another_key(write):

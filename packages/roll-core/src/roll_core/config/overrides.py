@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll_core.config.explain import show
 from roll_core.config.positions import COMMAND_LINE, Interpolation, OverrideLayer
 from roll_core.config.source import plain_value
 from roll_core.errors import ConfigError, ConfigProblem
@@ -52,27 +53,34 @@ def parse_overrides(
         return values, fragments
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            if key in choices:
+            if key in choices and not isinstance(value, Mapping):
                 fragments.append(f"{key}={value}")
             elif not isinstance(key, str) or not all(key.split(".")):
                 problems.append(_problem(str(key), f"found {key!r}, expected a dotted key", "write {'seed': 1}"))
             else:
+                found = len(problems)
                 value = plain_value(value, tuple(key.split(".")), COMMAND_LINE, problems)
-                values.append(Override(key, key, "set", value))
+                if len(problems) == found:
+                    values.append(Override(key, key, "set", value))
         return values, fragments
     for text in overrides:
+        if not isinstance(text, str):
+            problems.append(_problem(str(text), f"found {type(text).__name__}, expected text", "write 'seed=1'"))
+            continue
         try:
             parsed = _parse(text)
         except ConfigError as error:
             problems += error.problems
             continue
-        if parsed.get_key_element().lstrip("+~") in choices:
+        value, chooses = parsed.value(), parsed.get_key_element().lstrip("+~") in choices
+        if chooses and not isinstance(value, dict):
             fragments.append(text)
         elif parsed.package is not None or "/" in parsed.key_or_group:
-            problems.append(_problem(text, f"{parsed.key_or_group!r} is not in the file's defaults list"))
+            expected = "found a mapping, expected the name of a fragment"
+            missing = f"{parsed.key_or_group!r} is not in the file's defaults list"
+            problems.append(_problem(text, expected if chooses else missing))
         else:
             action: Literal["add", "set"] = "add" if parsed.is_add() else "set"
-            value = parsed.value()
             values.append(Override(text, parsed.key_or_group, "delete" if parsed.is_delete() else action, value))
     return values, fragments
 
@@ -117,7 +125,7 @@ def apply_override(cfg: DictConfig, override: Override, positions: Positions) ->
     try:
         present = OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
         if override.action == "delete":
-            _delete(cfg, override)
+            _delete(cfg, override, present)
             return
         if override.action == "add" and present is not None and not isinstance(override.value, (dict, list)):
             raise ConfigError([_problem(text, "adds a key that exists already", f"write {text[1:]}")])
@@ -146,13 +154,16 @@ def _unfold(cfg: DictConfig, path: KeyPath, positions: Positions) -> None:
         node = node[step]
 
 
-def _delete(cfg: DictConfig, override: Override) -> None:
+def _delete(cfg: DictConfig, override: Override, present: Any) -> None:
     from omegaconf import OmegaConf
 
     above, _, last = override.key.rpartition(".")
     parent: Any = OmegaConf.select(cfg, above) if above else cfg
     if not OmegaConf.is_dict(parent) or last not in parent:
         raise ConfigError([_problem(override.text, f"there is no key {override.key} to remove")])
+    if override.value is not None and override.value != present:
+        message = f"{override.key} is not {show(override.value, last)}"
+        raise ConfigError([_problem(override.text, message, f"to remove it whatever it is, write ~{override.key}")])
     del parent[last]
 
 
