@@ -101,6 +101,9 @@ def problems(text, *overrides):
         ("exp_name: .", [(5, 11, "exp_name")]),
         (f"exp_name: {'é' * 128}", [(5, 11, "exp_name")]),
         (f"seed: {2**64}", [(5, 7, "seed")]),
+        (f"seed: {1 << 4096:#x}", [(5, 7, "seed")]),
+        (f"exp_name: {1 << 20_000:#x}", [(5, 11, "exp_name")]),
+        ('output_dir: "a\\0b"', [(5, 13, "output_dir")]),
         (
             f"validation: {{data_args: {{}}, generating_args: {{seed: {2**64}}}}}",
             [(5, 53, "validation.generating_args.seed")],

@@ -82,6 +82,8 @@ def test_mistakes_in_a_mapping_name_their_keys_and_those_of_overrides_say_so(sft
         (["seed"], "seed", "ROLL-C025"),
         ({"": 1}, "", "ROLL-C025"),
         ({"seed": {1, 2}}, "seed", "ROLL-C013"),
+        ({"seed": 1 << 20_000}, "seed", "ROLL-C013"),
+        ([("seed", 1)], "('seed', 1)", "ROLL-C025"),
         ("seed=1", "seed=1", "ROLL-C025"),
     ]:
         with pytest.raises(roll.ConfigError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ KeyPath = tuple[str, ...]
 MAX_DEPTH = 64
 MAX_NODES = 200_000
 MAX_BYTES = 4_000_000
+MAX_INT_BITS = 4096
+"""Python does not convert integers of thousands of digits to text."""
 
 _YAML = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str")}
@@ -93,7 +96,8 @@ def read_source(path: Path, name: str, *, fragment: bool = False) -> Source:
     source = Source(name)
     problem, hint = "", ""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         problem, hint = "there is no such file", _similar_file(path)
     except IsADirectoryError:
@@ -102,7 +106,7 @@ def read_source(path: Path, name: str, *, fragment: bool = False) -> Source:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     else:
         if len(content) > MAX_BYTES:
-            problem = f"found {len(content)} bytes, expected at most {MAX_BYTES}"
+            problem = f"found more than {MAX_BYTES} bytes"
     if problem:
         raise ConfigError([ConfigProblem(name, "", problem, hint, code="ROLL-C020")])
     reader = _Reader(source)
@@ -135,6 +139,10 @@ def plain_value(value: Any, path: KeyPath, where: str, problems: list[ConfigProb
         return [plain_value(each, (*path, str(at)), where, problems) for at, each in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if type(value) is int and value.bit_length() > MAX_INT_BITS:
+        message = f"found an integer of {value.bit_length()} bits, expected at most {MAX_INT_BITS}"
+        problems.append(ConfigProblem(where, ".".join(path), message, code="ROLL-C013"))
+        return None
     if value is None or type(value) in (str, int, float, bool):
         return value
     message = f"found {type(value).__name__}, expected text, a number, true, false, null, a list or a mapping"
@@ -143,7 +151,6 @@ def plain_value(value: Any, path: KeyPath, where: str, problems: list[ConfigProb
 
 
 def _similar_file(path: Path) -> str:
-
     try:
         siblings = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
     except OSError:
@@ -230,12 +237,13 @@ class _Reader:
         if node.tag not in _PLAIN_TAGS:
             self._problem(node, path, f"tag {_short(node.tag)} is not allowed in a config")
             return None
-        try:
-            return self.loader.construct_object(node)
-        except (ValueError, LookupError, OverflowError):
-            shown = node.value if len(node.value) <= 40 else node.value[:37] + "..."
-            self._problem(node, path, f"{shown!r} cannot be read as {node.tag.removeprefix(_YAML)}")
-            return None
+        with suppress(ValueError, LookupError, OverflowError):
+            value = self.loader.construct_object(node)
+            if not isinstance(value, int) or value.bit_length() <= MAX_INT_BITS:
+                return value
+        shown = node.value if len(node.value) <= 40 else node.value[:37] + "..."
+        self._problem(node, path, f"{shown!r} cannot be read as {node.tag.removeprefix(_YAML)}")
+        return None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         found: dict[Any, Any] = {}

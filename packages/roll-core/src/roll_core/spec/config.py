@@ -1002,7 +1002,9 @@ class RunConfig(Config):
 
     @field_validator("output_dir")
     @classmethod
-    def _home_exists(cls, value: str) -> str:
+    def _is_a_path(cls, value: str) -> str:
+        if "\0" in value:
+            raise ValueError(f"found {value!r}, expected a path: it contains the character NUL")
         if expanduser(value).startswith("~"):
             raise ValueError(f"found {value}, which is in the home of an unknown user: write ./{value} for that name")
         return value
