@@ -252,6 +252,22 @@ def test_an_override_inside_of_a_reference_changes_one_key_and_keeps_the_others(
     assert config.sft_train.data_args.file_name == "rows.jsonl"
 
 
+@pytest.mark.parametrize(
+    ("fragment", "problem"),
+    [
+        ("seed: 1\ncaf\u00e9: 1\n", "base.yaml:2:4 ROLL-C021 "),
+        ("seed: 1\nexp_name: ${\n", "base.yaml:2:11 ROLL-C024 exp_name"),
+        ("defaults: [/more/rest]\n", "more/rest.yaml:1:12 ROLL-C023 defaults"),
+    ],
+)
+def test_a_fragment_that_cannot_be_used_is_named_with_the_place(write, fragment, problem):
+    file = write(run="defaults: [base, _self_]\n" + SFT, more__rest="defaults: [/base]\n")
+    Path("base.yaml").write_bytes(fragment.encode("latin-1"))
+    with pytest.raises(ConfigError) as raised:
+        load(file, [], REGISTRY)
+    assert [f"{each.where} {each.code} {each.key}" for each in raised.value.problems] == [problem]
+
+
 def test_a_fragment_may_be_empty(write):
     file = write(
         run="defaults: [nothing, remarks, model: none, _self_]\n" + SFT,

@@ -224,6 +224,10 @@ class _Composition:
                     read_source(file, os.path.relpath(file))
                 except ConfigError as located:
                     return located
+        try:
+            self._read_named(self.source, (self.path.resolve(),))
+        except ConfigError as located:
+            return located
         malformed = [problem for source in self.sources.values() for problem in _malformed(source)]
         if malformed:
             return ConfigError(malformed)
@@ -236,6 +240,23 @@ class _Composition:
         message = (lines[0] if lines else type(error).__name__).removeprefix(f"In '{self.path.name}': ")
         return ConfigError([self._problem(f"cannot be composed: {message}", hint="\n    ".join(lines[1:6]))])
 
+    def _read_named(self, source: Source, including: tuple[Path, ...]) -> None:
+        """Read the fragments that `source` names and those that they name, as far as their names are paths.
+
+        Hydra's errors do not name the file. `including` are the files that lead to `source`, which is the last one.
+        Raises `ConfigError` if one cannot be read or includes itself.
+        """
+        for position, name in _fragments(source):
+            folder = including[0 if name.startswith("/") else -1].parent
+            file = (folder / f"{name.strip('/').removesuffix('.yaml')}.yaml").resolve()
+            if file in including:
+                where = source.locate(("defaults", str(position)))
+                message = f"{name} includes this file, directly or through others"
+                raise ConfigError([ConfigProblem(where, "defaults", message, "remove one of them", code="ROLL-C023")])
+            if file.is_file():
+                self.sources[file] = read_source(file, os.path.relpath(file), fragment=True)
+                self._read_named(self.sources[file], (*including, file))
+
     def _missing(self, name: str) -> ConfigProblem:
         """Problem located at the item in `defaults:` that names the fragment, or at `defaults:` if another fragment
         names it."""
@@ -244,12 +265,7 @@ class _Composition:
         files += self.plugin_fragments.files
         close = closest(Path(name).stem, files)
         hint = f"did you mean {Path(name).with_name(close)}?" if close else f"there is no {name}.yaml"
-        items = self.source.data.get("defaults")
-        at: KeyPath = ()
-        for position, item in enumerate(items if isinstance(items, list) else []):
-            text = "/".join(map(str, *item.items())) if isinstance(item, dict) and len(item) == 1 else str(item)
-            if text.partition("@")[0] == name:
-                at = (str(position),)
+        at: KeyPath = next(((str(position),) for position, each in _fragments(self.source) if each == name), ())
         return self._problem(f"there is no fragment {name!r}", at, self.plugin_fragments.why_not(name) or hint)
 
     def _problem(self, message: str, at: KeyPath = (), hint: str = "") -> ConfigProblem:
@@ -338,6 +354,14 @@ class PluginFragments:
         except PluginError as error:
             return next((line.strip() for line in str(error).splitlines() if "pip install" in line), "")
         return ""
+
+
+def _fragments(source: Source) -> Iterator[tuple[int, str]]:
+    """Position and name of each fragment in the `defaults:` list of a file."""
+    items = source.data.get("defaults")
+    for position, item in enumerate(items if isinstance(items, list) else ()):
+        text = "/".join(map(str, *item.items())) if isinstance(item, dict) and len(item) == 1 else str(item)
+        yield position, text.partition("@")[0]
 
 
 def _leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
