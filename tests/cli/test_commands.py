@@ -89,6 +89,16 @@ def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_pa
     assert shown.err.endswith("3 mistakes\n")
 
 
+@pytest.mark.parametrize("command", ["check", "run", "plan"])
+def test_a_mistake_shows_no_secret_of_a_known_form_or_of_the_environment(command, config, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "cafe0123cafe0123")
+    for words in ("seed='sk-0123456789abcdef0123'", "executor=cafe0123cafe0123", "track_with=[cafe0123cafe0123]"):
+        assert cli.main([command, config, words]) == 2
+        shown = capsys.readouterr().err
+        assert "<redacted>" in shown
+        assert "0123" not in shown
+
+
 @pytest.mark.parametrize(
     "words",
     [

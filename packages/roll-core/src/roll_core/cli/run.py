@@ -64,10 +64,10 @@ def check_configs(
             loaded = load(config, overrides, registry, further, needs=files)
         except ConfigError as error:
             mistakes += len(error.problems)
-            sys.stderr.write(f"{error}\n")
+            _write_mistakes(str(error))
         except PluginError as error:
             mistakes += 1
-            sys.stderr.write(f"{config}: {error.described()}\n")
+            _write_mistakes(f"{config}: {error.described()}")
         else:
             sys.stderr.writelines(f"{line}\n" for line in warnings_of(loaded))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
@@ -76,6 +76,13 @@ def check_configs(
     if mistakes:
         sys.stderr.write(f"{mistakes} mistake{'' if mistakes == 1 else 's'}\n")
     return 2 if mistakes else 0
+
+
+def _write_mistakes(text: str) -> None:
+    """Write mistakes to stderr with secrets redacted."""
+    from roll_core.config.secrets import Redactor  # compiles many patterns, which a valid config does not need
+
+    sys.stderr.write(f"{Redactor.of(os.environ).text(text)}\n")
 
 
 def warnings_of(loaded: LoadedConfig) -> list[str]:
