@@ -244,7 +244,7 @@ def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:
 def _run_from(name: str) -> str:
     """Hint to start the command in the nearest parent directory from which the missing path `name` exists."""
     here = Path.cwd()
-    if os.path.isabs(name) or os.path.exists(name):
+    if not name or os.path.isabs(name) or os.path.exists(name):
         return ""
     parent = next((each for each in here.parents if os.path.exists(each / name)), None)
     return f"paths are relative to the working directory {here}; {name} is in {parent}: cd {parent}" if parent else ""

@@ -80,10 +80,13 @@ def show(value: Any, key: str = "") -> str:
     if isinstance(value, dict):
         return f"a mapping with {len(value)} keys" if len(value) != 1 else "a mapping with 1 key"
     if isinstance(value, (list, tuple)):
-        items = f"{len(value)} items" if len(value) != 1 else "1 item"
-        return f"a list of {items}"
+        return f"a list of {_items(len(value))}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _items(count: int) -> str:
+    return f"{count} items" if count != 1 else "1 item"
 
 
 def _path(error: Any, data: Any) -> KeyPath:
@@ -149,6 +152,9 @@ PATTERNS = {
     r"^[A-Za-z][\w+.-]*://": "a URL, such as s3://bucket/prefix or file:///mnt/store",
     r"^https?://[^\s]+$": "a URL, http://… or https://…",
     r"^[\w.-]+$": "a name of letters, digits and . _ -",
+    r"^[A-Za-z_][\w.()-]*$": "the name of an environment variable",
+    r"^[^\x00]*$": "text without the character NUL",
+    r"^[^-\s]\S*$": "the name of a metric, such as val/score/mean",
 }
 """What the patterns of schemas mean."""
 _BOUNDS = {
@@ -157,6 +163,7 @@ _BOUNDS = {
     "less_than": ("lt", "<"),
     "less_than_equal": ("le", "≤"),
 }
+_LENGTHS = {"too_short": ("min_length", "at least"), "too_long": ("max_length", "at most")}
 
 
 def _expected(error: Any) -> str:
@@ -165,6 +172,9 @@ def _expected(error: Any) -> str:
         name, sign = _BOUNDS[kind]
         bound = context[name]
         return f"a number {sign} {bound if isinstance(bound, int) else format(bound, 'g')}"
+    if kind in _LENGTHS:
+        name, sign = _LENGTHS[kind]
+        return f"{sign} {_items(context[name])}"
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "")
     if kind == "string_pattern_mismatch":

@@ -36,6 +36,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 AUTO = "auto"
@@ -523,7 +524,7 @@ class QueryFilterConfig(Config):
     @model_validator(mode="after")
     def _band(self) -> QueryFilterConfig:
         args = self.filter_args
-        if self.type == "mean_filter" and args.threshold_down >= args.threshold_up:
+        if self.type == "mean_filter" and not args.threshold_down < args.threshold_up:  # nor if one is NaN
             raise ValueError(
                 f"mean_filter keeps means between threshold_down {args.threshold_down:g} and threshold_up"
                 f" {args.threshold_up:g}, an empty range"
@@ -542,7 +543,7 @@ class RewardConfig(WorkerConfig):
     """Name of the reward: see `roll-core plugins`."""
     tag_included: list[str] = []
     """Domains (tags) that this reward scores. Default: its own key."""
-    weight: float = 1.0
+    weight: FiniteFloat = 1.0
     """Factor by which the value is multiplied."""
     timeout_s: PositiveFloat = 10.0
     """Maximum seconds to score one sample. After that its process is killed and the sample counts as failed."""
