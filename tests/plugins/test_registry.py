@@ -26,6 +26,7 @@ from roll_core.spec.providers import (
     EnvironmentProvider,
     InferCapabilities,
     InferProvider,
+    KnownErrorsProvider,
     PipelineProvider,
     RewardProvider,
     TrackerProvider,
@@ -119,6 +120,18 @@ def test_an_unknown_name_of_a_known_package_says_what_to_install():
         Registry([]).find(TrainProvider, "megatron_trian")
     with raises_error(UnknownProviderError, "'dpo'", "roll-pipeline-preference"):
         Registry([]).find(PipelineProvider, "dpo")
+
+
+def test_each_name_of_our_packages_says_what_to_install_where_the_package_is_missing():
+    """Except checks and lists of known errors, which no config or command names."""
+    installed = load_registry().plugins
+    core = Registry(each for each in installed if each.package == "roll-core")
+    for each in installed:
+        for record in each.providers if each.package != "roll-core" else ():
+            kind = type(record)
+            if kind not in (CheckProvider, KnownErrorsProvider) and record.name not in core.names(kind):
+                with raises_error(UnknownProviderError, repr(record.name), each.package):
+                    core.find(kind, record.name)
 
 
 def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_cause():
