@@ -83,6 +83,8 @@ def test_mistakes_in_a_mapping_name_their_keys_and_those_of_overrides_say_so(sft
         ({"": 1}, "", "ROLL-C025"),
         ({"seed": {1, 2}}, "seed", "ROLL-C013"),
         ({"seed": 1 << 20_000}, "seed", "ROLL-C013"),
+        ({"output_dir": "\udcff"}, "output_dir", "ROLL-C013"),
+        (["output_dir='\udcff'"], "output_dir", "ROLL-C013"),
         ([("seed", 1)], "('seed', 1)", "ROLL-C025"),
         ("seed=1", "seed=1", "ROLL-C025"),
     ]:

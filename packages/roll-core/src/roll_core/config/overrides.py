@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Overrides = Sequence[str] | Mapping[str, Any]
 """Changes to a config: `key=value` texts in Hydra's grammar, or values by dotted key."""
 
+Action = Literal["set", "add", "delete"]
+
 
 @dataclass(frozen=True, slots=True)
 class Override:
@@ -30,7 +32,7 @@ class Override:
 
     text: str
     key: str
-    action: Literal["set", "add", "delete"]
+    action: Action
     value: Any
 
     @property
@@ -48,6 +50,14 @@ def parse_overrides(
     """
     values: list[Override] = []
     fragments: list[str] = []
+
+    def add(text: str, key: str, action: Action, value: Any) -> None:
+        found: list[ConfigProblem] = []
+        plain = plain_value(value, tuple(key.split(".")), COMMAND_LINE, found)
+        problems.extend(found)
+        if not found:
+            values.append(Override(text, key, action, plain))
+
     if isinstance(overrides, str):
         problems.append(_problem(overrides, "found text, expected a list", f"write [{overrides!r}]"))
         return values, fragments
@@ -58,10 +68,7 @@ def parse_overrides(
             elif not isinstance(key, str) or not all(key.split(".")):
                 problems.append(_problem(str(key), f"found {key!r}, expected a dotted key", "write {'seed': 1}"))
             else:
-                found = len(problems)
-                value = plain_value(value, tuple(key.split(".")), COMMAND_LINE, problems)
-                if len(problems) == found:
-                    values.append(Override(key, key, "set", value))
+                add(key, key, "set", value)
         return values, fragments
     for text in overrides:
         if not isinstance(text, str):
@@ -80,8 +87,8 @@ def parse_overrides(
             missing = f"{parsed.key_or_group!r} is not in the file's defaults list"
             problems.append(_problem(text, expected if chooses else missing))
         else:
-            action: Literal["add", "set"] = "add" if parsed.is_add() else "set"
-            values.append(Override(text, parsed.key_or_group, "delete" if parsed.is_delete() else action, value))
+            action: Action = "delete" if parsed.is_delete() else "add" if parsed.is_add() else "set"
+            add(text, parsed.key_or_group, action, value)
     return values, fragments
 
 

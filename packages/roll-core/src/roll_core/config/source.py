@@ -141,13 +141,24 @@ def plain_value(value: Any, path: KeyPath, where: str, problems: list[ConfigProb
         return os.fspath(value)
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
         message = f"found an integer of {value.bit_length()} bits, expected at most {MAX_INT_BITS}"
-        problems.append(ConfigProblem(where, ".".join(path), message, code="ROLL-C013"))
-        return None
-    if value is None or type(value) in (str, int, float, bool):
+    elif type(value) is str and _has_surrogates(value):
+        message = f"found {value!r}, expected text that UTF-8 can encode"
+    elif value is None or type(value) in (str, int, float, bool):
         return value
-    message = f"found {type(value).__name__}, expected text, a number, true, false, null, a list or a mapping"
+    else:
+        expected = "text, a number, true, false, null, a list or a mapping"
+        message = f"found {type(value).__name__}, expected {expected}"
     problems.append(ConfigProblem(where, ".".join(path), message, code="ROLL-C013"))
     return None
+
+
+def _has_surrogates(text: str) -> bool:
+    """True if `text` is no Unicode text: bytes of another encoding on the command line become lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _similar_file(path: Path) -> str:
