@@ -298,7 +298,7 @@ class _Composition:
     def _unresolved(self, error: Exception, raw: str, path: KeyPath) -> ConfigProblem:
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip('"')
         message, hint = f"{raw}: {reason}", ""
-        if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
+        if isinstance(error, RecursionError) or re.search("recursi(ve|on)", str(error), re.IGNORECASE):
             message = f"{raw} refers to itself"
         elif "Interpolation key" in reason and "not found" in reason:
             message = f"{raw}: refers to a key that is not in this config"

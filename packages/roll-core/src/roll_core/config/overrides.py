@@ -119,8 +119,21 @@ def _parse(text: str) -> Any:
         except (HydraException, ValueError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             message = f"cannot be read: {lines[0] if lines else type(error).__name__}"
-            hint = f"put quotes around the value: \"{key}='…'\""
+            hint = _spelling(key, value)
     raise ConfigError([_problem(text, message, hint)])
+
+
+def _spelling(key: str, value: str) -> str:
+    """How to write an override that Hydra's grammar does not accept."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(f"{key}=null")
+    except HydraException:
+        dotted = re.sub(r"\[(\w+)\]", r".\1", key)
+        return f"write {dotted}={value}" if dotted != key else "set this key in the file"
+    return f"put quotes around the value: \"{key}='…'\""
 
 
 def apply_override(cfg: DictConfig, override: Override, positions: Positions) -> None:
