@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -99,23 +99,6 @@ def repeated_classes() -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(f"{package(path)}: {node.name}", []).append(name)
     return {name: each for name, each in sorted(places.items()) if len(each) > 1}
-
-
-def prose_matches() -> int:
-    """Calls in tests with `match=` whose pattern holds two words in a row, and no error code."""
-    files = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "packages").glob("*/tests/**/*.py")]
-    return sum(1 for path in files for pattern in _patterns(tree(path)) if " " in pattern and "ROLL-" not in pattern)
-
-
-def _patterns(module: ast.Module) -> Iterator[str]:
-    for node in ast.walk(module):
-        for keyword in node.keywords if isinstance(node, ast.Call) else ():
-            if keyword.arg == "match":
-                yield "".join(
-                    str(each.value)
-                    for each in ast.walk(keyword.value)
-                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
-                )
 
 
 def traced_step() -> Counter[str]:
@@ -197,7 +180,6 @@ def main(arguments: list[str]) -> int:
         (f"modules of roll-core below {SMALL} lines (not `__init__`)", len(small)),
         ("import circles", len(found)),
         ("class names defined twice within one package", len(repeated)),
-        ("`match=` in tests with a phrase", prose_matches()),
     ]
     if given.trace:
         step = traced_step()
