@@ -64,6 +64,16 @@ BROKEN = {
         """,
         ("roll_step_finished",),
     ),
+    "event hook that is a coroutine": (
+        """
+        from roll_core.spec.hooks import hookimpl
+        ROLL_HOOK_API = 1
+        @hookimpl
+        async def roll_step_finished(run, step, metrics):
+            raise AssertionError
+        """,
+        ("roll_step_finished",),
+    ),
     "hook that returns a string": (
         """
         from roll_core.spec.hooks import hookimpl

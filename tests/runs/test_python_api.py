@@ -153,7 +153,12 @@ class TooFew:
     def roll_step_finished(self, step): ...
 
 
-@pytest.mark.parametrize("callback", [object(), Recorded, Misspelt(), TooFew()])
+class Deferred:
+    async def roll_step_finished(self, run, step, metrics):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("callback", [object(), Recorded, Misspelt(), TooFew(), Deferred()])
 def test_a_wrong_callback_is_refused_before_the_run(sft, tmp_path, callback):
     with pytest.raises(ContractError) as error:
         roll.run(sft, callbacks=[callback])

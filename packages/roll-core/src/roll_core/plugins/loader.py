@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import os
 import re
 import sys
@@ -281,6 +282,8 @@ def _hook_names(manager: pluggy.PluginManager, module: Any) -> set[str]:
                 close = closest(hook, HOOK_NAMES, 0.5)
                 hint = f"did you mean {close}?" if close else f"hooks are {', '.join(sorted(HOOK_NAMES))}"
                 raise _BrokenContractError(f"{hook} is not a hook; {hint}")
+            if inspect.iscoroutinefunction(getattr(module, name)):
+                raise _BrokenContractError(f"{hook} is a coroutine function, which nothing would await")
             found.add(hook)
         elif name.startswith("roll_") and callable(getattr(module, name, None)):
             close = closest(name, HOOK_NAMES, 0.85)

@@ -191,8 +191,8 @@ EVENTS = {
 def check_callbacks(callbacks: Sequence[object]) -> None:
     """Check the callbacks of a run, see `Events`.
 
-    Raises `ContractError` for an object without an event hook, a method with a similar name, or a method that does not
-    take the hook's arguments by name.
+    Raises `ContractError` for an object without an event hook, a method with a similar name, a coroutine function, or
+    a method that does not take the hook's arguments by name.
     """
     import inspect
 
@@ -205,6 +205,8 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
         for hook in given:
             if hook not in EVENTS:
                 raise ContractError(f"{name}: {hook} is not an event hook; did you mean {closest(hook, EVENTS, 0.0)}?")
+            if inspect.iscoroutinefunction(getattr(callback, hook)):
+                raise ContractError(f"{name}: {hook} is a coroutine function, expected a plain method")
             try:
                 inspect.signature(getattr(callback, hook)).bind(**dict.fromkeys(EVENTS[hook]))
             except (TypeError, ValueError) as error:
