@@ -249,7 +249,7 @@ class TrainingArguments(Config):
         "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
     ] = "linear"
     """Learning rate schedule after warm-up; names as in transformers."""
-    lr_scheduler_kwargs: dict[str, float] = {}
+    lr_scheduler_kwargs: dict[str, FiniteFloat] = {}
     """Further arguments of the schedule, for example `min_lr_rate`."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay. Not applied to biases and norms."""
@@ -343,6 +343,19 @@ class GeneratingArguments(Config):
     """A response ends with the first of these."""
     seed: Seed | None = None
     """Sampling seed for repeatable evaluation, below 2^64. Rollouts derive their seeds from the run's `seed`."""
+
+    @field_validator("stop_strings")
+    @classmethod
+    def _stops_have_characters(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("found '', expected text that ends a response: remove it")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths_are_in_order(self) -> Self:
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
+        return self
 
     def sampling_params(self, *, default_max_new_tokens: int) -> SamplingParams:
         """Convert to the type that `Run.rollout`, `RolloutPlan` and `GenerateRequest` take.
