@@ -26,6 +26,9 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
     if close:
         return f"did you mean {close}?", close
     places = list(everywhere)
+    nested = (*parent, *name.split("."))
+    if "." in name and nested in places:
+        return f"{nested[-1]} belongs under {dotted(nested[:-1])}", nested[-1]
     same = [each for each in places if each[-1] == name]
     if same:
         place = best_place(same, parent)[:-1]
