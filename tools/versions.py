@@ -1,7 +1,8 @@
 """`./run run python tools/versions.py [PACKAGE=VERSION...]`: versions of the packages, and the ranges between them.
 
 Without arguments it says what disagrees, with exit code 1. With `roll-modeling=0.2.0` it sets a version and rewrites
-every range that names the package, extras included. `all=0.2.0` sets every package.
+every range that names the package, extras and the templates of `roll-core new` included. `all=0.2.0` sets every
+package.
 
 A range is `>=MAJOR.MINOR,<MAJOR.(MINOR+1)` of the version of the package that it names: before 1.0 a minor release may
 change what others import.
@@ -36,17 +37,24 @@ def main(arguments: list[str]) -> int:
         code = file.parent / "src" / name.replace("-", "_") / "__init__.py"
         text = IN_CODE.sub(f'__version__ = "{versions[name]}"', code.read_text())
         wrong += settle(code, text, write=bool(arguments))
+    for template in sorted(REPOSITORY.glob("packages/*/src/**/pyproject.toml")):  # of `roll-core new`
+        wrong += settle(template, fitted(template.read_text(), versions), write=bool(arguments))
     return 1 if wrong else 0
 
 
 def rewritten(text: str, version: str, versions: dict[str, str]) -> str:
     """A `pyproject.toml` with this version and with ranges that fit `versions`."""
+    return fitted(VERSION.sub(f'version = "{version}"', text, count=1), versions)
+
+
+def fitted(text: str, versions: dict[str, str]) -> str:
+    """A `pyproject.toml` with ranges that fit `versions`."""
 
     def fitting(found: re.Match[str]) -> str:
         name, extras = found["name"], found["extras"] or ""
         return f'"{name}{extras}{range_of(versions[name])}"' if name in versions else found[0]
 
-    return RANGE.sub(fitting, VERSION.sub(f'version = "{version}"', text, count=1))
+    return RANGE.sub(fitting, text)
 
 
 def range_of(version: str) -> str:

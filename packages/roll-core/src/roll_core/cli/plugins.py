@@ -68,7 +68,7 @@ def from_roll_testing(target: str) -> Any:
     """A function of roll-testing, which the core does not require. Raises `MissingRequirementError`."""
     if importlib.util.find_spec("roll_testing") is None:
         raise MissingRequirementError(
-            "this command needs roll-testing, which is not installed: pip install 'roll-testing>=0.1,<0.2'"
+            "this command needs roll-testing, which is not installed: pip install roll-testing"
         )
     return load_target(target, owner="roll-testing")
 
