@@ -221,6 +221,11 @@ def test_a_target_is_imported_down_to_its_attribute():
         ("import nowhere_at_all", "broken_target:X", ("ModuleNotFoundError", "'nowhere_at_all'")),
         ("", "broken_target:X", ("'x'", "broken_target", "'X'")),
         ("class X: pass", "broken_target:X.Y", ("broken_target", "'X.Y'")),
+        (
+            "def __getattr__(name): import nowhere_at_all",
+            "broken_target:X",
+            ("'x'", "broken_target:X", "ModuleNotFoundError", "'nowhere_at_all'"),
+        ),
         ("", "broken_target", ("'broken_target'", "'module:attribute'")),
     ],
 )

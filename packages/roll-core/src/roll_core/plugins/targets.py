@@ -43,6 +43,10 @@ def load_target(target: str, *, owner: str) -> Any:
             found = getattr(found, name)
         except AttributeError as error:
             raise PluginLoadError(f"{owner}: {module_name} has no {attribute!r}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module that imports its attributes when they are read
+            raise PluginLoadError(f"{owner}: importing {target} failed: {one_line(error)}") from error
     return found
 
 
