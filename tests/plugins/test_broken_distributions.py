@@ -195,6 +195,14 @@ def test_check_of_the_plugins_fails_for_a_broken_one_and_says_so(site):
     assert mentions(done.stdout, "acme 1.0", "acme.plugin")
 
 
+@pytest.mark.parametrize("name", ["Roll_Acme", "roll-acme", "ROLL.acme"])
+def test_the_plugin_to_test_is_found_by_any_spelling_of_its_name(site, name):
+    site.install("Roll_Acme", source="import a_module_that_is_nowhere", module="roll_acme")
+    done = site.roll_core("plugins", "test", name)
+    assert done.returncode == 2
+    assert mentions(done.stderr, "ROLL-P002", "Roll_Acme", "'a_module_that_is_nowhere'")
+
+
 def test_what_a_plugin_prints_on_import_does_not_end_up_in_the_json(site):
     site.install("acme", source="print('hello')\n" + site_source())
     assert site.listing()["acme"]["state"] == "loaded"

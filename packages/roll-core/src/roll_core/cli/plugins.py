@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import MissingRequirementError, UnknownProviderError, closest
-from roll_core.plugins.loader import SLOW_IMPORT_S
+from roll_core.plugins.loader import SLOW_IMPORT_S, normalise
 from roll_core.plugins.records import KINDS, kind_of
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import alternatives
@@ -52,8 +52,8 @@ def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: boo
 def test_plugin(name: str, disabled_plugins: Sequence[str], expression: str) -> int:
     """Run the conformance tests of an installed plugin. Raises `PluginError` if it is not installed or did not load."""
     registry = load_registry(disabled_plugins)
-    by_name = {plugin.package: plugin for plugin in registry.plugins}
-    plugin = by_name.get(name.replace("_", "-"))
+    by_name = {normalise(plugin.package): plugin for plugin in registry.plugins}
+    plugin = by_name.get(normalise(name))
     if plugin is None:
         close = closest(name, by_name)
         hint = f"did you mean {close}?" if close else f"installed: {', '.join(sorted(by_name))}"
