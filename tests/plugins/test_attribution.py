@@ -111,3 +111,13 @@ def test_an_executor_is_named_for_its_own_mistakes_and_not_for_what_it_reports()
 def test_nobody_is_named_without_a_traceback_or_without_plugins():
     assert raised_by(ValueError("no"), [CORE, PLUGIN]) == ""
     assert raised_by(sent([frame("losses.py", 12, "loss")]), [CORE]) == ""
+
+
+@pytest.mark.parametrize("file", ["", "/", ".", "<string>"])
+def test_generated_code_without_a_file_name_is_skipped(file):
+    names = {}
+    exec(compile("def loss():\n    return generated()\n", f"{SITE}/roll_acme/losses.py", "exec"), names)
+    exec(compile("def generated():\n    return 1 / 0\n", file, "exec"), names)
+    with pytest.raises(ZeroDivisionError) as raised:
+        names["loss"]()
+    assert mentions(raised_by(raised.value, [CORE, PLUGIN]), "'acme_pg'", "roll-acme")

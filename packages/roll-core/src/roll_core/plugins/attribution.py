@@ -8,6 +8,7 @@ of ROLL's toolkit for plugins are skipped.
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class _Frame:
 
     def module(self, package: str) -> str:
         """Dotted module name that begins with the top-level `package`; empty if the file is not in that package."""
-        parts = PurePath(self.file).with_suffix("").parts
+        parts = PurePath(os.path.splitext(self.file)[0]).parts  # generated code may have no file name
         if package not in parts:
             return ""
         inside = parts[len(parts) - 1 - parts[::-1].index(package) :]
