@@ -253,7 +253,7 @@ class _Composition:
                 where = source.locate(("defaults", str(position)))
                 message = f"{name} includes this file, directly or through others"
                 raise ConfigError([ConfigProblem(where, "defaults", message, "remove one of them", code="ROLL-C023")])
-            if file.is_file():
+            if file.is_file() and file not in self.sources:
                 self.sources[file] = read_source(file, os.path.relpath(file), fragment=True)
                 self._read_named(self.sources[file], (*including, file))
 
@@ -298,7 +298,7 @@ class _Composition:
     def _unresolved(self, error: Exception, raw: str, path: KeyPath) -> ConfigProblem:
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip('"')
         message, hint = f"{raw}: {reason}", ""
-        if isinstance(error, RecursionError) or re.search("recursi(ve|on)", str(error), re.IGNORECASE):
+        if isinstance(error, RecursionError) or re.search("Recursive interpolation|maximum recursion", str(error)):
             message = f"{raw} refers to itself"
         elif "Interpolation key" in reason and "not found" in reason:
             message = f"{raw}: refers to a key that is not in this config"

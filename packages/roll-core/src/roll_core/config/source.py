@@ -138,7 +138,7 @@ def plain_value(value: Any, path: KeyPath, where: str, problems: list[ConfigProb
     if isinstance(value, (list, tuple)):
         return [plain_value(each, (*path, str(at)), where, problems) for at, each in enumerate(value)]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        value = os.fspath(value)
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
         message = f"found an integer of {value.bit_length()} bits, expected at most {MAX_INT_BITS}"
     elif type(value) is str and _has_surrogates(value):
