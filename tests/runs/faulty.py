@@ -63,6 +63,11 @@ class ForgetfulPipeline(RLVRPipeline):
         return [role for role in super().roles() if role.kind != "reward"]
 
 
+class LoggingPipeline(RLVRPipeline):
+    async def evaluate(self, run):
+        run.log({"val/odd": 1.0 + run.step})
+
+
 class FaultyTracker(Tracker):
     def log(self, step, metrics):
         raise KeyError("boom")
@@ -105,7 +110,11 @@ def roll_train_strategies() -> Iterator[TrainProvider]:
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    for name, target in (("faulty_pipeline", "FaultyPipeline"), ("forgetful_pipeline", "ForgetfulPipeline")):
+    for name, target in (
+        ("faulty_pipeline", "FaultyPipeline"),
+        ("forgetful_pipeline", "ForgetfulPipeline"),
+        ("logging_pipeline", "LoggingPipeline"),
+    ):
         yield PipelineProvider(
             name=name,
             target=f"roll_faulty:{target}",

@@ -166,3 +166,9 @@ def test_a_pipeline_that_forgets_its_reward_roles_is_refused_by_name(faulty, loc
     assert isinstance(result.error, PluginError)
     assert "pipeline 'forgetful_pipeline' of roll-faulty 1: " in str(result.error)
     assert "rewards.digits" in str(result.error)
+
+
+def test_an_evaluation_that_logs_its_metrics_and_returns_none_is_complete(faulty, local_runs):
+    result = local_runs.ok(faulty(local_runs, max_steps=2, eval_steps=1) | {"pipeline": "logging_pipeline"})
+    assert [line["val/odd"] for line in local_runs.metrics(result)] == [1.0, 2.0, 3.0]
+    assert (result.run_dir.export / "config.json").is_file()

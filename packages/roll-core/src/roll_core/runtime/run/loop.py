@@ -498,7 +498,7 @@ class _Driver:
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
             found = await self.stop.unless_requested(self.pipeline.evaluate(run))
-            self.evaluation_due = found is None
+            self.evaluation_due = found is None and self.stop.requested  # a plugin's `evaluate` may return None
             if self.evaluation_due:
                 log.info("the resumed run will repeat the evaluation of step %d", run.step)
             metrics = dict(found or {}) | run.take_metrics()
