@@ -1,10 +1,14 @@
+import contextlib
 import io
+import os
 import re
 import time
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 
-from roll_core.runtime.records.console import Console, time_table
+from roll_core.runtime.records.console import Console, detach_closed_output, time_table
 from roll_core.runtime.records.ledger import LedgerRow
 
 STEP = {
@@ -202,3 +206,28 @@ def test_closing_twice_or_unstarted_is_no_error(monkeypatch: pytest.MonkeyPatch)
     assert stream.getvalue() == closed
     console.step(1, STEP)
     console.stage("train")
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[TextIO]:
+    """stdout is a pipe whose reader has exited."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
+        os.close(reader)
+        yield stream
+        detach_closed_output()
+
+
+def test_a_run_goes_on_without_output_if_the_reader_of_its_pipe_exits() -> None:
+    with unread() as stream:
+        console = Console()
+        console.start(total_steps=2)
+        console.step(1, STEP)
+        console.step(2, STEP)
+        console.finish(outcome="finished", rows=ROWS)
+        assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
+
+
+def test_a_command_whose_output_must_be_read_ends_with_the_reader() -> None:
+    with unread(), pytest.raises(SystemExit):
+        Console(must_be_read=True).line("step 1")

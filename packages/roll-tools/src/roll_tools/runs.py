@@ -73,7 +73,7 @@ def list_runs(place: Path, *, as_json: bool) -> int:
 def watch(place: Path) -> int:
     """Follow a run until it ends. Returns 0 if it finished or Ctrl-C ended the command, otherwise 1."""
     run = open_run(place)
-    console = Console()
+    console = Console(must_be_read=True)
     try:
         return _follow(run, console)
     except KeyboardInterrupt:

@@ -249,9 +249,9 @@ class _TerminatedError(KeyboardInterrupt):
 
 def _on_stop_signal(number: int, frame: object) -> None:
     if number == signal.SIGHUP:
-        from roll_core.runtime.records.console import detach_closed_terminal
+        from roll_core.runtime.records.console import detach_closed_output
 
-        detach_closed_terminal()
+        detach_closed_output()
     raise _TerminatedError(f"stopped by {signal.Signals(number).name} before the run started: nothing was saved")
 
 

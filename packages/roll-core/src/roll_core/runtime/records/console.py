@@ -12,6 +12,7 @@ import errno
 import io
 import math
 import os
+import select
 import sys
 import termios
 import time
@@ -23,6 +24,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
+from typing_extensions import override
 
 from roll_core.runtime.records.ledger import OTHER
 
@@ -64,18 +66,27 @@ HEADLINES = (
 """Metrics of the progress line, in order. A value stays until a newer one replaces it."""
 
 
-def detach_closed_terminal() -> None:
-    """Send stdout and stderr to the null device if their terminal was closed, so that writing to them cannot fail."""
+def detach_closed_output() -> None:
+    """Send stdout and stderr to the null device if their terminal or the reader of their pipe is gone, so that writing
+    to them cannot fail."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no file behind the stream
             number = stream.fileno()
-            try:
-                termios.tcgetattr(number)
-            except termios.error as error:
-                if error.args[0] == errno.EIO:
-                    null = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(null, number)
-                    os.close(null)
+            if _is_closed(number):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, number)
+                os.close(null)
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        termios.tcgetattr(number)
+    except termios.error as error:
+        if error.args[0] == errno.EIO:
+            return True
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 @contextlib.contextmanager
@@ -86,21 +97,38 @@ def _terminal_may_close() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        detach_closed_terminal()
+        detach_closed_output()
+
+
+class _Output(RichConsole):
+    """Also loses the output if the reader of a pipe exits, such as `tee`, unless `must_be_read`."""
+
+    must_be_read = False
+
+    @override
+    def on_broken_pipe(self) -> None:
+        if self.must_be_read:
+            super().on_broken_pipe()  # ends the process
+        detach_closed_output()
 
 
 class Console:
     """Console of one run. Call `start`, then `step` for each step, then `finish`; call `close` in any case."""
 
-    def __init__(self, *, stream: TextIO | None = None, terminal: bool | None = None) -> None:
-        """Write to `stream` (default: stdout). `terminal` forces or disables the progress bar (default: detect)."""
+    def __init__(
+        self, *, stream: TextIO | None = None, terminal: bool | None = None, must_be_read: bool = False
+    ) -> None:
+        """Write to `stream` (default: stdout). `terminal` forces or disables the progress bar (default: detect).
+
+        A run outlives its terminal and the reader of its pipe. `must_be_read`: end the process with that reader.
+        """
         stream = stream if stream is not None else sys.stdout
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # a batch job's locale may lack characters of a message
         self._terminal = _is_terminal(stream) if terminal is None else terminal
         width = None if self._terminal else _PLAIN_WIDTH
         # In a notebook rich would make each line an HTML output of the cell, instead of writing to the stream.
-        self._rich = RichConsole(
+        self._rich = _Output(
             file=stream,
             force_terminal=self._terminal,
             force_jupyter=False,
@@ -108,6 +136,7 @@ class Console:
             highlight=False,
             soft_wrap=not self._terminal,
         )
+        self._rich.must_be_read = must_be_read
         self._shown: dict[str, float] = {}
         self._progress: Progress | None = None
         self._total = 0

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_core.errors import RunInterruptedError, RunPreemptedError
 from roll_core.runtime.cluster.concurrency import cancel_all, end_on_failure
-from roll_core.runtime.records.console import detach_closed_terminal
+from roll_core.runtime.records.console import detach_closed_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -148,7 +148,7 @@ class StopSignals:
 
     def _on_stop(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP:
-            detach_closed_terminal()
+            detach_closed_output()
         again = number in self._received
         if not again:
             self._received.append(number)
