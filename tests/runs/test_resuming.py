@@ -69,6 +69,16 @@ def test_auto_begins_where_there_is_nothing_to_go_on_from(local_runs):
     assert resumed_from(second) == 2
 
 
+@pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/step-3"])
+def test_latest_is_the_run_before_this_one(local_runs, saved, below):
+    result = local_runs.ok(local_runs.sft(max_steps=5, resume_from_checkpoint=f"output/sft/latest/{below}"))
+    assert resumed_from(result) == (3 if below.endswith("step-3") else 4)
+    exported = local_runs.sft(max_steps=1, pretrain="output/sft/latest/export", tokenizer=None)
+    del exported["sft_train"]["model_args"]["random_init"]
+    again = local_runs.ok(exported)
+    assert f"pretrain: {result.run_dir.export}" in again.run_dir.config.read_text(encoding="utf-8")
+
+
 def test_only_the_newest_checkpoints_are_kept(local_runs):
     result = local_runs.ok(local_runs.sft(save_steps=1, max_steps=4, max_ckpt_to_keep=2))
     assert sorted(path.name for path in result.run_dir.checkpoints.iterdir()) == ["step-3", "step-4"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from math import prod
-from os.path import expanduser
+from os.path import exists, expanduser, realpath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -53,6 +54,14 @@ def _numbers_as_text(value: Any) -> Any:
         name: str(each) if isinstance(each, (int, float)) and not isinstance(each, bool) else each
         for name, each in value.items()
     }
+
+
+def _follow_latest(path: Any) -> Any:
+    """`path` with its links resolved if it leads through the link `latest` of an experiment, which points to another
+    run as soon as this one begins."""
+    if isinstance(path, str) and "latest" in PurePath(path).parts and exists(found := expanduser(path)):
+        return realpath(found)
+    return path
 
 
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.()-]*$")]
@@ -226,6 +235,8 @@ class ModelArguments(Config):
         if self.lora_export == "adapter" and self.random_init is not None:
             raise ValueError("lora_export: adapter needs a base model that can be loaded, not random_init; use merged")
         return self
+
+    _follow_latest = field_validator("model_name_or_path")(_follow_latest)
 
     def path(self, pretrain: str | None) -> str:
         """Directory or hub id of the model: its own, or the run's `pretrain`; empty for random weights."""
@@ -1003,6 +1014,8 @@ class RunConfig(Config):
     deterministic: bool = True
     """Request deterministic kernels from the libraries, so that a resumed run equals an uninterrupted one bit for
     bit."""
+
+    _follow_latest = field_validator("resume_from_checkpoint", "pretrain")(_follow_latest)
 
     @field_validator("exp_name")
     @classmethod
