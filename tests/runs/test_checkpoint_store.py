@@ -224,6 +224,24 @@ def test_a_copy_with_a_flipped_bit_is_skipped_or_an_error_if_it_is_the_only_one(
                 fetch_newest(RemoteFolder(url, {}), tmp_path / f"b{step}")
 
 
+def test_a_damaged_copy_leaves_nothing_of_its_run_beside_the_one_before(tmp_path, url):
+    written = {"001": ["metrics.jsonl", "trackers/wandb.txt"], "002": ["images.jsonl", "trackers/wandb.txt"]}
+    for step, (name, files) in enumerate(written.items(), start=1):
+        run = tmp_path / name
+        for file in files:
+            (run / file).parent.mkdir(parents=True, exist_ok=True)
+            (run / file).write_text(name, encoding="utf-8")
+        folder = RemoteFolder(f"{url}/{name}", {})
+        folder.put_run(run, threading.Event())
+        folder.put_checkpoint(saved(CheckpointStore(run / "checkpoints"), step).path, threading.Event())
+    fsspec.filesystem("memory").pipe_file("/bucket/runs/002/step-2/role/weights", b"other")
+    into = tmp_path / "into"
+    assert fetch_newest(RemoteFolder(url, {}), into).step == 1
+    found = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
+    assert {name for name in found if not name.startswith("checkpoints/step-1/")} == set(written["001"])
+    assert (into / "trackers" / "wandb.txt").read_text(encoding="utf-8") == "001"
+
+
 def test_a_full_store_is_a_warning_and_a_metric(local_runs, url, full):
     full("weights.safetensors")
     result = local_runs.ok(local_runs.sft(save_steps=2, checkpoint_store=url))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -289,6 +290,7 @@ def fetch_newest(folder: RemoteFolder, into: Path, *, after: float = 0.0) -> Che
             except CheckpointError as error:
                 logger.warning("%s/%s is damaged and is skipped: %s", folder.url, name, error)
                 damaged = damaged or error
+                shutil.rmtree(into, ignore_errors=True)  # with the files of its run, which may be another one
     if damaged is not None:
         raise damaged
     return None
