@@ -3,6 +3,7 @@
 import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import sft_objective
-from roll_core.errors import UnsupportedError
+from roll_core.errors import CheckpointError, UnsupportedError
+from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import combine
@@ -326,3 +328,26 @@ def test_a_step_that_lowered_the_scale_of_the_loss_is_counted_and_trips_no_guard
     assert result.named("train")["train/skipped_steps"] == 2.0
     assert result.num_not_finite == 1
     assert role.weight_version == before + 1
+
+
+def test_a_rank_whose_files_are_on_its_own_disk_fails_the_checkpoint(tmp_path):
+    class Apart(FakeTrainGroup):
+        """The hosts of other ranks than `sees` have another disk at the same path."""
+
+        sees = (0, 1)
+        members = tuple(Member(rank=rank, host=f"host-{rank}", pid=rank, node=rank) for rank in (0, 1))
+
+        async def call(self, method, calls, deadline_s=None):
+            if method != "save":
+                return await super().call(method, calls, deadline_s)
+            for rank in self.sees:
+                Path(*calls[rank]).mkdir(parents=True)
+            return [False, False]
+
+    group = Apart([DataRank(index=0, size=1), DataRank(index=0, size=1, leader=False)])
+    role = train_role(group, per_device=1)
+    assert asyncio.run(role.save(tmp_path / "shared")) is False
+    for sees in ((0,), ()):
+        group.sees = sees
+        with raises_error(CheckpointError, "host-1", "output_dir"):
+            asyncio.run(role.save(tmp_path / f"apart{len(sees)}"))

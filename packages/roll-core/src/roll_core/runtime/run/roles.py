@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from roll_core.data.module_rows import balance_rows, check_rows
 from roll_core.data.pack import balance, rollouts, totals
-from roll_core.errors import RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
+from roll_core.errors import CheckpointError, RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.cluster.placement import slots_of
@@ -270,13 +270,20 @@ class GroupTrainRole(TrainRole):
     async def save(self, path: Path, *, portable: bool = False) -> bool:
         """Write every rank's state below `path`. Returns True if some rank left files for `finish_save`.
 
-        `portable`: also write the portable state, which every strategy can load.
+        `portable`: also write the portable state, which every strategy can load. Raises `CheckpointError` if a rank's
+        host writes to another disk than this process reads.
         """
         save = self._workers(TrainWorker.save)
         async with self._lease(TRAINED):
             unfinished = await save.each([save.args(folder) for folder in self._rank_folders(path)])
             if portable:
                 await self._workers(TrainWorker.save_portable).all(str(path / PORTABLE))
+        written = {each.name for each in path.iterdir()} if path.is_dir() else set()
+        if lost := [str(member) for member in self.group.members if f"rank-{member.rank}" not in written]:
+            raise CheckpointError(
+                f"{self.name}: {path} lacks the files of {', '.join(lost)}, which wrote them to its own disk: set"
+                " output_dir to a file system that all hosts share"
+            )
         return any(unfinished)
 
     async def finish_save(self) -> None:
