@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -65,6 +66,19 @@ def test_trackers_get_the_stages_of_a_run_within_its_steps(local_runs, install, 
         assert stages.count(f"/step/{inner}") == 2
     assert {stage.split("/")[1] for stage in stages} >= {"step", "checkpoint", "export"}
     assert all(f"time/{name}" in row for row in result.history for name in ("rollout", "train", "step"))
+
+
+def test_trackers_and_the_console_get_every_nth_step_and_evaluations_and_the_last(local_runs):
+    config = local_runs.sft(max_steps=8, eval_steps=3, logging_steps=5, track_with=["csv"])
+    result = local_runs.ok(config)
+    with (result.run_dir.path / "metrics.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(int(row["step"]), bool(row["val/loss"])) for row in rows] == [
+        (0, True), (3, True), (5, False), (6, True), (8, True),
+    ]  # fmt: skip
+    lines = re.findall(r"^step=(\d)/8 loss=", local_runs.screen.getvalue(), re.MULTILINE)
+    assert lines == ["3", "5", "6", "8"]
+    assert [row["step"] for row in result.history] == list(range(9))
 
 
 @pytest.mark.parametrize("breaks", ["log", "close", "stage"])

@@ -955,7 +955,8 @@ class RunConfig(Config):
     eval_steps: NonNegativeInt = 10
     """Steps between validations; also before the first step and after the last. 0 disables validation."""
     logging_steps: PositiveInt = 1
-    """Steps between metrics in trackers and on the console. `metrics.jsonl` always gets every step."""
+    """Steps between metrics in trackers, and between lines on the console. Evaluations and the last step are always
+    logged. `metrics.jsonl` gets every step."""
     export_model: bool = True
     """At the end, write `export/`, a directory that transformers loads."""
     resume_from_checkpoint: bool | str = False

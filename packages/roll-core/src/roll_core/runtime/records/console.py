@@ -198,13 +198,16 @@ class Console:
             self._progress.update(_TASK, stage=name)
 
     @_terminal_may_close()
-    def step(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
-        """Show that step `step` is complete, with its metrics. It ended at the monotonic time `at` (default: now)."""
+    def step(self, step: int, metrics: Mapping[str, float], *, at: float | None = None, line: bool = True) -> None:
+        """Show that step `step` is complete, with its metrics. It ended at the monotonic time `at` (default: now).
+
+        Without a terminal, a step prints a line, unless `line` is false.
+        """
         self._take(metrics)
         self._ends.append((step, time.monotonic() if at is None else at))
         if self._progress is not None:
             self._progress.update(_TASK, completed=step, refresh=True)
-        elif not self._terminal:
+        elif line and not self._terminal:
             self.line(self._plain_line(step, metrics))
 
     @_terminal_may_close()

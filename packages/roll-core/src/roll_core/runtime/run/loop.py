@@ -435,7 +435,7 @@ class _Driver:
             metrics = await self._evaluate(run)
             if metrics and not self.evaluation_due:
                 metrics |= await run.engine_metrics() | ledger.step_times()
-                self._record(run.step, metrics)
+                self._record(run.step, num_steps, metrics)
                 best = self.best_metric.improved(run.step, metrics, saver.best, str(resumed))
                 if best is not None:  # the resumed checkpoint itself
                     saver.best = best
@@ -454,7 +454,7 @@ class _Driver:
             with self.trackers.stage("step"):
                 metrics = await self._step(run, num_steps, executor)
             last = run.step == num_steps
-            self.console.step(run.step, metrics)
+            self.console.step(run.step, metrics, line=self._is_logged(run.step, num_steps, metrics))
             self.events.step_finished(run, run.step, metrics)
             self._check_files()
             best = self.best_metric.improved(run.step, metrics, saver.best, str(self.store.path(run.step)))
@@ -492,7 +492,7 @@ class _Driver:
         if config.eval_steps and (run.step % config.eval_steps == 0 or last):
             metrics |= await self._evaluate(run)
         metrics |= await run.engine_metrics() | self.ledger.step_times()
-        self._record(run.step, metrics)
+        self._record(run.step, num_steps, metrics)
         return metrics
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
@@ -524,11 +524,16 @@ class _Driver:
         if best is not None:
             self.record.update(best_checkpoint=asdict(best))
 
-    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _record(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self.last_metrics.update(metrics)
         self.metrics_file.log(step, metrics)
-        if step % self.config.logging_steps == 0:
+        if self._is_logged(step, num_steps, metrics):
             self.trackers.log(step, metrics)
+
+    def _is_logged(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> bool:
+        """True if trackers and the console get this step."""
+        evaluated = any(name.startswith("val/") for name in metrics)
+        return evaluated or step % self.config.logging_steps == 0 or step == num_steps
 
     def _check_files(self) -> None:
         for check in self.file_checks:
