@@ -64,6 +64,9 @@ def test_steps_that_do_not_improve_are_saved_by_save_steps_only(local_runs, scor
     [
         ("val/loss", "min"),
         ("val/score/mean", "max"),
+        ("train/nll", "min"),
+        ("val/chosen_nll", "min"),
+        ("actor/divergence", "min"),
         ("-val/score/mean", "min"),
         ({"metric": "val/loss", "mode": "max"}, "max"),
     ],

@@ -896,7 +896,7 @@ class BestCheckpointConfig(Config):
     metric: str = Field(pattern=r"^[^-\s]\S*$")
     """Metric of a step, as in `metrics.jsonl`. Metrics that start with `val/` are of the held-out data."""
     mode: Literal["max", "min"] | None = None
-    """`min`: lower is better. Default: `min` for losses, perplexities, KL divergences and failures, otherwise `max`.
+    """`min`: lower is better. Default: `min` for losses, perplexities, divergences and failures, otherwise `max`.
     `-val/x` means `{metric: val/x, mode: min}`."""
 
     @model_validator(mode="before")

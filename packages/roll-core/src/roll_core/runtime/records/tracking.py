@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TRACE: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
 """The context that calls of workers carry. A stage sets it if a tracker records spans."""
 
-_LOWER = ("loss", "perplexity", "/kl", "kl/", "failures", "retries", "approx_kl")
+_LOWER = ("loss", "nll", "perplexity", "/kl", "kl/", "divergence", "failures", "retries", "approx_kl")
 _TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/", "checkpoint_store/")
 
 
@@ -87,7 +87,7 @@ def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def is_lower_better(name: str) -> bool:
-    """True if `save_best` minimises a metric by default: losses, perplexities, KL divergences and failures."""
+    """True if `save_best` minimises a metric by default: losses, perplexities, divergences and failures."""
     return any(word in name for word in _LOWER)
 
 
