@@ -83,7 +83,7 @@ class Trainer:
 
     def export_weights(self) -> Any:
         for name, tensor in self.tensors.items():
-            if self.fault == f"skip:{name}":
+            if self.fault in ("nothing", f"skip:{name}"):
                 continue
             known = f"layers.0.{name}.weight" if self.fault == "in_layers" else name
             yield known, self.stale[name] if self.fault == "stale" else tensor

@@ -183,6 +183,16 @@ def test_an_export_that_loses_a_tensor_is_named(with_duo, transport):
 
 
 @EVERYWHERE
+def test_an_export_of_nothing_is_named(with_duo, transport):
+    async def scenario(duo):
+        await WorkerCall(duo.train, "set_fault").all("nothing")
+        with raises_error(MissingTensorError, "actor_train rank 0", "version 4"):
+            await duo.publisher.publish(4)
+
+    with_duo(transport, scenario)
+
+
+@EVERYWHERE
 def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(0)

@@ -93,6 +93,8 @@ class WeightBroadcaster:
         sent = outcome.manifest
         if sent is None:
             raise WeightSyncError(f"{self._train.role} rank {rank} sent no weights")
+        if not sent.tensors:
+            raise MissingTensorError(f"{self._train.role} rank {rank} exported no tensors for weight version {version}")
         proving = time.perf_counter()
         try:
             proven = self._verify(sent, receipts, handle)
@@ -102,7 +104,7 @@ class WeightBroadcaster:
         previous, self._previous = self._previous, proven
         previous_sample, self._previous_sample = self._previous_sample, handle.sample
         must_differ = previous is not None and previous.version < (version if changed_at is None else changed_at)
-        if previous is not None and must_differ and sent.tensors and handle.sample in ("", previous_sample):
+        if previous is not None and must_differ and handle.sample in ("", previous_sample):
             if handle.sample:  # equal samples: names and sampled values are unchanged
                 previous = replace(previous, tensors=sent.tensors)
             require_change(sent, previous, role=self._train.role, rank=rank)
