@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from roll_core.config import load
 from roll_core.errors import CheckpointError, ConfigError, NoCheckpointError
 from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint, CheckpointStore
+from roll_core.runtime.records.manifest import read_manifest
 from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
 from shared_tests.forked import Forked
 
@@ -240,6 +241,19 @@ def test_a_damaged_copy_leaves_nothing_of_its_run_beside_the_one_before(tmp_path
     found = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith("checkpoints/step-1/")} == set(written["001"])
     assert (into / "trackers" / "wandb.txt").read_text(encoding="utf-8") == "001"
+
+
+def test_the_last_step_of_the_newest_run_is_the_newest_copy_although_the_clock_was_set_back(tmp_path, url, monkeypatch):
+    written = []
+    for run, step, now in (("001", 5, 1000.0), ("002", 10, 5000.0), ("002", 20, 3000.0), ("003", 1, 2000.0)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        written.append(saved(CheckpointStore(tmp_path / run), step))
+        upload_all(f"{url}/{run}", written[-1:])
+    store = RemoteFolder(url, {})
+    assert list(store.manifests()) == ["002/step-20", "002/step-10", "003/step-1", "001/step-5"]
+    assert fetch_newest(store, tmp_path / "a").step == 20
+    # The local checkpoint of that step is as new as its copy.
+    assert fetch_newest(store, tmp_path / "b", after=read_manifest(written[2].path).created) is None
 
 
 def test_a_full_store_is_a_warning_and_a_metric(local_runs, url, full):

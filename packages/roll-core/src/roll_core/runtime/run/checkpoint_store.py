@@ -193,7 +193,8 @@ class RemoteFolder:
         self._path = self._path.rstrip("/")
 
     def manifests(self, folders: int = 2) -> dict[str, Manifest]:
-        """Manifests of the complete checkpoints at most `folders` below, by path below this folder, newest first."""
+        """Manifests of the complete checkpoints at most `folders` below, by path below this folder: those of the newest
+        run first, its last step first. The clock may have been set back between two steps."""
         self._files.invalidate_cache()
         found = {}
         try:
@@ -208,7 +209,10 @@ class RemoteFolder:
                 found[folder.removeprefix(self._path).strip("/")] = parse_manifest(self._files.cat_file(name))
             except CheckpointError as error:
                 logger.warning("%s/%s is incomplete and is skipped: %s", self.url, folder, error)
-        return dict(sorted(found.items(), key=lambda each: each[1].created, reverse=True))
+        newest: dict[str, float] = {}
+        for name, manifest in found.items():
+            newest[_run_of(name)] = max(manifest.created, newest.get(_run_of(name), 0.0))
+        return dict(sorted(found.items(), key=lambda each: (newest[_run_of(each[0])], each[1].step), reverse=True))
 
     def put(self, name: str, source: Path, stop: threading.Event) -> None:
         """Write a file. Raises `CheckpointError` for a wrong size, and soon after another thread sets `stop`."""
@@ -281,10 +285,14 @@ def fetch_newest(folder: RemoteFolder, into: Path, *, after: float = 0.0) -> Che
     Skips damaged checkpoints with a warning. Raises `CheckpointError` if all are damaged or the store cannot be read.
     """
     damaged: CheckpointError | None = None
+    older: set[str] = set()
+    """Runs of which a checkpoint is not newer than `after`, nor are their earlier steps."""
     with store_errors(folder.url):
         for name, manifest in folder.manifests().items():
             if manifest.created <= after:
-                break
+                older.add(_run_of(name))
+            if _run_of(name) in older:
+                continue
             try:
                 return folder.fetch(name, into)
             except CheckpointError as error:
@@ -294,6 +302,11 @@ def fetch_newest(folder: RemoteFolder, into: Path, *, after: float = 0.0) -> Che
     if damaged is not None:
         raise damaged
     return None
+
+
+def _run_of(name: str) -> str:
+    """Path of the run of a checkpoint, below the same folder."""
+    return name.rpartition("/")[0]
 
 
 @contextlib.contextmanager
