@@ -8,6 +8,7 @@ import yaml
 
 from roll_core.config import load
 from roll_core.errors import ConfigError
+from roll_testing.errors import mentions
 
 
 def events(path):
@@ -40,6 +41,7 @@ def test_a_window_that_ends_after_the_run_has_its_steps_up_to_the_last(local_run
     profile = {"roles": ["sft_train"], "steps": steps, "memory": True}
     result = local_runs.ok(local_runs.sft(max_steps=4, profile=profile))
     assert profiled(result) == ([f"sft_train-steps-{name}-rank-0.json.gz"] if name else [])
+    assert mentions(local_runs.screen.getvalue(), "profile", "9", "10") is (name is None)
     for path in result.run_dir.profile.glob("*"):
         changes = [each["args"]["Bytes"] for each in events(path) if each.get("name") == "[memory]"]
         assert max(changes) > 0 > min(changes)

@@ -267,7 +267,7 @@ class _Driver:
                 executor = await start_roles(run, self.pipeline, platform, self.record, self.redactor, stack)
                 await self.pipeline.setup(run)
                 if self.profiler is not None:
-                    self.profiler.check(run)
+                    self.profiler.check(run, range(resumed_step + 1, num_steps + 1))
             best: BestCheckpoint | None = None
             if checkpoint is not None:
                 with ledger.stage("resume"):

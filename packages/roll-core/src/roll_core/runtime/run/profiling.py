@@ -24,8 +24,14 @@ class StepProfiler:
         self._config, self._folder = config, folder
         self._first: int | None = None
 
-    def check(self, run: ActiveRun) -> None:
-        """Raise `UnsupportedError` if profiled roles share a process, in which torch has one profiler."""
+    def check(self, run: ActiveRun, steps: range) -> None:
+        """Raise `UnsupportedError` if profiled roles share a process, in which torch has one profiler.
+
+        Warn if none of the run's `steps` is profiled.
+        """
+        first, last = self._config.steps
+        if steps and (first >= steps.stop or last < steps.start):
+            log.warning("profile: this run does steps %d to %d, none of %d to %d", steps[0], steps[-1], first, last)
         processes: dict[tuple[str, int], str] = {}
         for name in self._config.roles:
             for member in run.train_role(name).group.members:
