@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,9 @@ from transformers import AutoTokenizer
 
 from roll_core.data.tokenizers import EOS, PAD, make_tokenizer, stored_tokenizer
 from roll_core.errors import DataError, ModelError
-from roll_core.runtime.run.tokenizer import load_tokenizer
+from roll_core.pipelines.config import SFTConfig
+from roll_core.runtime.run.active_run import DatasetCache
+from roll_core.runtime.run.tokenizer import load_tokenizer, prepare_tokenizer
 from roll_core.spec.config import TokenizerConfig
 from roll_testing.errors import raises_error
 
@@ -114,9 +118,48 @@ def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
 
 
 def test_a_tokenizer_whose_loading_fails_without_a_message_is_an_error_of_the_model(tmp_path, monkeypatch):
-    def fail(path):
+    def fail(path, **options):
         raise OSError
 
+    (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     with raises_error(ModelError, tmp_path, "OSError"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_model_without_tokenizer_is_refused_not_given_an_empty_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 10}', encoding="utf-8")
+    with raises_error(ModelError, tmp_path, "tokenizer.kind"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["pretrain", "model_name_or_path"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_that_is_stored_with_a_tokenizer_runs_if_its_model_is_trusted(tmp_path, key, trusted):
+    stored, chosen = tmp_path / "model", tmp_path / "tokenizer"
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="ab"), (), stored).save_pretrained(stored)
+    file = stored / "tokenizer_config.json"
+    auto = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | auto), encoding="utf-8")
+    (stored / "mine.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Mine(PreTrainedTokenizerFast): pass\n",
+        encoding="utf-8",
+    )
+    model = {"trust_remote_code": trusted}
+    model |= {"model_name_or_path": str(stored)} if key == "model_name_or_path" else {}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "response": "b"}', encoding="utf-8")
+    config = SFTConfig(
+        pipeline="sft",
+        pretrain=str(stored) if key == "pretrain" else None,
+        sft_train={
+            "model_args": model,
+            "data_args": {"file_name": str(rows), "template": "native"},
+            "strategy_args": {"strategy_name": "hf_train"},
+        },
+    )
+    if trusted:
+        assert type(prepare_tokenizer(config, DatasetCache(), chosen)).__name__ == "Mine"
+    else:
+        with raises_error(ModelError, stored, "trust_remote_code"):
+            prepare_tokenizer(config, DatasetCache(), chosen)

@@ -34,14 +34,14 @@ def stored_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTraine
     Raises `ModelError` if it has one that cannot be loaded.
     """
     # transformers makes an empty tokenizer for a directory without one.
-    if Path(path).is_dir() and not _has_tokenizer(path):
+    if Path(path).is_dir() and not has_tokenizer(path):
         return None
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        if not _has_tokenizer(path):
+        if not has_tokenizer(path):
             return None
         raise ModelError(
             f"the tokenizer of {path} cannot be loaded: {error}; check its files, or set trust_remote_code"
@@ -49,7 +49,7 @@ def stored_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTraine
     return tokenizer
 
 
-def _has_tokenizer(path: str) -> bool:
+def has_tokenizer(path: str) -> bool:
     """True if a file of a tokenizer is in the directory, or was downloaded with the model of the Hub."""
     if Path(path).is_dir():
         return any(Path(path, name).is_file() for name in TOKENIZER_FILES)
@@ -67,7 +67,7 @@ CHAT_HINT = "name an instruction-tuned model with its tokenizer and chat templat
 
 def chat_problem(folder: Path) -> str:
     """What a model's directory lacks to render chats, from its files alone; empty if nothing."""
-    if not _has_tokenizer(str(folder)):
+    if not has_tokenizer(str(folder)):
         return "no tokenizer"
     try:
         stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from roll_core.data.encode import tokenizer_texts
 from roll_core.data.rows import are_chats
 from roll_core.data.templates import chat_template_of, control_tokens
-from roll_core.data.tokenizers import make_tokenizer
+from roll_core.data.tokenizers import has_tokenizer, make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, ModelError, one_line
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.model import is_hub_id
@@ -41,7 +41,10 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
         texts = (text for source in sources for text in tokenizer_texts(data.rows(source), source))
         tokenizer = make_tokenizer(config.tokenizer, texts, directory, control_tokens=control)
     else:
-        tokenizer = load_tokenizer(_model_path(config))
+        path = _model_path(config)
+        models = [worker.model_args for worker in config.roles().values()]
+        trusted = [each.trust_remote_code for each in models if (each.model_name_or_path or config.pretrain) == path]
+        tokenizer = load_tokenizer(path, trust_remote_code=any(trusted))
     trained = sources[0] if sources else None
     if trained and trained.template != "native" and (trained.template != "plain" or are_chats(trained)):
         template = chat_template_of(trained.template, tokenizer)
@@ -52,19 +55,21 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
     return tokenizer
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model at a directory or hub id. Raises `ModelError`."""
-    if not Path(path).is_dir() and not is_hub_id(path):
+    remedy = "set tokenizer.kind, or name the directory or hub id of a model with a tokenizer"
+    if Path(path).is_dir():
+        if not has_tokenizer(path):  # transformers would make an empty one
+            raise ModelError(f"{path} has no files of a tokenizer; {remedy}")
+    elif not is_hub_id(path):
         raise ModelError(f"directory {path} does not exist: correct the path, or first run the run that writes it")
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot load a tokenizer from {path}: {one_line(error)}; set tokenizer.kind, or name the directory or hub"
-            " id of a model with a tokenizer"
-        ) from error
+        hint = "" if trust_remote_code else "set model_args.trust_remote_code if it has code of its own, or "
+        raise ModelError(f"cannot load a tokenizer from {path}: {one_line(error)}; {hint}{remedy}") from error
     return tokenizer
 
 
