@@ -67,8 +67,8 @@ HEADLINES = (
 
 
 def detach_closed_output() -> None:
-    """Send stdout and stderr to the null device if their terminal or the reader of their pipe is gone, so that writing
-    to them cannot fail."""
+    """Send stdout and stderr to the null device if their terminal was closed or the reader of their pipe exited, so
+    that writing to them cannot fail."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no file behind the stream
             number = stream.fileno()
