@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.runtime.rollout import scoring
 from roll_core.runtime.run import roles
 from roll_testing.errors import mentions
@@ -279,3 +280,17 @@ def test_both_executors_give_the_same_numbers(ray_runs):
     for here, there in zip(ray_runs.timeless(local), ray_runs.timeless(ray), strict=True):
         for name in ("score/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
             assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
+
+
+def test_an_engine_gets_the_weights_of_a_role_again_after_those_of_another(local_runs, monkeypatch):
+    published = []
+
+    async def step(pipeline, run):
+        for source in ("actor_train", "reference", "actor_train", "actor_train"):
+            await run.publish_weights(source, "actor_infer")
+            published.append("weight_sync/version" in run.take_metrics())
+
+    monkeypatch.setattr(RLVRPipeline, "step", step)
+    reference = REFERENCE | {"strategy_args": {"strategy_name": "hf_train"}}
+    local_runs.ok(local_runs.rlvr(max_steps=1, use_kl_loss=True, reference=reference))
+    assert published == [True, True, True, False]

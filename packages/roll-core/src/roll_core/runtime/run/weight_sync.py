@@ -70,21 +70,22 @@ class WeightSyncController:
         self._run, self._registry, self._record, self._in_process = run, registry, record, in_process
         self._roles = {role.name: role for role in roles}
         self._links: dict[tuple[str, str], _Link] = {}
+        self._sources: dict[str, str] = {}
+        """Role whose weights an engine has, by engine."""
 
     async def publish(self, source: str, target: str) -> dict[str, float]:
         """Publish the weights of `source` to `target` and return the metrics.
 
-        An empty `source` is the role that `target` was last connected to, for an engine that has lost all replicas.
-        Does nothing, and returns no metrics, if all replicas of `target` are alive and have the current weights.
+        An empty `source` is the role whose weights `target` had, for an engine that has lost all replicas. Does
+        nothing, and returns no metrics, if all replicas of `target` are alive and have the current weights.
         """
-        if not source:
-            connected = (trainer for trainer, engine in reversed(self._links) if engine == target)
-            source = next(connected, self._roles[target].model_from)
+        source = source or self._sources.get(target, self._roles[target].model_from)
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
         engine = self._run.engine(target)
         whole = not engine.group.lost and not engine.queue.no_replicas.is_set()
-        if link is not None and link.version == version and engine.has_weights and whole:
+        current = link is not None and link.version == version and self._sources.get(target) == source
+        if current and engine.has_weights and whole:
             return {}
         if engine.group.lost:
             async with self._run.leases.take({target: ENGINE}):  # an engine needs exclusive slots while it starts
@@ -111,7 +112,7 @@ class WeightSyncController:
                 "weight_sync/seconds": report.seconds,
                 "weight_sync/copied_bytes": report.copied_bytes,
             }
-        link.version = version
+        link.version, self._sources[target] = version, source
         engine.received(version)
         if link.broadcaster.plan.transport.in_process and target not in self._run.busy_roles:
             self._run.leases.share(source, WEIGHTS, target)
