@@ -33,7 +33,7 @@ ROLL_HOOK_API = 1
 class FaultyEngineConfig(HFInferConfig):
     """As the embedded engine's."""
 
-    fault: Literal["few", "list", "nan", "raise"]
+    fault: Literal["few", "list", "nan", "raise", "receipt"]
 
 
 class FaultyEngine(HFInferStrategy):
@@ -46,6 +46,10 @@ class FaultyEngine(HFInferStrategy):
         first = found.outputs[0]
         wrong = first.logprobs.tolist() if self.config.fault == "list" else np.full_like(first.logprobs, np.nan)
         return replace(found, outputs=(replace(first, logprobs=wrong), *found.outputs[1:]))
+
+    async def update_weights(self, *args, **given):
+        receipt = await super().update_weights(*args, **given)
+        return None if self.config.fault == "receipt" else receipt
 
 
 class FaultyTrain(HFTrainStrategy):
@@ -61,6 +65,16 @@ class FaultyPipeline(RLVRPipeline):
 class ForgetfulPipeline(RLVRPipeline):
     def roles(self):
         return [role for role in super().roles() if role.kind != "reward"]
+
+
+class UncountedPipeline(RLVRPipeline):
+    def prepare(self, run):
+        super().prepare(run)
+
+
+class NumpyPipeline(RLVRPipeline):
+    def state(self):
+        return {**super().state(), "best": np.float32(1.0)}
 
 
 class LoggingPipeline(RLVRPipeline):
@@ -114,6 +128,8 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         ("faulty_pipeline", "FaultyPipeline"),
         ("forgetful_pipeline", "ForgetfulPipeline"),
         ("logging_pipeline", "LoggingPipeline"),
+        ("uncounted_pipeline", "UncountedPipeline"),
+        ("numpy_pipeline", "NumpyPipeline"),
     ):
         yield PipelineProvider(
             name=name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.errors import InvalidCompletionError, PluginError, PluginLoadError
+from roll_core.errors import ContractError, InvalidCompletionError, PluginError, PluginLoadError
 from roll_core.plugins.registry import load_registry
 from roll_testing.errors import mentions
 
@@ -172,3 +172,16 @@ def test_an_evaluation_that_logs_its_metrics_and_returns_none_is_complete(faulty
     result = local_runs.ok(faulty(local_runs, max_steps=2, eval_steps=1) | {"pipeline": "logging_pipeline"})
     assert [line["val/odd"] for line in local_runs.metrics(result)] == [1.0, 2.0, 3.0]
     assert (result.run_dir.export / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("pipeline", "found"), [("uncounted_pipeline", "NoneType"), ("numpy_pipeline", "float32")])
+def test_a_pipeline_that_returns_what_it_must_not_is_named(faulty, local_runs, pipeline, found):
+    result = local_runs.run(faulty(local_runs, max_steps=1, save_steps=1) | {"pipeline": pipeline})
+    assert isinstance(result.error, ContractError)
+    assert mentions(str(result.error), f"'{pipeline}'", "roll-faulty", found)
+
+
+def test_an_engine_without_a_receipt_is_named(faulty, local_runs):
+    result = local_runs.run(with_engine(faulty(local_runs), "receipt"))
+    assert isinstance(result.error, ContractError)
+    assert mentions(str(result.error), "actor_infer rank 0", "roll_faulty:FaultyEngine", "WeightReceipt")

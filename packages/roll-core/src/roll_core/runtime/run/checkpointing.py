@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import CheckpointError, CheckpointMismatchError
+from roll_core.errors import CheckpointError, CheckpointMismatchError, ContractError
 from roll_core.runtime.records.checkpoints import STATE, Checkpoint
 from roll_core.runtime.records.manifest import is_inside
-from roll_core.spec.providers import TrainProvider
+from roll_core.spec.providers import PipelineProvider, TrainProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -216,7 +216,11 @@ class RunSaver:
             best=asdict(self.best) if self.best is not None else None,
         )
         async with AsyncExitStack() as writing:
-            path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
+            try:
+                path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
+            except (TypeError, ValueError) as error:  # of JSON
+                owner = run.registry.owner(run.registry.find(PipelineProvider, run.config.pipeline))
+                raise ContractError(f"{owner}: state() has values that are not plain JSON: {error}") from error
             unfinished = [role for name, role in trained.items() if await role.save(path / name, portable=portable)]
             self._finishing = asyncio.create_task(self._finish(run.step, unfinished, writing.pop_all()))
         if not unfinished:

@@ -31,6 +31,7 @@ from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
 from roll_core.errors import (
     CheckpointError,
+    ContractError,
     NoCheckpointError,
     NonFiniteError,
     RollError,
@@ -251,6 +252,9 @@ class _Driver:
             run = self._prepare_run(checkpoint, stack)
             with ledger.stage("data"):
                 num_steps = self.pipeline.prepare(run)
+                if not hasattr(num_steps, "__index__"):  # an integer, also numpy's
+                    found, owner = type(num_steps).__name__, self.registry.owner(self.provider)
+                    raise ContractError(f"{owner}: prepare() returned {found}, expected the number of steps")
             resumed_step = checkpoint.step if checkpoint is not None else 0
             self.record.update(
                 steps_asked=num_steps,

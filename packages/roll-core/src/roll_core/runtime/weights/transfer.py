@@ -17,7 +17,7 @@ import xxhash
 from typing_extensions import override
 
 from roll_core.config.weight_transports import load_transport
-from roll_core.errors import StaleWeightsError, WeightSyncError
+from roll_core.errors import ContractError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome
 from roll_core.spec.transport import (
     BufferSizes,
@@ -29,7 +29,7 @@ from roll_core.spec.transport import (
     WeightTransport,
 )
 from roll_core.spec.weights import make_receipt, memory_token, tensor_entry, torch_dtype
-from roll_core.types import WeightManifest
+from roll_core.types import WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from roll_core.spec.infer import InferStrategy
     from roll_core.spec.train import TrainStrategy
     from roll_core.spec.transport import ReceiverEndpoint, RoleFacts, SenderEndpoint, WeightSizes
-    from roll_core.types import TensorEntry, WeightReceipt
+    from roll_core.types import TensorEntry
 
 SELF_TEST_NUMBERS = 100_000
 """Number of int32 values that a self-test sends; larger than any memory page."""
@@ -270,7 +270,13 @@ class WeightReceiver:
         if self._version is not None and version < self._version:
             raise StaleWeightsError(f"received weight version {version}, older than its loaded version {self._version}")
         shared = plan.transport.in_process and plan.shares_tensors
-        receipt = await self._strategy.update_weights(version, handle.manifest, tensors, shared=shared)
+        receipt: object = await self._strategy.update_weights(version, handle.manifest, tensors, shared=shared)
+        if not isinstance(receipt, WeightReceipt):
+            strategy = type(self._strategy)
+            raise ContractError(
+                f"{self._role} rank {self._rank}: update_weights of {strategy.__module__}:{strategy.__qualname__}"
+                f" returned {type(receipt).__name__}, expected WeightReceipt"
+            )
         for _ in tensors:  # tensors that the engine left unread: the sender blocks until all are read
             pass
         self._version = version
