@@ -351,3 +351,9 @@ def test_a_rank_whose_files_are_on_its_own_disk_fails_the_checkpoint(tmp_path):
         group.sees = sees
         with raises_error(CheckpointError, "host-1", "output_dir"):
             asyncio.run(role.save(tmp_path / f"apart{len(sees)}"))
+
+
+@pytest.mark.parametrize("order", [(1.0, math.nan, 2.0), (math.nan, 1.0, 2.0), (2.0, 1.0, math.nan)])
+def test_nan_in_any_microbatch_is_the_metric(order):
+    for name in ("ratio/max", "ratio/min", "loss"):
+        assert math.isnan(combine([{name: value} for value in order])[name])

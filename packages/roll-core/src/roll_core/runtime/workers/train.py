@@ -230,16 +230,16 @@ class TrainWorker(SendingWorker):
 
 
 def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
-    """Combine the metrics of several microbatches or ranks: sums, except for `/max` and `/min`."""
+    """Combine the metrics of several microbatches or ranks: sums, except for `/max` and `/min`. NaN remains NaN."""
     total: LossMetrics = {}
     for share in shares:
         for name, value in share.items():
             if name not in total:
                 total[name] = value
             elif name.endswith("/max"):
-                total[name] = max(total[name], value)
+                total[name] = float(np.maximum(total[name], value))
             elif name.endswith("/min"):
-                total[name] = min(total[name], value)
+                total[name] = float(np.minimum(total[name], value))
             else:
                 total[name] += value
     return total
