@@ -256,6 +256,19 @@ def test_the_last_step_of_the_newest_run_is_the_newest_copy_although_the_clock_w
     assert fetch_newest(store, tmp_path / "b", after=read_manifest(written[2].path).created) is None
 
 
+def test_a_copy_that_another_run_removes_meanwhile_is_passed_over(tmp_path, url, monkeypatch):
+    upload_all(url, [saved(CheckpointStore(tmp_path / "a"), step) for step in (1, 2)])
+    find = MemoryFileSystem.find
+
+    def find_then_remove(self, path, **given):
+        names = find(self, path, **given)
+        self.rm_file("/bucket/runs/step-1/manifest.json")
+        return names
+
+    monkeypatch.setattr(MemoryFileSystem, "find", find_then_remove)
+    assert fetch_newest(RemoteFolder(url, {}), tmp_path / "b").step == 2
+
+
 def test_a_full_store_is_a_warning_and_a_metric(local_runs, url, full):
     full("weights.safetensors")
     result = local_runs.ok(local_runs.sft(save_steps=2, checkpoint_store=url))

@@ -207,6 +207,8 @@ class RemoteFolder:
                 continue
             try:
                 found[folder.removeprefix(self._path).strip("/")] = parse_manifest(self._files.cat_file(name))
+            except FileNotFoundError:  # a run in progress has removed it meanwhile
+                continue
             except CheckpointError as error:
                 logger.warning("%s/%s is incomplete and is skipped: %s", self.url, folder, error)
         newest: dict[str, float] = {}
