@@ -5,6 +5,7 @@ Trainer and embedded engine use the same functions, so their weights are bit-ide
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -290,19 +291,34 @@ def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
 def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
     """The task's auto class, and True if the caller must replace the causal LM's head with a scalar head."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if spec.task not in ("causal_lm", "value", "reward"):
         raise ModelError(f"task {spec.task!r} is unknown; use causal_lm, value or reward")
-    if spec.task != "causal_lm" and type(config) in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if spec.task != "causal_lm" and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return AutoModelForSequenceClassification, False
-    # A model that also takes images, and of which transformers has no form for text alone.
-    mixed = (
-        type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING
-        and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
-    )
-    return AutoModelForImageTextToText if mixed else AutoModelForCausalLM, spec.task != "causal_lm"
+    is_mixed = _takes_images(config) and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
+    return AutoModelForImageTextToText if is_mixed else AutoModelForCausalLM, spec.task != "causal_lm"
+
+
+def _takes_images(config: PreTrainedConfig) -> bool:
+    """True for a model that also takes images, unless transformers has a form of it for text alone and the checkpoint
+    has that form, or the model has no body apart from its head (Llama 4).
+
+    A checkpoint keeps all of its parts in an export, and their names, which engines read.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    if type(config) not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    if type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    whole: type[PreTrainedModel] = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if whole.__name__ not in (config.architectures or ()):
+        return False
+    with torch.device("meta"):
+        model = whole(copy.deepcopy(config))
+    return model.base_model is not model
 
 
 def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:

@@ -89,6 +89,18 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
         "text_config": _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
         "vision_config": _QWEN_VISION,
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "text_config": _TEXT
+        | {
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        "vision_config": _QWEN_VISION,
+    },
     "qwen3_vl": {"model_type": "qwen3_vl", "text_config": _TEXT, "vision_config": _QWEN_VISION},
 }
 """Models that also take images: a language model beside a vision tower. The vocabulary has 61 tokens."""
