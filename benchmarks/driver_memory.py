@@ -129,7 +129,7 @@ def drive(folder: Path, executor: str, steps: int, *, trace: bool) -> Marks:
     class Meter(Console):
         """Reads memory as steps are done."""
 
-        def step(self, step: int, metrics: Any) -> None:
+        def step(self, step: int, metrics: Any, **shown: Any) -> None:
             super().step(step, metrics)
             if trace and step in (steps // SETTLED, steps):
                 gc.collect()

@@ -35,7 +35,7 @@ def run_config(folder: Path, config: dict[str, Any]) -> tuple[dict[str, Any], li
             super().__init__(**given)
             self.marks: list[tuple[float, float]] = []
 
-        def step(self, step: int, metrics: Any) -> None:
+        def step(self, step: int, metrics: Any, **shown: Any) -> None:
             self.marks.append((time.process_time(), time.perf_counter()))
 
     path = folder / "bench.yaml"
