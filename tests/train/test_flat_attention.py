@@ -14,6 +14,7 @@ from roll_core.types import TrainSequence
 from roll_modeling import attention
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
+from roll_testing.models import LONGROPE
 from shared_tests.live_bytes import LiveBytes
 
 SIZES = {
@@ -122,19 +123,7 @@ def test_flat_sequences_equal_plain_transformers_one_by_one(build, rows, model_t
 
 
 BY_LENGTH = {
-    "longrope": {
-        "model_type": "phi3",
-        "max_position_embeddings": 64,
-        "original_max_position_embeddings": 6,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0, 5.0, 6.0, 7.0],
-            "original_max_position_embeddings": 6,
-            "factor": 4.0,
-        },
-    },
+    "longrope": LONGROPE | {"max_position_embeddings": 64},
     "dynamic": {
         "model_type": "llama",
         "max_position_embeddings": 6,

@@ -31,7 +31,7 @@ from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
-from roll_testing.models import MULTIMODAL
+from roll_testing.models import LONGROPE, MULTIMODAL
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
@@ -39,20 +39,7 @@ PHI3 = TINY | {"model_type": "phi3", "pad_token_id": 0}
 PHI3.pop("head_dim")
 GEMMA2 = TINY | {"model_type": "gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
 MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-LONGROPE = TINY | {
-    "model_type": "phi3",
-    "pad_token_id": 0,
-    "original_max_position_embeddings": 6,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.5, 2.0, 2.5, 3.0],
-        "original_max_position_embeddings": 6,
-        "factor": 1.0,
-    },
-}
-LONGROPE.pop("head_dim")
+PHI3_LONG = {key: each for key, each in TINY.items() if key != "head_dim"} | LONGROPE
 TENSOR = {"tensor_model_parallel_size": 2}
 EXPERTS = {"ep_size": 2}
 JOBS = {
@@ -110,7 +97,7 @@ JOBS = {
     "ulysses 2, tensor 2": Job(world_size=4, config=TENSOR | {"ulysses_size": 2}),
     "ulysses 2, windows, softcap": Job(world_size=2, config={"ulysses_size": 2}, model={"random_init": GEMMA2}),
     "ulysses 2, other frequencies for long sequences": Job(
-        world_size=2, config={"ulysses_size": 2}, model={"random_init": LONGROPE}
+        world_size=2, config={"ulysses_size": 2}, model={"random_init": PHI3_LONG}
     ),
     "ulysses 2, experts": Job(world_size=4, max_sequences=1, config={"ulysses_size": 2}, model={"random_init": MOE}),
     "ulysses 2, adapters": Job(world_size=2, config={"ulysses_size": 2}, model={"lora": LORA}),

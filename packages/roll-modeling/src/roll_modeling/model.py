@@ -297,13 +297,13 @@ def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
         raise ModelError(f"task {spec.task!r} is unknown; use causal_lm, value or reward")
     if spec.task != "causal_lm" and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return AutoModelForSequenceClassification, False
-    is_mixed = _takes_images(config) and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
+    is_mixed = _loaded_with_images(config) and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
     return AutoModelForImageTextToText if is_mixed else AutoModelForCausalLM, spec.task != "causal_lm"
 
 
-def _takes_images(config: PreTrainedConfig) -> bool:
-    """True for a model that also takes images, unless transformers has a form of it for text alone and the checkpoint
-    has that form, or the model has no body apart from its head (Llama 4).
+def _loaded_with_images(config: PreTrainedConfig) -> bool:
+    """True to load the class that also takes images: transformers has no class for text alone, or the checkpoint is of
+    this one. Not if it has no body apart from its head (Llama 4).
 
     A checkpoint keeps all of its parts in an export, and their names, which engines read.
     """

@@ -102,14 +102,14 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
             self.process_group,
             reduces_each=config.reduce_scatter_during_grad_accumulation,
         )
-        for module in cast("list[Any]", sharded_modules(self.root)):
-            # Passes over text never gather a vision tower, but torch's end of a backward pass expects that they did.
-            if not any(each.requires_grad for each in module.parameters()):
-                module.unshard()
-                module.reshard()
         if self.library is not None and self.passes.module_passes.shared:
             self.library.call_together(self.model)
         if self.training is not None:
+            for module in cast("list[Any]", sharded_modules(self.root)):
+                # Passes over text never gather a vision tower, but torch's end of a backward pass expects it.
+                if not any(each.requires_grad for each in module.parameters()):
+                    module.unshard()
+                    module.reshard()
             self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, mesh.device)
 
     @property

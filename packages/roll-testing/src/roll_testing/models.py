@@ -67,6 +67,21 @@ LARGE: Mapping[str, Any] = {
 }
 """A model with 8.7 million parameters."""
 
+LONGROPE: Mapping[str, Any] = {
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "original_max_position_embeddings": 6,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 2.5, 3.0],
+        "original_max_position_embeddings": 6,
+        "factor": 1.0,
+    },
+}
+"""Sequences of more than 6 tokens have other rotary frequencies. To be completed by sizes with 8 units per head."""
+
 _TEXT = {key: each for key, each in QWEN3.items() if key not in ("model_type", "rope_parameters")} | {"vocab_size": 61}
 _VISION = {
     "hidden_size": 32,
