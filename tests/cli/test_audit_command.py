@@ -195,7 +195,7 @@ def tokenizer_of(folder: Path, name: str = "", template: str = "", eos: str = ""
         ("llama3", "ok", "ok"),
         ("gemma", "ok", "note"),
         ("mistral", "ok", "ok"),
-        ("deepseek", "ok", "ok"),
+        ("deepseek", "ok", "note"),
         ("glm", "ok", "ok"),
     ],
 )

@@ -82,6 +82,23 @@ def test_a_malformed_call_is_no_end() -> None:
         assert "the JSON ends" in turn.messages[0]["content"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "good"),
+    [
+        (PythonTools(target=COUNTER), call("add", number=1)),
+        (MathWithPython(), call("python", expression="1 + 1")),
+        (LocalSearch(), call("search", query="a")),
+    ],
+)
+def test_a_malformed_call_beside_a_good_one_is_named(environment: Any, good: Reply) -> None:
+    reply = Reply(text="<tool_call>{", tool_calls=good.tool_calls, parse_error="the JSON ends")
+    _, (turn,), _ = play(environment, [reply])
+    (message,) = turn.messages
+    assert message["role"] == "tool"
+    assert "the JSON ends" in message["content"]
+    assert turn.metrics == {"tool_errors": 0.5}
+
+
 def test_an_episode_of_mistakes_has_a_reward() -> None:
     """Without one it would be a failure of the environment, which is retried and never trained on."""
     malformed = Reply(text="<tool_call>{", parse_error="the JSON ends")

@@ -12,6 +12,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
+from roll_testing.errors import raises_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,6 +145,8 @@ def test_tools_need_a_template_of_the_tokenizer(tmp_path: Path) -> None:
     chats, _ = encoder(tmp_path / "named", "byte", "chatml")
     with pytest.raises(DataError):
         chats.encode(OPENING, [tool])
+    with raises_error(DataError, "data_args.template"):
+        chats.check_tools(OPENING, [tool])
     own = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + THINKS
     chats, tokenizer = encoder(tmp_path / "own", "byte", "native", jinja=own)
     opening = chats.encode(OPENING, [tool])

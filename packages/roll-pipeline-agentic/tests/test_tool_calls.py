@@ -155,6 +155,29 @@ def test_plain_text_is_content(text: str, format: str) -> None:
         ("deepseek", DEEPSEEK.format("<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n{}<｜tool▁call▁end｜>")),
         ("deepseek", DEEPSEEK.format("<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>")),
         ("harmony", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"),
+        ("harmony", "<|channel|>analysis to=python code<|message|>{}"),
+        ("harmony", "<|channel|>commentary to=browser.search <|constrain|>json<|message|>{}<|call|>"),
+        ("hermes", '<tool_call>{"name": "add", "args": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}, "parameters": {"a": 1}}</tool_call>'),
+        ("hermes", '{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "input": {"a": 1}}]'),
+        ("mistral", 'add[ARGS]{"a": 1}'),
+        ("llama3_json", '{"name": "add", "args": {"a": 1}}'),
+        ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=a>1<parameter=b>2</parameter></function></tool_call>",
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+        ),
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        (
+            "glm45",
+            "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value></tool_call>",
+        ),
+        ("glm45", "f<arg_key>a</arg_key><arg_value>1</arg_value>"),
     ],
 )
 def test_a_malformed_call_is_text_with_a_reason(format: str, text: str) -> None:
@@ -190,8 +213,13 @@ def test_other_shapes_that_models_write() -> None:
                     '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
                    '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'
+                   '<tool_call>{"type": "function", "name": "add", "parameters": {"a": 2}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "parameters": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]'),
+        ("harmony", '<|channel|>commentary to=add <|constrain|>json<|message|>{"a": 1}<|call|>'
+                    '<|start|>assistant<|channel|>analysis to=add code<|message|>{"a": 2}<|call|>'),
     ):  # fmt: skip
-        parsed = parse_tool_calls(text, format)
+        parsed = parse_tool_calls(text, format, tools=[{"name": "add"}])
         assert named(parsed.tool_calls) == [("add", {"a": 1}), ("add", {"a": 2})], text
         assert not parsed.error
 

@@ -12,6 +12,7 @@ import pytest
 
 from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.types import Reward
@@ -19,6 +20,7 @@ from roll_pipeline_agentic.calls import wire_arguments
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.environment_process import argument_from
 from roll_pipeline_agentic.episodes import EpisodeGroup
+from roll_testing.errors import raises_error
 from shared_tests.chat_templates import FAMILIES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,7 +59,9 @@ class Adder(Environment):
 def test_a_call_reaches_the_environment_in_one_row(tmp_path: Path, name: str, other: bool) -> None:
     family = FAMILIES[name]
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path, control_tokens=family.special)
-    tokenizer.eos_token, tokenizer.chat_template = family.end, family.template
+    # DeepSeek V3's own template renders calls, but describes no tools.
+    shows = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" if name == "deepseek" else ""
+    tokenizer.eos_token, tokenizer.chat_template = family.end, shows + family.template
     environment = Adder()
     shared = episodes(tokenizer, lambda: environment, Config(reply=200, total=4000))
     shared.encoders = {"guess": ChatEncoder(tokenizer, DataArguments(), where="custom_envs.guess")}
@@ -74,6 +78,44 @@ def test_a_call_reaches_the_environment_in_one_row(tmp_path: Path, name: str, ot
     assert sample.rollout is not None
     (row,) = rows(sample.rollout)
     assert call + family.end in tokenizer.decode(row.token_ids.tolist() if hasattr(row, "token_ids") else row.tokens)
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
+NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+FLAT = "{% for t in tools or [] %}{{ t.name }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format", "fails"),
+    [
+        (TURNS, "auto", True),
+        (TURNS, "hermes", True),
+        ("use the tool add." + TURNS, "auto", True),
+        ("{# <｜tool▁call▁begin｜> #}" + TURNS, "auto", True),
+        ("{# <tool_call> #}" + FLAT + TURNS, "auto", True),
+        ("{# <|tool_call_start|> #}" + NAMES + TURNS, "auto", True),
+        ("{# <|tool_call_start|> #}" + NAMES + TURNS, "hermes", False),
+        ("{# <|tool_call_start|> #}" + NAMES + TURNS, "none", False),
+        ("{# <tool_call> #}" + NAMES + TURNS, "auto", False),
+    ],
+)
+def test_tools_that_the_policy_cannot_use_end_the_run(
+    tmp_path: Path, template: str, tool_format: str, fails: bool
+) -> None:
+    tokenizer = make_tokenizer(
+        TokenizerConfig(kind="byte"), [], tmp_path, control_tokens=("<|im_start|>", "<|im_end|>")
+    )
+    tokenizer.chat_template = template
+    shared = episodes(tokenizer, Adder, Config(reply=200, total=4000))
+    encoder = ChatEncoder(tokenizer, DataArguments(), where="custom_envs.guess", tool_format=tool_format)
+    shared.encoders = {"guess": encoder}
+    assert encoder.describes_tools is (not fails and tool_format != "none")
+    running = EpisodeGroup(shared).run(Script(tokenizer, ["3"]), PROMPT)
+    if not fails:
+        asyncio.run(running)
+        return
+    with raises_error(DataError, "custom_envs.guess", tmp_path):
+        asyncio.run(running)
 
 
 def test_a_reply_crosses_processes() -> None:

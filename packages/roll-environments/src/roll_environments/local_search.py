@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from roll_core.spec.environment import Environment, Opening, Turn
-from roll_environments.tool_calls import ToolCallError, correction, tool_calls, tool_schema
+from roll_environments.tool_calls import ToolCallError, correction, tool_calls, tool_schema, tool_turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,8 +64,7 @@ class LocalSearch(Environment):
     @override
     async def step(self, reply: Reply) -> Turn:
         if calls := list(tool_calls(reply)):
-            results, failed = zip(*map(self._search, calls), strict=True)
-            return Turn(messages=list(results), reward=0.0, metrics={"tool_errors": sum(failed) / len(failed)})
+            return tool_turn(reply, [self._search(call) for call in calls], reward=0.0)
         if wrong := correction(reply, reward=0.0):
             return wrong
         answer = normalised(reply.text.rpartition("Answer:")[2])

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_environments.arithmetic import ExpressionError, evaluate
-from roll_environments.tool_calls import ToolCallError, correction, tool_calls, tool_schema
+from roll_environments.tool_calls import ToolCallError, correction, tool_calls, tool_schema, tool_turn
 
 if TYPE_CHECKING:
     from roll_core.spec.environment import Message, Reply, Task
@@ -53,8 +53,7 @@ class MathWithPython(Environment):
     @override
     async def step(self, reply: Reply) -> Turn:
         if calls := list(tool_calls(reply)):
-            results, failed = zip(*map(_run, calls), strict=True)
-            return Turn(messages=list(results), reward=0.0, metrics={"tool_errors": sum(failed) / len(failed)})
+            return tool_turn(reply, [_run(call) for call in calls], reward=0.0)
         if wrong := correction(reply, reward=0.0):
             return wrong
         found = NUMBER.findall(reply.text)

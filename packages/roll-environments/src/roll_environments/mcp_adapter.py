@@ -11,7 +11,7 @@ from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.types import Reward
 from roll_environments.supervised import supervised
 from roll_environments.targets import WrappedError, calls_to, load
-from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls
+from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls, tool_turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,9 +77,9 @@ class McpServer(Environment):
         self.messages.append(assistant_message(reply))
         if not calls:
             return correction(reply) or Turn(done=True)
-        results, failed = zip(*map(self._run, calls), strict=True)
-        self.messages.extend(results)
-        return Turn(messages=list(results), metrics={"tool_errors": sum(failed) / len(calls)})
+        turn = tool_turn(reply, [self._run(call) for call in calls])
+        self.messages.extend(turn.messages)
+        return turn
 
     @override
     def score(self) -> Reward | None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -21,7 +22,7 @@ from typing_extensions import override
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_environments.supervised import supervised
 from roll_environments.targets import WrappedError, calls_to
-from roll_environments.tool_calls import ToolCallError, as_text, correction, tool_calls
+from roll_environments.tool_calls import ToolCallError, as_text, correction, tool_calls, tool_turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,11 +96,13 @@ class OpenEnv(Environment):
     @override
     def step(self, reply: Reply) -> Turn:
         if calls := list(tool_calls(reply)) if self.tools else []:
-            return self._call_tools(calls)
+            return self._call_tools(reply, calls)
         if self.action is None:
             # The server rewards calls. A policy that made none has no other reward.
             reward = None if self.called else 0.0
             return correction(reply, reward=reward) or Turn(reward=reward, done=True)
+        if self.tools and (wrong := correction(reply, reward=0.0)):
+            return wrong
         try:
             with calls_to(self.what, "step"):
                 data = self._request("step", {self.action: reply.text})
@@ -112,17 +115,16 @@ class OpenEnv(Environment):
         messages = [] if done else [{"role": "user", "content": self._text(data["observation"])}]
         return Turn(messages=messages, reward=_number(data.get("reward")), done=done, metrics={"valid": 1.0})
 
-    def _call_tools(self, calls: Sequence[ToolCall]) -> Turn:
-        messages: list[Message] = []
-        rewards, failed, done, reached = [], 0, False, False
+    def _call_tools(self, reply: Reply, calls: Sequence[ToolCall]) -> Turn:
+        results: list[tuple[Message, float]] = []
+        rewards, done, reached = [], False, False
         for call in calls:
             try:
                 if call.name not in self.names:
                     raise ToolCallError(f"there is no tool {call.name}; there are {', '.join(self.names)}")
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
             except ToolCallError as error:
-                failed += 1
-                messages.append(call.error(error))
+                results.append((call.error(error), 1.0))
                 continue
             if done:  # an earlier call of this reply ended the episode
                 break
@@ -134,16 +136,11 @@ class OpenEnv(Environment):
             rewards += [] if reward is None else [reward]
             done = done or bool(data.get("done"))
             if error_of := found.get("error"):
-                failed += 1
-                messages.append(call.error(error_of.get("message", error_of)))
+                results.append((call.error(error_of.get("message", error_of)), 1.0))
             else:
-                messages.append(call.result(_result_text(found.get("result"))))
-        return Turn(
-            messages=messages,
-            reward=sum(rewards, 0.0) if rewards or not reached else None,
-            done=done,
-            metrics={"tool_errors": failed / len(calls)},
-        )
+                results.append((call.result(_result_text(found.get("result"))), 0.0))
+        turn = tool_turn(reply, results, reward=sum(rewards, 0.0) if rewards or not reached else None)
+        return replace(turn, done=done)
 
     @override
     def close(self) -> None:

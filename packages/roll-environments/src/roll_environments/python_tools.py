@@ -16,7 +16,7 @@ from typing_extensions import override
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.types import Reward
 from roll_environments.targets import WrappedError, calls_to, load, wrapped
-from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls
+from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls, tool_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,16 +77,12 @@ class PythonTools(Environment):
         self.messages.append(assistant_message(reply))
         if not calls:
             return correction(reply) or Turn(done=True)
-        results, errors = [], 0.0
-        for call in calls:
-            message, failed = await self._run(call)
-            results.append(message)
-            errors += failed
-        self.messages.extend(results)
-        return Turn(messages=results, metrics={"tool_errors": errors / len(calls)})
+        turn = tool_turn(reply, [await self._run(call) for call in calls])
+        self.messages.extend(turn.messages)
+        return turn
 
-    async def _run(self, call: ToolCall) -> tuple[Message, bool]:
-        """The result of a call, and True if it failed."""
+    async def _run(self, call: ToolCall) -> tuple[Message, float]:
+        """The result of a call, and 1 if it failed."""
         method = self.tools.get(call.name)
         try:
             if method is None:
@@ -94,12 +90,12 @@ class PythonTools(Environment):
             arguments = call.arguments
             inspect.signature(method).bind(**arguments)
         except (ToolCallError, TypeError) as error:
-            return call.error(error), True
+            return call.error(error), 1.0
         try:
-            return call.result(as_text(await _result(method(**arguments)))), False
+            return call.result(as_text(await _result(method(**arguments)))), 0.0
         except Exception as error:  # user code
             if self.tool_errors == "reply":
-                return call.error(error), True
+                return call.error(error), 1.0
             raise wrapped(self.object, call.name, error) from error
 
     @override

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.spec.environment import Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from roll_core.spec.environment import Message, Reply
 
@@ -81,8 +81,26 @@ def correction(reply: Reply, *, reward: float | None = None) -> Turn | None:
     """
     if reply.tool_calls or reply.parse_error is None:
         return None
-    text = f"The tool call is malformed: {reply.parse_error}"
-    return Turn(messages=[{"role": "user", "content": text}], reward=reward, metrics={"tool_errors": 1.0})
+    messages = [{"role": "user", "content": _malformed(reply)}]
+    return Turn(messages=messages, reward=reward, metrics={"tool_errors": 1.0})
+
+
+def tool_turn(reply: Reply, results: Sequence[tuple[Message, float]], *, reward: float | None = None) -> Turn:
+    """The turn after the calls of a reply, with their messages and 1 for each call that failed.
+
+    A malformed call beside them counts as failed. Its mistake follows the text of the last result, because not all chat
+    templates accept a message of the user after results.
+    """
+    messages = [dict(message) for message, _ in results]
+    failed = [number for _, number in results]
+    if reply.parse_error is not None:
+        messages[-1]["content"] += f"\n{_malformed(reply)}"
+        failed.append(1.0)
+    return Turn(messages=messages, reward=reward, metrics={"tool_errors": sum(failed) / len(failed)})
+
+
+def _malformed(reply: Reply) -> str:
+    return f"The tool call is malformed: {reply.parse_error}"
 
 
 def tool_schema(name: str, description: str, parameters: Mapping[str, str], **optional: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from roll_core.data.encode import Encoder
 from roll_core.data.templates import JinjaTemplate
 from roll_core.errors import DataError
 from roll_pipeline_agentic.tool_calls import (
+    TOOL_FORMATS,
     parse_tool_calls,
     settled_parts,
     spans_of_parts,
@@ -43,6 +44,12 @@ Thinking = Literal["template", "keep", "strip"]
 """What later prompts contain of the reasoning in earlier replies: what the chat template keeps, all, or nothing."""
 SENTINELS = ("a1z", "b2y")
 """Two replies without a common first or last character."""
+QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {"name": "f1z", "description": "f", "parameters": {"type": "object", "properties": {}}},
+}
+"""A conversation and a tool by which the chat template is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +86,8 @@ class ChatEncoder:
         source = str(tokenizer.chat_template) if self.accepts_tools else ""
         self.tool_format = tool_format_of(source) if tool_format == "auto" else tool_format
         """How replies write tool calls."""
-        self.describes_tools = bool(source) and self.tool_format != "none"
-        """True if the chat template describes tools to the model, in a format whose calls are parsed."""
+        self._replies_are_read = self.tool_format != "none" or tool_format == "none"
+        self._template = f"chat template of the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         self._renders_calls = "tool_calls" in source
         self._reasoning_keys = [key for key in ("reasoning_content", "thinking") if key in source]
         """Keys of a message under which the template finds its reasoning."""
@@ -93,11 +100,9 @@ class ChatEncoder:
 
     def _check_template(self) -> None:
         """Raise `DataError` if the template refuses the beginning of every conversation."""
-        question, system = ({"role": role, "content": "1"} for role in ("user", "system"))
-        tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
         refused: DataError | None = None
-        for tools in ((), (tool,)):
-            for messages in ((question,), (system, question)):
+        for tools in ((), (TOOL,)):
+            for messages in (QUESTION, ({"role": "system", "content": "1"}, *QUESTION)):
                 try:
                     self._render(messages, tools)
                     return
@@ -107,6 +112,51 @@ class ChatEncoder:
             f"{self._where}: {refused}. It refuses the first message of every conversation: name a tokenizer with a"
             " chat template for conversations, or set data_args.template to a named one"
         ) from refused
+
+    @property
+    def describes_tools(self) -> bool:
+        """True if the chat template describes tools to the model, in a format whose calls are parsed."""
+        try:
+            self.check_tools(QUESTION, (TOOL,))
+        except DataError:
+            return False
+        return self.tool_format != "none"
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `DataError` if the template does not show the tools beside the messages, or if no parser reads calls.
+
+        `tool_format: none` is a decision to read calls in another way.
+        """
+        if not tools:
+            return
+        remedy = "use a model whose own chat template describes tools, or an environment without tools"
+        if not self.accepts_tools:
+            raise DataError(
+                f"{self._where}: the environment has tools, which a named chat template cannot describe: set"
+                " data_args.template to native, with a tokenizer whose own template describes tools"
+            )
+        try:
+            shown, plain = self._render(messages, tools), self._render_without_tools(messages)
+        except DataError:
+            return  # `encode` reports it
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        if hidden := [name for name in names if shown.count(name) <= plain.count(name)]:
+            raise DataError(
+                f"{self._where}: the environment has tools, but the {self._template} does not show the model"
+                f" {', '.join(map(repr, hidden[:3]))}: {remedy}"
+            )
+        if not self._replies_are_read:
+            raise DataError(
+                f"{self._where}: the environment has tools, but the {self._template} describes tool calls in a format"
+                f" that no parser reads: set tool_format if replies have one of"
+                f" {', '.join(name for name in TOOL_FORMATS if name != 'none')}, or {remedy}"
+            )
+
+    def _render_without_tools(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._render(messages, ())
+        except DataError:  # a template that renders only conversations with tools
+            return ""
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedChat:
         """Encode a whole conversation. Raises `DataError`."""
@@ -295,11 +345,6 @@ class ChatEncoder:
         return ids[:end]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        if tools and not self.accepts_tools:
-            raise DataError(
-                f"{self._where}: the environment has tools, which a named chat template cannot describe: set"
-                " data_args.template to native, with a tokenizer whose own template describes tools"
-            )
         given = [dict(message) for message in messages]
         if not self.accepts_tools:  # it renders calls as part of the contents
             given = [{key: each[key] for key in ("role", "content")} for each in given]

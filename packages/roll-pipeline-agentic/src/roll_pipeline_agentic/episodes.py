@@ -237,6 +237,7 @@ class _Attempt:
         episodes, tag, context = self._episodes, self._prompt.tag, self._context
         config, encoder, host = episodes.config, episodes.encoders[tag], episodes.hosts[tag]
         opening = await environment.reset(self._prompt.metadata, seed_of(config.seed, self._prompt.id))
+        encoder.check_tools(opening.messages, opening.tools)
         conversations: dict[str, _Conversation] = {}
         owed: defaultdict[str, float] = defaultdict(float)  # to players, until they have a turn to credit
         player = opening.player or next(iter(opening.players), "")
@@ -304,17 +305,11 @@ class _Attempt:
         own.state = state_of(turn.state, turn.messages)
 
     def _encoded(self, method: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        """Encode a conversation. Messages that cannot be encoded are a failure of `method`, whose messages are last.
-
-        Raises `DataError` for tools that no message could have with this template.
-        """
+        """Encode a conversation. Messages that cannot be encoded are a failure of `method`, whose messages are last."""
         tag = self._prompt.tag
-        encoder = self._episodes.encoders[tag]
         try:
-            return encoder.encode(messages, tools)
+            return self._episodes.encoders[tag].encode(messages, tools)
         except DataError as error:
-            if tools and not encoder.accepts_tools:
-                raise
             raise self._episodes.hosts[tag].failure(method, f"its messages cannot be encoded: {error}") from error
 
     def _rewards(self, host: EnvironmentHost, score: Reward | None) -> dict[str, Reward]:

@@ -250,6 +250,7 @@ class Recorder:
         begin, reply = known[-1] if known else (0, None)
         self._check_replies(messages[begin:], first=not self._num_started)
         if reply is None:
+            self._encoder.check_tools(messages, request.tools)
             chat = self._encoder.encode(messages, request.tools)
         else:
             before, ids = reply.chat, self._turns[reply.turn].sampled_ids

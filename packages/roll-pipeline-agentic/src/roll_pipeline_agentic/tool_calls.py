@@ -14,6 +14,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
+from roll_pipeline_agentic.tool_values import ToolSchemas, no_constant, parse_json
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -63,14 +65,14 @@ def parse_tool_calls(
     A malformed call stays in the content, with its reason in `error`; calls beside it are parsed.
 
     Args:
-        tools: schemas in the format of OpenAI's API. `qwen3_coder` and `glm45` write strings without quotes: a
-            parameter with `type: string` is taken literally, other values are read as JSON where they are JSON.
+        tools: schemas in the format of OpenAI's API. `qwen3_coder` and `glm45` write strings without quotes: values
+            are read by the schema, see `tool_values`. `harmony` needs them to read a call without `functions.`.
         reasoning_open: True if the prompt already wrote `<think>`.
         first_id: number of the first call, which becomes part of its id: count the conversation's earlier calls.
     """
     if format not in TOOL_FORMATS:
         raise ValueError(f"unknown tool_format {format!r}, expected {', '.join(TOOL_FORMATS)}")
-    found = _find(text, format, _string_parameters(tools), reasoning_open=reasoning_open)
+    found = _find(text, format, ToolSchemas(tools), reasoning_open=reasoning_open)
     calls = [
         {
             # Nine letters and digits, which Mistral's templates demand.
@@ -87,11 +89,12 @@ def spans_of_parts(text: str, format: str, *, reasoning_open: bool = False) -> l
     """Spans of the parts that `parse_tool_calls` finds, in their order: together the whole text.
 
     A part includes its marks, and white space that alone separates it from the part before. A malformed tool call is
-    content, except in a block of `deepseek` with a well-formed one.
+    content, except in a block of `deepseek` with a well-formed one. Schemas of tools are unknown here: a value of a
+    wrong type does not make a call malformed, and in `harmony` every recipient is a tool.
     """
     spans: list[Span] = []
     at = 0
-    for begin, end, part in _find(text, format, set(), reasoning_open=reasoning_open).spans:
+    for begin, end, part in _find(text, format, None, reasoning_open=reasoning_open).spans:
         if text[at:begin].strip():
             spans.append((at, begin, "content"))
             at = begin
@@ -183,11 +186,13 @@ _MARKS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
 )
 
 
-def _find(text: str, format: str, strings: set[tuple[str, str]], *, reasoning_open: bool) -> _Found:
+def _find(text: str, format: str, tools: ToolSchemas | None, *, reasoning_open: bool) -> _Found:
     if format == "harmony":
-        return _harmony(text)
+        return _harmony(text, tools)
     rest, reasoning, error = _split_reasoning(text, open=reasoning_open)
-    found = _PARSERS[format](rest, strings)
+    found = _PARSERS[format](rest, tools)
+    if any(mark in found.content for mark in _STRAY_MARKS.get(format, ())):
+        error = error or f"a tool call has no {_CALL_MARKS[format][0]}"
     offset = len(text) - len(rest)
     spans: list[Span] = [(0, offset, "reasoning")] if offset else []
     spans += [(offset + begin, offset + end, part) for begin, end, part in found.spans]
@@ -205,17 +210,6 @@ def _split_reasoning(text: str, *, open: bool) -> tuple[str, str, str | None]:
         head = text
     reasoning, end, rest = head.partition("</think>")
     return rest.lstrip("\n"), reasoning.strip("\n"), None if end else "the reasoning block has no </think>"
-
-
-def _string_parameters(tools: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
-    """`(tool, parameter)` of all parameters of type string."""
-    found = set()
-    for tool in tools:
-        function = tool.get("function", tool)
-        for name, schema in ((function.get("parameters") or {}).get("properties") or {}).items():
-            if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
-                found.add((str(function.get("name")), str(name)))
-    return found
 
 
 def _before(text: str, marks: Sequence[str]) -> str:
@@ -250,15 +244,15 @@ def _settled_harmony(text: str) -> tuple[str, str]:
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 
-def _none(text: str, strings: set[tuple[str, str]]) -> _Found:
+def _none(text: str, tools: ToolSchemas | None) -> _Found:
     return _Found(text, [])
 
 
-def _tagged(begin: str, end: str, parse: Callable[[str, set[tuple[str, str]]], tuple[str, str]]) -> Any:
+def _tagged(begin: str, end: str, parse: Callable[[str, ToolSchemas | None], tuple[str, str]]) -> Any:
     """Parser of calls that each stand between two tags."""
     pattern = re.compile(f"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\\Z)", re.DOTALL)
 
-    def parser(text: str, strings: set[tuple[str, str]]) -> _Found:
+    def parser(text: str, tools: ToolSchemas | None) -> _Found:
         calls: list[tuple[str, str]] = []
         spans: list[Span] = []
         error: str | None = None
@@ -269,7 +263,7 @@ def _tagged(begin: str, end: str, parse: Callable[[str, set[tuple[str, str]]], t
             try:
                 if not match[0].endswith(end):
                     raise _Malformed(f"a tool call has no {end}")
-                calls.append(parse(match[1], strings))
+                calls.append(parse(match[1], tools))
                 spans.append((*match.span(), "tool_calls"))
                 content += before.rstrip("\n")  # separates the call
             except _Malformed as reason:
@@ -281,11 +275,11 @@ def _tagged(begin: str, end: str, parse: Callable[[str, set[tuple[str, str]]], t
     return parser
 
 
-def _hermes_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
-    return _call_of(_loads(body.strip()), "arguments")
+def _hermes_call(body: str, tools: ToolSchemas | None) -> tuple[str, str]:
+    return _call_of(_loads(body.strip()))
 
 
-def _qwen3_coder_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+def _qwen3_coder_call(body: str, tools: ToolSchemas | None) -> tuple[str, str]:
     match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", body, re.DOTALL)
     if match is None:
         raise _Malformed("a tool call has no <function=NAME> … </function>")
@@ -294,9 +288,8 @@ def _qwen3_coder_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, st
     if pairs is None:
         raise _Malformed(f"the call of {name!r} has text outside of <parameter=KEY> … </parameter>")
     # The template writes each value on lines of its own.
-    return name, _arguments(
-        {key.strip(): _value(name, key.strip(), _between_lines(value), strings) for key, value in pairs}
-    )
+    pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
+    return name, _typed(name, pairs, "<parameter=", tools)
 
 
 def _pairs(text: str, pattern: str, end: str) -> list[tuple[str, str]] | None:
@@ -306,10 +299,25 @@ def _pairs(text: str, pattern: str, end: str) -> list[tuple[str, str]] | None:
     """
     *pieces, rest = text.split(end)
     found = [match for each in pieces if (match := re.fullmatch(pattern, each, re.DOTALL))]
-    return None if rest.strip() or len(found) < len(pieces) else [(each[1], each[2]) for each in found]
+    return None if rest.strip() or len(found) < len(pieces) else [(each[1].strip(), each[2]) for each in found]
 
 
-def _glm45_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+def _typed(tool: str, pairs: Sequence[tuple[str, str]], begin: str, tools: ToolSchemas | None) -> str:
+    """Arguments from keys and texts, as JSON text. `begin` is the tag that begins each pair."""
+    arguments: dict[str, Any] = {}
+    for key, text in pairs:
+        if begin in text:
+            raise _Malformed(f"the parameter {key!r} in the call of {tool!r} has no end before the next")
+        if key in arguments:
+            raise _Malformed(f"the call of {tool!r} has the parameter {key!r} twice")
+        try:
+            arguments[key] = (tools or ToolSchemas(())).value(tool, key, text)
+        except ValueError as error:
+            raise _Malformed(str(error)) from None
+    return _arguments(arguments)
+
+
+def _glm45_call(body: str, tools: ToolSchemas | None) -> tuple[str, str]:
     name, tag, rest = body.partition("<arg_key>")
     name = name.strip()
     if not name:
@@ -317,26 +325,26 @@ def _glm45_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
     pairs = _pairs(tag + rest, r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", "</arg_value>")
     if pairs is None or "<" in name:
         raise _Malformed(f"the call of {name!r} has text outside of <arg_key> and <arg_value>")
-    return name, _arguments({key.strip(): _value(name, key.strip(), value, strings) for key, value in pairs})
+    return name, _typed(name, pairs, "<arg_key>", tools)
 
 
-def _deepseek_call(body: str, strings: set[tuple[str, str]]) -> tuple[str, str]:
+def _deepseek_call(body: str, tools: ToolSchemas | None) -> tuple[str, str]:
     before, separator, after = body.partition("<｜tool▁sep｜>")
     fenced = re.fullmatch(r"([^\n]*)\n```json\n(.*)\n```\s*", after, re.DOTALL)
     if not separator:
         raise _Malformed("a tool call has no <｜tool▁sep｜>")
     name, arguments = (fenced[1], fenced[2]) if fenced and before.strip() == "function" else (before, after)
-    return _call_of({"name": name.strip(), "arguments": _loads(arguments)}, "arguments")
+    return _call_of({"name": name.strip(), "arguments": _loads(arguments)})
 
 
 _deepseek_calls = _tagged("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
 
 
-def _deepseek(text: str, strings: set[tuple[str, str]]) -> _Found:
+def _deepseek(text: str, tools: ToolSchemas | None) -> _Found:
     content, begin, rest = text.partition("<｜tool▁calls▁begin｜>")
     if not begin:
         return _Found(text, [])
-    found: _Found = _deepseek_calls(rest.replace("<｜tool▁calls▁end｜>", ""), strings)
+    found: _Found = _deepseek_calls(rest.replace("<｜tool▁calls▁end｜>", ""), tools)
     if not found.calls:
         return _Found(text, [], found.error or "a block of tool calls has no call")
     end = text.rfind("<｜tool▁calls▁end｜>")
@@ -344,7 +352,7 @@ def _deepseek(text: str, strings: set[tuple[str, str]]) -> _Found:
     return _Found(content + found.content, found.calls, found.error, spans=[(len(content), end, "tool_calls")])
 
 
-def _llama3_json(text: str, strings: set[tuple[str, str]]) -> _Found:
+def _llama3_json(text: str, tools: ToolSchemas | None) -> _Found:
     body = text.strip().removeprefix("<|python_tag|>").lstrip()
     marked = "<|python_tag|>" in text
     if not body.startswith("{"):
@@ -354,13 +362,13 @@ def _llama3_json(text: str, strings: set[tuple[str, str]]) -> _Found:
         for value in _values(body):
             if not marked and isinstance(value, dict) and "name" not in value:
                 return _Found(text, [])  # a reply in JSON that is no call
-            calls.append(_call_of(value, "parameters", "arguments"))
+            calls.append(_call_of(value, required=True))
     except _Malformed as reason:
         return _Found(text, [], str(reason) if marked or '"name"' in body else None)
     return _Found("", calls, spans=[(0, len(text), "tool_calls")])
 
 
-def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
+def _mistral(text: str, tools: ToolSchemas | None) -> _Found:
     content, mark, rest = text.partition("[TOOL_CALLS]")
     if not mark:
         return _Found(text, [])
@@ -368,7 +376,7 @@ def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
     try:
         if rest.lstrip().startswith("["):
             values = _loads(rest.strip())
-            calls = [_call_of(value, "arguments") for value in values]
+            calls = [_call_of(value) for value in values]
         else:
             for each in rest.split("[TOOL_CALLS]"):
                 name, separator, arguments = each.partition("[ARGS]")
@@ -376,7 +384,7 @@ def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
                     name, brace, arguments = each.partition("{")
                     arguments = brace + arguments
                 name = re.sub(r"\[CALL_ID\].*", "", name, flags=re.DOTALL)
-                calls.append(_call_of({"name": name.strip(), "arguments": _loads(arguments.strip())}, "arguments"))
+                calls.append(_call_of({"name": name.strip(), "arguments": _loads(arguments.strip())}))
     except _Malformed as reason:
         return _Found(text, [], str(reason))
     if not calls:
@@ -384,7 +392,7 @@ def _mistral(text: str, strings: set[tuple[str, str]]) -> _Found:
     return _Found(content, calls, spans=[(len(content), len(text), "tool_calls")])
 
 
-def _harmony(text: str) -> _Found:
+def _harmony(text: str, tools: ToolSchemas | None) -> _Found:
     """Messages of gpt-oss: `header<|message|>body`, each ended by `<|end|>`, `<|call|>` or `<|return|>`."""
     calls: list[tuple[str, str]] = []
     spans: list[Span] = []
@@ -396,14 +404,17 @@ def _harmony(text: str) -> _Found:
         message, at, begin = text[begin : match.start()], begin, match.end()
         header, separator, body = message.partition("<|message|>")
         body = re.sub(r"<\|(?:end|call|return)\|>\Z", "", body)
-        recipient = re.search(r"\bto=functions\.([^\s<]+)", header)
+        recipient = re.search(r"\bto=([^\s<]+)", header)
         channel = re.search(r"<\|channel\|>(\w+)", header)
         if not separator:
             content.append(message)
             error = error or ("a message has no <|message|>" if "<|" in message else None)
         elif recipient:
             try:
-                calls.append(_call_of({"name": recipient[1], "arguments": _loads(body)}, "arguments"))
+                name = recipient[1].removeprefix("functions.")
+                if name == recipient[1] and tools is not None and name not in tools:
+                    raise _Malformed(f"the recipient {name!r} is no tool, expected functions.NAME")
+                calls.append(_call_of({"name": name, "arguments": _loads(body)}))
                 spans.append((at, begin, "tool_calls"))
             except _Malformed as reason:
                 error = error or str(reason)
@@ -416,7 +427,7 @@ def _harmony(text: str) -> _Found:
     return _Found("".join(content), calls, error, "\n".join(reasoning), spans)
 
 
-_PARSERS: dict[str, Callable[[str, set[tuple[str, str]]], _Found]] = {
+_PARSERS: dict[str, Callable[[str, ToolSchemas | None], _Found]] = {
     "none": _none,
     "hermes": _tagged("<tool_call>", "</tool_call>", _hermes_call),
     "qwen3_coder": _tagged("<tool_call>", "</tool_call>", _qwen3_coder_call),
@@ -437,20 +448,36 @@ _CALL_MARKS: dict[str, tuple[str, ...]] = {
     "glm45": ("<tool_call>",),
 }
 """Where tool calls begin. Of `llama3_json` only at the beginning of a reply."""
+_STRAY_MARKS: dict[str, tuple[str, ...]] = {
+    "hermes": ("</tool_call>",),
+    "qwen3_coder": ("<function=", "</tool_call>"),
+    "mistral": ("[ARGS]",),
+    "deepseek": ("<｜tool▁call▁begin｜>",),
+    "glm45": ("<arg_key>", "</tool_call>"),
+}
+"""Marks of a tool call that never began, where they are part of the content."""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _call_of(value: Any, *keys: str) -> tuple[str, str]:
-    """Name and arguments of an object with a `name` and one of the keys, an object or its JSON text."""
+def _call_of(value: Any, *, required: bool = False) -> tuple[str, str]:
+    """Name and arguments of an object with a `name` and `arguments` or `parameters`, an object or its JSON text.
+
+    A call that is only a name has no arguments, unless they are `required`.
+    """
     if not isinstance(value, dict):
         raise _Malformed("a tool call is not an object")
     name = value.get("name")
     if not isinstance(name, str) or not name or not _is_utf8(name):
         raise _Malformed("a tool call has no name")
-    key = next((key for key in keys if key in value), None)
-    arguments = {} if key is None and "parameters" not in keys else value.get(key or "")
+    keys = [key for key in ("arguments", "parameters") if key in value]
+    unknown = sorted(value.keys() - {"name", "arguments", "parameters", "id", "type"})
+    if not keys and (required or unknown):
+        raise _Malformed(f"the call of {name!r} has no arguments{f', but {unknown[0]!r:.80}' if unknown else ''}")
+    if len(keys) > 1 and value["arguments"] != value["parameters"]:
+        raise _Malformed(f"the call of {name!r} has arguments and parameters, which differ")
+    arguments = value[keys[0]] if keys else {}
     if isinstance(arguments, str):
         arguments = _loads(arguments)
     if not isinstance(arguments, dict):
@@ -468,18 +495,14 @@ def _arguments(values: dict[str, Any]) -> str:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise _Malformed(f"a tool call is not JSON: {error}") from error
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _values(text: str) -> Iterator[Any]:
     """JSON values, separated by white space or `;`."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    decoder = json.JSONDecoder(parse_constant=no_constant)
     at = 0
     while at < len(text):
         try:
@@ -489,20 +512,6 @@ def _values(text: str) -> Iterator[Any]:
         yield value
         while at < len(text) and text[at] in " \t\r\n;":
             at += 1
-
-
-def _value(tool: str, key: str, text: str, strings: set[tuple[str, str]]) -> Any:
-    """A value that is written without quotes if it is a string."""
-    if (tool, key) in strings:
-        return text
-    try:
-        return _loads(text.strip())
-    except _Malformed:
-        return text
-
-
-def _between_lines(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _is_utf8(text: str) -> bool:
