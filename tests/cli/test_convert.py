@@ -140,8 +140,9 @@ def test_a_model_made_from_nothing_comes_with_the_tokenizer_that_the_run_made(st
 
 
 @pytest.mark.parametrize("export", ["merged", "adapter"])
-def test_adapters_are_written_as_the_run_would_have(stored, tmp_path, export):
-    lora = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0, extra_modules=("lm_head",), export=export)
+@pytest.mark.parametrize("extra", ["lm_head", "embed_tokens"])
+def test_adapters_are_written_as_the_run_would_have(stored, tmp_path, export, extra):
+    lora = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0, extra_modules=(extra,), export=export)
     strategy = trained(replace(stored(), lora=lora))
     checkpoint = saved(tmp_path, {"actor_train": strategy})
     strategy.export_model(tmp_path / "export")

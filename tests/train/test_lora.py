@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 
 from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack, totals
-from roll_core.errors import ModelError, UnsupportedError
+from roll_core.errors import ModelError, UnsupportedError, WeightSyncError
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model, scalar_head
 from roll_testing.errors import raises_error
+from roll_testing.models import EXPERTS, MIXERS
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 MOE = {
@@ -255,6 +257,64 @@ def test_modules_that_cannot_be_taken_are_named_with_the_nearest(build, lora, fa
         build(lora=LoraSpec(**{"rank": 2, "alpha": 2.0} | lora))
 
 
+@pytest.mark.parametrize("keys", (EXPERTS | MIXERS).values(), ids=EXPERTS | MIXERS)
+def test_exports_have_the_names_and_outputs_of_the_model(build, sequences, tmp_path, keys):
+    from transformers import AutoModelForCausalLM
+
+    strategy = build(random_init=keys, lora=LORA)
+    train(strategy, sequences)
+    names = [name for name, _ in load_model(ModelSpec(random_init=keys, seed=3)).named_parameters()]
+    assert [name for name, _ in strategy.export_weights()] == names
+    assert all(each.any() for name, each in strategy.adapters.trained().items() if ".lora_B." in name)
+
+    strategy.export_model(tmp_path)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokens = torch.from_numpy(sequences[2].tokens)
+    with torch.no_grad():
+        logp = torch.log_softmax(model.eval()(input_ids=tokens[None], use_cache=False).logits[0], dim=-1)
+    found = strategy.forward(pack([sequences[2]])[0], WantedOutputs(logprobs=True)).logprobs_T
+    torch.testing.assert_close(found[1:], logp[:-1].gather(1, tokens[1:, None])[:, 0], rtol=0, atol=3e-5)
+
+
+def test_dense_and_shared_layers_have_adapters_and_experts_do_not(build):
+    strategy = build(random_init=EXPERTS["deepseek_v3"], lora=LoraSpec(targets=("gate_proj",), rank=2, alpha=2.0))
+    layers = {name.partition(".lora_")[0] for name in strategy.adapters.trained()}
+    assert layers == {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "target"), [(MIXERS["falcon_h1"], "out_proj"), (MIXERS["mamba"], "x_proj"), (EXPERTS["phimoe"], "router")]
+)
+def test_layers_that_ignore_an_adapter_are_refused(build, keys, target):
+    with raises_error(ModelError, "lora_target", target):
+        build(random_init=keys, lora=LoraSpec(targets=(target,), rank=2, alpha=2.0))
+
+
+def test_subclasses_of_linear_layers_are_adapted_if_they_are_linear(build):
+    falcon = {"model_type": "falcon", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}
+    strategy = build(random_init=falcon | {"num_attention_heads": 4}, lora=LORA)
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in strategy.adapters.trained()}
+    assert layers == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
+def test_indexers_of_sparse_attention_have_no_adapters(build, sequences):
+    indexer = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+    keys = EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v32"} | indexer
+    strategy = build(random_init=keys, lora=LORA)
+    train(strategy, sequences)
+    assert all(each.any() for name, each in strategy.adapters.trained().items() if ".lora_B." in name)
+
+
+def test_parameters_that_are_renamed_by_a_wrapper_are_not_exported(build):
+    strategy = build(lora=LORA)
+    layer = strategy.model.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp)
+    with raises_error(WeightSyncError, "model.layers.0.mlp"):
+        next(iter(strategy.export_weights()))
+
+
 def test_weights_that_are_one_are_not_untied(build, tiny):
     tied = tiny | {"tie_word_embeddings": True}
     for lora in ({"targets": ("lm_head",)}, {"targets": ("q_proj",), "extra_modules": ("embed_tokens",)}):
@@ -289,8 +349,10 @@ def test_merged_weights_are_those_of_peft_and_have_the_names_of_the_model(build,
     assert list(merged) == [name for name, _ in plain.named_parameters()]
     assert all(torch.equal(each, strategy.adapters.trained()[name]) for name, each in trained.items())
     assert all(torch.equal(each, frozen(strategy)[name]) for name, each in base.items())
-    # peft adds into the weights themselves; it does so last, because it leaves the strategy without adapters.
-    expected = dict(strategy.adapters._handle.merge_and_unload().named_parameters())
+    for layer in strategy.model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merge()  # peft adds into the weights themselves
+    expected = {name.replace(".base_layer", ""): each for name, each in frozen(strategy).items()}
     assert expected.keys() == merged.keys()
     assert all(torch.equal(merged[name], each) for name, each in expected.items())
 

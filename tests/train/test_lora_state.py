@@ -17,8 +17,9 @@ from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
-from roll_modeling.model import load_model
+from roll_modeling.model import DTYPES, load_model
 from roll_testing.errors import raises_error
+from roll_testing.models import DEEPSEEK, write_checkpoint
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
@@ -98,27 +99,32 @@ def logits(model, sequences):
         return model(input_ids=torch.from_numpy(sequences[4].tokens)[None], use_cache=False).logits
 
 
-def check(strategy, model, sequences):
+def check(strategy, model, sequences, atol=1e-5):
     """The strategy's own logprobs are those of a loaded model's logits."""
     tokens = torch.from_numpy(sequences[4].tokens)
-    expected = torch.log_softmax(logits(model, sequences)[0], dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    expected = torch.log_softmax(logits(model, sequences)[0].float(), dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     found = strategy.forward(pack([sequences[4]])[0], WantedOutputs(logprobs=True)).logprobs_T
-    torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1:], expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_merged_export_is_an_ordinary_model(build, sequences, tiny, tmp_path, tied):
+@pytest.mark.parametrize(
+    ("tied", "extra"), [(False, ()), (True, ()), (False, ("embed_tokens",)), (False, ("embed_tokens", "lm_head"))]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_merged_export_is_an_ordinary_model(build, sequences, tiny, tmp_path, tied, extra, dtype):
     from transformers import AutoModelForCausalLM
 
-    strategy = build(random_init=tiny | {"tie_word_embeddings": tied}, lora=LORA)
+    lora = replace(LORA, extra_modules=extra)
+    strategy = build(random_init=tiny | {"tie_word_embeddings": tied}, lora=lora, dtype=dtype)
     train(strategy, sequences)
     strategy.export_model(tmp_path / "export")
     names = {each.name for each in (tmp_path / "export").iterdir()}
     assert "model.safetensors" in names
     assert not any("adapter" in name for name in names)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
     assert same(strategy.export_weights(), model.named_parameters())
-    check(strategy, model, sequences)
+    assert model.lm_head.weight.dtype == DTYPES[dtype]
+    check(strategy, model, sequences, 1e-5 if dtype == "fp32" else 0.1)
 
 
 def test_the_adapters_alone_are_loaded_by_peft_onto_their_base_model(build, sequences, base, tmp_path):
@@ -140,6 +146,31 @@ def test_the_adapters_alone_are_loaded_by_peft_onto_their_base_model(build, sequ
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
+
+
+@pytest.mark.parametrize("target", ["all-linear", "gate_proj", "o_proj"])
+def test_an_adapter_that_peft_would_not_load_is_refused(build, tmp_path, target):
+    spec = write_checkpoint(tmp_path, DEEPSEEK, task="causal_lm", vocab_size=61)
+    lora = LoraSpec(targets=(target,), rank=2, alpha=4.0, export="adapter")
+    if target == "o_proj":
+        build(path=spec.path, lora=lora)
+        return
+    with raises_error(UnsupportedError, "lora_export", "model.layers.0.mlp", "deepseek_v3"):
+        build(path=spec.path, lora=lora)
+
+
+def test_buffers_of_modules_trained_in_full_are_exported_once(build, sequences, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    keys = DEEPSEEK | {"vocab_size": 61}
+    strategy = build(random_init=keys, lora=replace(LORA, extra_modules=("mlp.gate",)))
+    train(strategy, sequences)
+    for write in (strategy.export_model, lambda path: strategy._write_gathered(path, strategy.spec)):
+        write(tmp_path / "export")
+        model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        check(strategy, model, sequences, 3e-5)
 
 
 def test_a_critics_adapters_bring_its_head(build, sequences, base, tmp_path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.errors import UnsupportedError, one_line
+from roll_modeling.lora import base_name
 from roll_modeling.model import empty_model, load_tokenizer, quiet
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
     """Write the model's config, `state`, tokenizer and the settings of its image processor to `path`.
 
     `state` has the whole tensors under the names of the model's `state_dict`, with tied tensors under both names.
-    `model` provides only the config. Raises `UnsupportedError`.
+    `model` provides only the config; it may have adapters, which `state` has not. Raises `UnsupportedError`.
     """
     check_exportable(model, spec)
     config = model.config
@@ -43,7 +44,7 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
     try:
         with quiet():
             model.save_pretrained(path, state_dict=dict(state))
-            written = state[next(name for name, _ in model.named_parameters())].dtype
+            written = state[base_name(next(name for name, _ in model.named_parameters()))].dtype
             if model.dtype != written:
                 # The dtype of the stored tensors, which may differ from the strategy's parameters.
                 config.dtype = written

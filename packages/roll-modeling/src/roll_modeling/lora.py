@@ -2,7 +2,8 @@
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ          merged: W + scale · B A
 
-peft inserts the layers into the model itself, which keeps its class, forward pass and attributes. Call `add_adapters`
+peft inserts the layers into the model itself, which keeps its class, forward pass and attributes. The layers are chosen
+here, by their whole paths: peft matches names, some of which it takes for the experts' parameters. Call `add_adapters`
 after loading, and before anything wraps, shards, fuses or optimises parameters. Everything else works with any storage
 of the parameters: for shards, pass a function `full` that returns the whole tensor.
 
@@ -11,20 +12,24 @@ Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R].
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.func import functional_call
 
-from roll_core.errors import CheckpointError, ModelError, UnsupportedError
+from roll_core.errors import CheckpointError, ModelError, UnsupportedError, WeightSyncError, one_line
 from roll_core.spec.weights import digest
-from roll_modeling.model import load_tokenizer, quiet, scalar_head, text_parts
+from roll_modeling.model import empty_model, load_tokenizer, quiet, scalar_head, text_parts
 from roll_modeling.module_programs import model_library
 
 if TYPE_CHECKING:
@@ -41,6 +46,8 @@ ADAPTER = "default"
 """Name of the only adapter in peft."""
 ADAPTERS = "adapter_model.safetensors"
 """File name of peft's adapter weights."""
+KERNEL_LAYERS = frozenset({"x_proj", "dt_proj", "out_proj"})
+"""Layers of a state-space mixer (Mamba) that its kernels do not call."""
 
 
 def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
@@ -52,26 +59,38 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     """
     if spec.lora is None:
         raise UnsupportedError("the model's spec has no adapters")
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, inject_adapter_in_model
 
     extra = _extra_modules(model, spec)
     targets = target_layers(model, spec.lora, extra, library=model_library(spec))
     _refuse_tied(model, [*targets, *extra])
+    names = [name for name, _ in model.named_parameters()]
     config = LoraConfig(
+        base_model_name_or_path=spec.path,
         r=spec.lora.rank,
         lora_alpha=spec.lora.alpha,
         lora_dropout=0.0,
         target_modules=_short(model, targets),
         modules_to_save=extra or None,
         task_type=_task_type(model, spec),
+        inference_mode=True,
     )
+    adapted = replace(config, target_modules=[], inference_mode=False)
+    layers = {f"{path}.lora_A.weight": torch.empty(0) for path in targets}
     with quiet(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # GPT-2 stores its matrices transposed, and transformers renamed an attribute: users cannot act on either.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to|`is_gradient_checkpointing` is deprecated")
+        # GPT-2 stores its matrices transposed, and `layers` are not in the config: users cannot act on either.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to|While injecting the PEFT adapters")
         torch.manual_seed(spec.seed)
-        handle = get_peft_model(model, config, adapter_name=ADAPTER)
+        try:
+            inject_adapter_in_model(adapted, model, ADAPTER, state_dict=layers)
+        except ValueError as error:
+            raise ModelError(f"lora_target: peft cannot adapt {type(model).__name__}: {one_line(error)}") from error
     model.eval()
-    return Adapters(model, spec, handle)
+    adapters = Adapters(model, spec, config, names)
+    for name, parameter in adapters.trained().items():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    return adapters
 
 
 @contextmanager
@@ -109,11 +128,15 @@ def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
 class Adapters:
     """Adapters of one model."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, handle: Any) -> None:
-        """`handle` is peft's wrapper around `model`."""
-        self.model, self._spec, self._handle = model, spec, handle
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec, config: Any, names: Iterable[str]) -> None:
+        """`config` is the exported `LoraConfig` of peft, `names` those of the parameters before `model` got adapters.
+
+        Raises `UnsupportedError` for `lora_export: adapter` if peft would not load the adapters.
+        """
+        self.model, self._spec, self._config, self._names = model, spec, config, frozenset(names)
         self.lora = cast("LoraSpec", spec.lora)
         self._base_digest = ""
+        self._check_loadable()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name: A and B of every target, and the copies of extra modules."""
@@ -146,6 +169,11 @@ class Adapters:
         called on all ranks in the same order. Tied weights appear once.
         """
         parameters = dict(self.model.named_parameters())
+        if odd := self._names ^ {base_name(name) for name in parameters if not _is_adapter(name)}:
+            raise WeightSyncError(
+                f"{type(self.model).__name__}: only one of the model with adapters and the model without them has"
+                f" {min(odd)}, so merged weights would lack or invent it; please report"
+            )
         for name, parameter in parameters.items():
             if _is_adapter(name):
                 continue
@@ -214,8 +242,29 @@ class Adapters:
 
     def also_targets(self, names: Iterable[str]) -> None:
         """Add targets to the exported config, for layers that `model` has as one tensor (experts)."""
-        config = self._handle.peft_config[ADAPTER]
-        config.target_modules = sorted({*config.target_modules, *names})
+        self._config.target_modules = {*self._config.target_modules, *names}
+
+    def _check_loadable(self) -> None:
+        """Raise `UnsupportedError` unless peft, given the exported config, adapts the layers that are adapted here.
+
+        In mixtures of experts, peft takes some names of layers for those of the experts' parameters.
+        """
+        if self.lora.export != "adapter" or not self._spec.path or self._config.task_type is None:
+            return
+        from peft import inject_adapter_in_model
+
+        model, loaded = empty_model(replace(self._spec, lora=None)), set()
+        with quiet(), warnings.catch_warnings(), suppress(ValueError):
+            warnings.simplefilter("ignore")
+            inject_adapter_in_model(copy.deepcopy(self._config), model, ADAPTER)
+            loaded = {name for name, _ in model.named_parameters() if _is_adapter(name)}
+        if lost := self.trained().keys() ^ loaded:
+            layers = {name.partition(".lora_")[0] for name in lost if name in self.trained()}
+            raise UnsupportedError(
+                f"lora_export: adapter: peft would not load {min(layers or lost)} of this"
+                f" {self.model.config.model_type}, because it takes the name for that of a layer of experts; set"
+                " lora_export: merged, or leave the layer out of lora_target"
+            )
 
     def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapters as peft loads them, and the tokenizer of a model of transformers.
@@ -225,29 +274,17 @@ class Adapters:
         """
         if not self._spec.path:
             raise UnsupportedError("adapters can be exported only for a base model with a path, not for random_init")
-        with quiet():
-            self._handle.save_pretrained(
-                path, selected_adapters=[ADAPTER], save_embedding_layers=False, state_dict=self._prefixed(state)
-            )
-        trained = self.trained()
-        # peft silently drops tensors of layers that it does not know.
-        if apart := {name: each for name, each in (state or {}).items() if name not in trained}:
-            _add_to_file(path / ADAPTERS, self._prefixed(apart))
+        path.mkdir(parents=True, exist_ok=True)
+        kind = type(self.model)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        self._config.save_pretrained(path, auto_mapping_dict=None if self._config.task_type else mapping)
+        tensors = {
+            f"base_model.model.{_stored_name(name)}": each.detach().to("cpu", copy=True).contiguous()
+            for name, each in (self.trained() if state is None else state).items()
+        }
+        save_file(tensors, path / ADAPTERS, metadata={"format": "pt"})
         if not self._spec.library:
             load_tokenizer(self._spec).save_pretrained(path)
-
-    def _prefixed(self, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Tensors under peft's names, copied so that they share no memory."""
-        whole = self.trained() if state is None else state
-        return {f"base_model.model.{name}": each.detach().clone() for name, each in whole.items()}
-
-
-def _add_to_file(file: Path, factors: Mapping[str, Tensor]) -> None:
-    """Add tensors to peft's file, whose names do not contain the adapter's name."""
-    from safetensors.torch import load_file, save_file
-
-    more = {name.replace(f".{ADAPTER}.", "."): each.cpu().contiguous() for name, each in factors.items()}
-    save_file(load_file(file) | more, file, metadata={"format": "pt"})
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -259,6 +296,11 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 def base_name(name: str) -> str:
     """Name of a parameter or buffer in the model without adapters."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _stored_name(name: str) -> str:
+    """Name of a trained parameter in peft's file, after its prefix."""
+    return name.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
 
 
 def _is_adapter(name: str) -> bool:
@@ -275,9 +317,42 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Layers that can have an adapter, by path."""
+    parents = dict(model.named_modules())
+    known: dict[type[nn.Module], bool] = {}
+    return {
+        path: layer
+        for path, layer in parents.items()
+        if _is_linear(layer, known) and not _passed_to_kernel(parents[path.rpartition(".")[0]], path)
+    }
+
+
+def _is_linear(layer: nn.Module, known: dict[type[nn.Module], bool]) -> bool:
+    """True if the layer computes x Wᵀ + b, which a subclass of `nn.Linear` may not do (routers).
+
+    `known` caches the results of subclasses.
+    """
     from transformers.pytorch_utils import Conv1D
 
-    return {path: each for path, each in model.named_modules() if isinstance(each, (nn.Linear, Conv1D))}
+    kind = type(layer)
+    if not isinstance(layer, nn.Linear) or kind.forward is nn.Linear.forward:
+        return isinstance(layer, (nn.Linear, Conv1D))
+    if kind not in known:
+        with torch.random.fork_rng(devices=[]):
+            weights = {name: torch.randn(each.shape) for name, each in layer.named_parameters()}
+            inputs = torch.randn(1, layer.in_features)
+        try:
+            outputs = functional_call(layer, weights, (inputs,))
+            torch.testing.assert_close(outputs, nn.functional.linear(inputs, weights["weight"], weights.get("bias")))
+            known[kind] = True
+        except Exception:  # foreign code, called unlike its model calls it, may fail in any way
+            known[kind] = False
+    return known[kind]
+
+
+def _passed_to_kernel(parent: nn.Module, path: str) -> bool:
+    """True if a state-space mixer passes the layer's weight to its kernels, which would ignore an adapter."""
+    return path.rpartition(".")[2] in KERNEL_LAYERS and hasattr(parent, "A_log") and hasattr(parent, "D")
 
 
 def _extra_modules(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
@@ -297,7 +372,8 @@ def target_layers(
     """Paths of the layers that get an adapter, in a model without adapters.
 
     `extra` are the paths of modules that are trained in full. `all-linear` selects every linear layer except the output
-    layer, or those in the blocks of a model of a `library`. Raises `ModelError`, naming the nearest modules, for
+    layer and indexers of sparse attention, which have no gradient; or those in the blocks of a model of a `library`.
+    Raises `ModelError`, naming the nearest modules, for
     targets that the model does not have.
     """
     layers = _linear_layers(model)
@@ -309,7 +385,9 @@ def target_layers(
             inside = {id(each) for block in library.blocks(model) for each in block.modules()}
         else:
             head = model.get_output_embeddings()
-            inside = {id(each) for each in layers.values() if each is not head}
+            inside = {
+                id(each) for path, each in layers.items() if each is not head and "indexer" not in path.split(".")
+            }
         return [path for path, each in layers.items() if id(each) in inside and not _within(path, extra)]
     if isinstance(lora.targets, str):
         found = [path for path in layers if re.fullmatch(lora.targets, path)]
@@ -337,9 +415,13 @@ def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key
         return found
     others = [each for path, each in model.named_modules() if path == name or path.endswith(f".{name}")]
     if others:
+        kind = type(others[0])
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        reason = "only linear layers can have an adapter"
+        if kind is nn.Linear:
+            reason = "its module passes the weight to a kernel, which would ignore an adapter"
         raise ModelError(
-            f"{key}: {name} of {type(model).__name__} is {_article(others[0])}, and only linear layers can have an"
-            f" adapter; {_known(modules)}"
+            f"{key}: {name} of {type(model).__name__} is {article} {kind.__name__}, and {reason}; {_known(modules)}"
         )
     lasts = {path.rpartition(".")[2] for path in modules} | set(modules)
     close = difflib.get_close_matches(name, sorted(lasts), n=1)
@@ -350,11 +432,6 @@ def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key
 def _known(modules: Iterable[str]) -> str:
     names = sorted({path.rpartition(".")[2] for path in modules})
     return f"it has {', '.join(names[:12])}{' …' if len(names) > 12 else ''}"
-
-
-def _article(module: nn.Module) -> str:
-    name = type(module).__name__
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _within(path: str, others: Iterable[str]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import CheckpointError
+from roll_modeling.lora import ADAPTER, base_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,9 +60,9 @@ def check_adapters(
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Buffers that transformers stores, by its names."""
-    persistent = model.state_dict().keys()
-    return {name: each for name, each in model.named_buffers() if name in persistent}
+    """Buffers that transformers stores, by its names; those of the base model if `model` has adapters."""
+    persistent = {name for name in model.state_dict() if f".modules_to_save.{ADAPTER}." not in name}
+    return {base_name(name): each for name, each in model.named_buffers() if name in persistent}
 
 
 @torch.no_grad()

@@ -57,6 +57,60 @@ DEEPSEEK: Mapping[str, Any] = {
 """Latent attention whose values are smaller than its keys, grouped experts, and one layer without experts. The choice
 of experts depends on the router's scores and on a bias that is not trained here: a buffer."""
 
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXER = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_MAMBA = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.2}
+MIXERS: Mapping[str, Mapping[str, Any]] = {
+    "mamba": {"model_type": "mamba", **_MAMBA},
+    "mamba2": {"model_type": "mamba2", **_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    "falcon_h1": {"model_type": "falcon_h1", **_SIZES, **_MIXER, "head_dim": 8, "mamba_d_ssm": 64},
+    "bamba": {"model_type": "bamba", **_SIZES, **_MIXER, "attn_layer_indices": [1]},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **{key: value for key, value in _SIZES.items() if key != "num_hidden_layers"},
+        "head_dim": 8,
+        "layers_block_type": ["mamba", "moe", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}
+"""Models with state-space mixers, alone or beside attention and experts."""
+EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {**DEEPSEEK, "vocab_size": 61},
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_SIZES,
+        **_EXPERTS,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", **_SIZES, "head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "phimoe": {"model_type": "phimoe", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Mixtures of experts that also have layers with the names of the experts' layers, or a router that is a subclass of
+`torch.nn.Linear`."""
+
 LARGE: Mapping[str, Any] = {
     **QWEN3,
     "hidden_size": 512,
