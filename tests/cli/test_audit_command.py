@@ -229,10 +229,46 @@ def test_a_template_without_its_end_token_does_not_train_it(tmp_path: Path) -> N
     assert end.level != "ok"
 
 
-def test_generation_that_stops_at_another_token_is_a_warning(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, eos="<|endoftext|>")
-    (end,) = [e for e in audit_template(tokenizer, DataArguments(), subject="rows") if e.check == "end_of_turn"]
+def end_of_turn(tokenizer: Any, **given: Any) -> AuditFinding:
+    findings = audit_template(tokenizer, DataArguments(), subject="rows", **given)
+    (end,) = [finding for finding in findings if finding.check == "end_of_turn"]
+    return end
+
+
+def test_the_end_of_replies_ends_generation(tmp_path: Path) -> None:
+    end = end_of_turn(tokenizer_of(tmp_path, eos="<|endoftext|>"))
+    assert end.level == "ok"
+    assert mentions(end.found, "<|im_end|>")
+
+
+def test_an_end_inside_replies_is_a_warning_unless_the_model_has_it(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "gpt-oss")
+    end = end_of_turn(tokenizer)
     assert end.level == "warning"
+    assert mentions(end.found, "<|end|>", "<|return|>", "<|call|>")
+    stored = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end_of_turn(tokenizer, model_ends=[stored]).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("eos", "stored", "level"), [(1, [1], "ok"), (2, [1], "ok"), (1, [1, 2], "ok")], ids=["base", "advised", "instruct"]
+)
+def test_the_audit_knows_the_end_ids_of_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], eos: int, stored: list[int], level: str
+) -> None:
+    """A chat template with `<end>`, and a tokenizer and a generation config with other ends."""
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), (), folder / "model", control_tokens=("<end>",))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    reply = "{% if m.role == 'assistant' %}<end>{% else %}>{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{reply}{{% endfor %}}"
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 1}))
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    write(folder, [{"chat": [*chat, *chat]}])
+    overrides = ["pretrain=model", "sft_train.data_args.messages=chat", "tokenizer=null", "response_length=16"]
+    levels = found(capsys, "run.yaml", "sft_train.model_args.random_init=null", *overrides)
+    assert (levels["end_of_turn"], levels["stop_token"]) == (level, "ok")
 
 
 def test_a_saved_record_has_the_findings() -> None:

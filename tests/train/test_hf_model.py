@@ -12,6 +12,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
+from roll_modeling.engine_files import engine_files
 from roll_modeling.model import load_model, quiet, scalar_head
 from roll_testing.errors import raises_error
 
@@ -142,3 +143,22 @@ def test_an_unused_deepspeed_does_not_warn_while_a_model_is_saved(caplog):
         logger.warning("another")
     logger.warning("Setting accelerator to CPU")
     assert [record.getMessage() for record in caplog.records] == ["another", "Setting accelerator to CPU"]
+
+
+def test_engines_stop_at_ends_of_tokenizer_and_model(tiny, tmp_path):
+    load_model(ModelSpec(random_init=tiny | {"eos_token_id": 5})).save_pretrained(tmp_path)
+    with engine_files(ModelSpec(path=str(tmp_path)), "engine") as files:
+        assert files.end_ids == (5,)
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path)
+    with engine_files(ModelSpec(path=str(tmp_path)), "engine") as files:
+        assert files.end_ids == (1, 5)
+    assert load_model(ModelSpec(path=str(tmp_path))).generation_config.eos_token_id == [1, 5]
+
+
+@pytest.mark.parametrize(("stored", "pad"), [(6, 0), (1, 0)])
+def test_the_padding_is_that_of_the_tokenizer(tiny, tmp_path, stored, pad):
+    load_model(ModelSpec(random_init=tiny | {"pad_token_id": stored})).save_pretrained(tmp_path / "model")
+    make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
+    spec = ModelSpec(path=str(tmp_path / "model"), tokenizer=str(tmp_path / "tokenizer"))
+    model = load_model(spec)
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == pad

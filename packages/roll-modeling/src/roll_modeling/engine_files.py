@@ -76,15 +76,13 @@ def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
             load_model(spec).save_pretrained(stored.path)
         config = load_config(stored)
         tokenizer = spec.tokenizer or (spec.path if _has_tokenizer(spec.path) else "")
-        ends = end_token_ids(config, _generation_config(stored), int(config.get_text_config().vocab_size))
-        if not ends and tokenizer:
-            end = load_tokenizer(spec).eos_token_id
-            ends = (end,) if isinstance(end, int) else ()
+        loaded = load_tokenizer(spec) if tokenizer else None
+        vocab_size = int(config.get_text_config().vocab_size)
         yield EngineFiles(
             model=stored.path,
             overrides=stored.config_overrides,
             tokenizer=tokenizer,
-            end_ids=ends,
+            end_ids=end_token_ids(config, _generation_config(stored), vocab_size, loaded),
             config=config,
             scratch=Path(scratch),
         )

@@ -267,7 +267,7 @@ class Adapters:
             )
 
     def export(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the adapters as peft loads them, and the tokenizer of a model of transformers.
+        """Write the adapters as peft loads them, and tokenizer and generation config of a model of transformers.
 
         `state` has the trained parameters as whole tensors. It is required for sharded parameters, and for layers that
         `model` has as one tensor (`also_targets`). Raises `UnsupportedError` for a base model of `random_init`.
@@ -285,6 +285,8 @@ class Adapters:
         save_file(tensors, path / ADAPTERS, metadata={"format": "pt"})
         if not self._spec.library:
             load_tokenizer(self._spec).save_pretrained(path)
+            if (settings := getattr(self.model, "generation_config", None)) is not None:
+                settings.save_pretrained(path)  # it has the trained end tokens, which the base model may lack
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

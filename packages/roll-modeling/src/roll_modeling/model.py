@@ -20,6 +20,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from roll_core.data.end_tokens import end_ids, stored_end_ids
+from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -47,8 +49,8 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
-    if tokenizer is not None:
-        _set_token_ids(model, tokenizer, spec)
+    if (own := tokenizer or _own_tokenizer(spec)) is not None:
+        _set_token_ids(model, own, spec)
     return model.to(device).eval()
 
 
@@ -74,8 +76,8 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
             each.data = each.data.float()
         if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
-    if tokenizer is not None:
-        _set_token_ids(model, tokenizer, spec)
+    if (own := tokenizer or _own_tokenizer(spec)) is not None:
+        _set_token_ids(model, own, spec)
     return model.eval()
 
 
@@ -89,6 +91,14 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {place!r}: {_line(error, 0)}") from error
+
+
+def _own_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
+    """Tokenizer beside the weights of a language model that does not use the run's; None if there is none."""
+    if spec.task != "causal_lm" or not spec.path:
+        return None
+    with quiet():
+        return stored_tokenizer(spec.path, trust_remote_code=spec.trust_remote_code)
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -132,18 +142,18 @@ def text_parts(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def end_token_ids(
-    config: PreTrainedConfig, generation_config: GenerationConfig | None, vocab_size: int
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig | None,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[int, ...]:
-    """Token ids that end a response, from the generation config, or else from the config.
+    """Token ids that end a response: those of the generation config, or else of the config, and those with which
+    training ends responses (`tokenizer` and its chat template).
 
-    Ids outside the vocabulary are dropped.
+    A loaded model's generation config has them all. Ids outside the vocabulary are dropped.
     """
-    for place in (generation_config, config.get_text_config()):
-        found = getattr(place, "eos_token_id", None)
-        if found is not None:
-            ids = found if isinstance(found, (list, tuple)) else [found]
-            return tuple(int(each) for each in ids if 0 <= int(each) < vocab_size)
-    return ()
+    ids = end_ids(tokenizer, generation_config, config.get_text_config(), config)
+    return tuple(token for token in ids if 0 <= token < vocab_size)
 
 
 def scalar_head(model: PreTrainedModel) -> nn.Linear:
@@ -399,22 +409,24 @@ def kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> It
 
 
 def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
-    """Set special token ids that are missing, or all of them for random weights, in config and generation config.
+    """Set the ids of the tokenizer's special tokens in config and generation config, which engines and exports use.
 
-    A trained reward model has no padding token that is also the end token: transformers scores the last token that is
-    not padding, so its score would not be at the end token.
+    The generation config gets all end ids. A trained reward model has no padding token that is also an end token:
+    transformers scores the last token that is not padding, so its score would not be at the end token.
     """
-    overwrite = spec.random_init is not None
-    places = [model.config.get_text_config()]
-    if getattr(model, "generation_config", None) is not None:
-        places.append(model.generation_config)
-    for place in places:
+    config, generation_config = model.config.get_text_config(), getattr(model, "generation_config", None)
+    ends = end_token_ids(model.config, generation_config, config.vocab_size, tokenizer)
+    for place in (config, generation_config):
+        if place is None:
+            continue
         for name in TOKEN_IDS:
             value = getattr(tokenizer, name)
-            if value is not None and (overwrite or getattr(place, name, None) is None):
+            if value is not None and not (name == "eos_token_id" and value in stored_end_ids(place)):
                 setattr(place, name, value)
-        if spec.task == "reward" and spec.new_head and getattr(place, "pad_token_id", None) == tokenizer.eos_token_id:
+        if spec.task == "reward" and spec.new_head and getattr(place, "pad_token_id", None) in ends:
             place.pad_token_id = None
+    if generation_config is not None and ends:
+        generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
 from roll_core.data.encode import Encoder, tokenizer_texts
+from roll_core.data.end_tokens import saved_end_ids
 from roll_core.data.rows import ENDINGS, first_rows, has_response, messages_of, read_rows, tools_of
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
@@ -189,9 +190,10 @@ def audit_data(
 
         built = load_tokenizer(model)
     trains = any(_has_response(row, data, rows) for row in rows)
+    model_ends = saved_end_ids(model) if model else ()
     findings: list[AuditFinding] = []
     if is_chat_data(data, built):
-        findings += audit_template(built, data, subject=model or "bytes")
+        findings += audit_template(built, data, subject=model or "bytes", model_ends=model_ends)
     try:
         findings += audit_rows(
             rows,
@@ -200,6 +202,7 @@ def audit_data(
             subject=path.name,
             prompt_length=limits[0],
             response_length=limits[1] if trains else None,
+            model_ends=model_ends,
         )
     except DataError as error:
         findings.append(AuditFinding(check="rows", subject=path.name, level="error", found=str(error)))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll_core.data.encode import Encoder
+from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError
 from roll_core.spec.config import RewardRunConfig
@@ -74,9 +75,11 @@ def audit_template(
     multi_turn: bool = False,
     tool_format: str = "auto",
     thinking: Any = "template",
+    model_ends: Sequence[int] = (),
 ) -> Iterator[AuditFinding]:
     """Check the chat template on small conversations. With `multi_turn`, later turns matter to the run.
 
+    `model_ends` are the end ids in the model's files, at which generation stops as well as at those of the tokenizer.
     The encoder of conversations is part of roll-pipeline-agentic. Without that package, a note says so.
     """
     try:
@@ -92,7 +95,8 @@ def audit_template(
         return
     try:
         chats = ChatEncoder(tokenizer, data, where=subject, tool_format=tool_format, thinking=thinking)
-        trial = _Trial(chats, Encoder(tokenizer, data, chats=True), subject, "warning" if multi_turn else "note")
+        encoder = Encoder(tokenizer, data, chats=True)
+        trial = _Trial(chats, encoder, subject, "warning" if multi_turn else "note", model_ends)
         trial.opening = chats.encode([trial.question])
     except DataError as error:
         level: Level = "warning" if multi_turn else "note"
@@ -120,11 +124,13 @@ def audit_rows(
     response_length: int | None,
     truncate: bool = False,
     seconds: float | None = None,
+    model_ends: Sequence[int] = (),
 ) -> Iterator[AuditFinding]:
     """Check encoded rows. With `response_length` they are training sequences (sft), otherwise prompts.
 
     With `truncate`, responses longer than `response_length` lose their stop token instead of being dropped.
-    `seconds` ends the audit of further rows; the findings then name the number of rows.
+    `seconds` ends the audit of further rows; the findings then name the number of rows. `model_ends` are the end ids in
+    the model's files.
     """
     begin, encoder = time.monotonic(), Encoder(tokenizer, data)
     prompts: list[int] = []
@@ -137,7 +143,7 @@ def audit_rows(
     errors: list[DataError] = []
     long: Counter[str] = Counter()
     without_response = 0
-    special = set(tokenizer.all_special_ids)
+    ends = {*trained_end_ids(tokenizer), *model_ends}
     for row in rows:
         if seconds is not None and time.monotonic() - begin > seconds:
             break
@@ -158,7 +164,7 @@ def audit_rows(
                 long["response"] += responses[-1] > response_length
                 trained = np.flatnonzero(mask)
                 is_cut = truncate and responses[-1] > response_length
-                if is_cut or not len(trained) or int(tokens[trained[-1]]) not in special:
+                if is_cut or not len(trained) or int(tokens[trained[-1]]) not in ends:
                     unstopped.append(row)
         except DataError as error:
             errors.append(error)
@@ -298,8 +304,10 @@ def _is_empty(value: Any) -> bool:
 class _Trial:
     """Small conversations, encoded with a chat template."""
 
-    def __init__(self, chats: ChatEncoder, encoder: Encoder, subject: str, bad: Level) -> None:
-        """`bad` is the level of what matters only to conversations of several turns."""
+    def __init__(
+        self, chats: ChatEncoder, encoder: Encoder, subject: str, bad: Level, model_ends: Sequence[int]
+    ) -> None:
+        """`bad` is the level of what matters only to conversations of several turns. `model_ends`: see above."""
         self.chats, self.encoder, self.subject, self.bad = chats, encoder, subject, bad
         tokenizer = encoder.tokenizer
         # A tokenizer of characters may have few of them.
@@ -311,6 +319,9 @@ class _Trial:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = [str(token) for token in added.values() if token.special]
         self.stops = [each for each in dict.fromkeys([str(tokenizer.eos_token), *special]) if each]
+        ends = dict.fromkeys([*trained_end_ids(tokenizer), *model_ends])
+        self.ends = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ends)) if token]
+        """Tokens at which generation stops."""
         self.end = ""
         """Text that ends a reply."""
 
@@ -326,16 +337,21 @@ class _Trial:
         if not ends:
             return self.finding("end_of_turn", "note", "the chat template ends replies with no special token")
         at, self.end = min(ends)
-        stop = str(self.encoder.tokenizer.eos_token)
-        if rest[at + len(self.end) :].startswith(stop) and self.end != stop:
+        if self.end in self.ends and self.opening.text.endswith(rest.lstrip()) and self.end != self.stops[0]:
+            found = f"the first token of the next turn ({self.end}) ends earlier replies, {self.stops[0]} the last one"
+            return self.finding("end_of_turn", "note", found)
+        if self.end in self.ends:
+            return self.finding("end_of_turn", "ok", f"{self.end}, at which generation stops")
+        stop = next((each for each in self.ends if rest[at + len(self.end) :].startswith(each)), None)
+        if stop is not None:
             self.end += stop
-        if self.end.endswith(stop):
-            return self.finding("end_of_turn", "ok", f"{stop}, at which generation stops")
+            return self.finding("end_of_turn", "ok", f"{self.end}; generation stops at {stop}")
         return self.finding(
             "end_of_turn",
             "warning",
-            f"the chat template ends replies with {self.end}, generation stops at {stop}",
-            f"set the tokenizer's eos_token to {self.end}",
+            f"the chat template ends earlier replies with {self.end}, generation stops at {', '.join(self.ends)}",
+            f"set the tokenizer's eos_token to {self.end}, unless it also ends parts of a reply; then train on single"
+            " turns",
         )
 
     def keeps(
@@ -412,7 +428,9 @@ def audit_run(
         return
     multi_turn = bool(getattr(config, "multi_turn", False))
     role = config.policy_role or next(iter(config.roles()))
-    template = config.roles()[role].data_args
+    template, model = config.roles()[role].data_args, config.roles()[role].model_args
+    path = model.path(config.pretrain)
+    model_ends = saved_end_ids(path, model.model_config_kwargs) if path else ()
     if multi_turn or is_chat_data(template, tokenizer):
         yield from audit_template(
             tokenizer,
@@ -421,6 +439,7 @@ def audit_run(
             multi_turn=multi_turn,
             tool_format=getattr(config, "tool_format", "auto"),
             thinking=getattr(config, "thinking", "template"),
+            model_ends=model_ends,
         )
 
     def left() -> float | None:
@@ -437,6 +456,7 @@ def audit_run(
             response_length=config.response_length if trains else None,
             truncate=getattr(config, "overlong", "drop") == "truncate",
             seconds=left(),
+            model_ends=model_ends,
         )
         if isinstance(config, RewardRunConfig):
             yield from audit_reward_columns(rows(source), config.rewards, subject=key, seconds=left())

@@ -195,7 +195,7 @@ class JinjaTemplate:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         marks = [tokenizer.eos_token, *tokenizer.all_special_tokens, *(str(each) for each in added if each.special)]
-        self._marks = tuple(dict.fromkeys(str(each) for each in marks if each))
+        self.marks = tuple(dict.fromkeys(str(each) for each in marks if each))
         """Special tokens, which mark turns; the end-of-sequence token is the first."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -232,7 +232,7 @@ class JinjaTemplate:
             end = len(before) + length
             response = whole[len(before) : end]
             # In the middle, the template's own token ends a turn: a prompt of the next turn has no other.
-            ends = not response[said:].endswith(self._marks if whole[end:].strip() else self._marks[:1])
+            ends = not response[said:].endswith(self.marks if whole[end:].strip() else self.marks[:1])
             found.append(Segment(whole[at : len(before)], written=False))
             found.append(Segment(response, written=True, ends=ends))
             at = end
@@ -247,8 +247,8 @@ class JinjaTemplate:
         eos, closing = self.tokenizer.eos_token, response[said:]
         if eos and eos in closing:
             return said + closing.rfind(eos) + len(eos)
-        if not closing.rstrip().endswith(self._marks):
-            for mark in self._marks:
+        if not closing.rstrip().endswith(self.marks):
+            for mark in self.marks:
                 if rest.startswith(mark):
                     return len(response) + len(mark)
         return max(said, len(response.rstrip()))
