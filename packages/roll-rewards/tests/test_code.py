@@ -366,3 +366,176 @@ def test_a_killed_server_is_replaced(reward, requesting):
     code._sandbox._server._process.kill()
     code._sandbox._server._process.wait()
     assert code.score(requesting(fenced("print(input())"), test_cases=tests)).value == 1.0
+
+
+# -- forms of programs -------------------------------------------------------------------------------------------------
+
+PRINT = "```python\nprint(1)\n```"
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        (f"{PRINT}\nOutput:\n```\n1\n```", "print(1)\n"),
+        (f"{PRINT}\nOutput:\n~~~\n1\n~~~", "print(1)\n"),
+        (f"{PRINT}\n```text\n1\n```", "print(1)\n"),
+        ("```\nprint(1)\n```", "print(1)\n"),
+        ("1. Code:\n   ```python\n   print(1)\n   ```", "print(1)\n"),
+        ("10. Code:\n\n    ```python\n    print(1)\n    ```", "print(1)\n"),
+        ("- ```python\n  if 1:\n      print(1)\n  ```", "if 1:\n    print(1)\n"),
+        (
+            "* a\n    * b\n\n        ```py\n        if 1:\n\n            print(1)\n        ```",
+            "if 1:\n\n    print(1)\n",
+        ),
+        ("\t```python\n\tif 1:\n\t\tprint(1)\n\t```", "if 1:\n\tprint(1)\n"),
+        ("> ```python\n> if 1:\n>     print(1)\n> ```", "if 1:\n    print(1)\n"),
+        ("   ```python\nprint(1)\n```", "print(1)\n"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
+        ("```python\ndef f():\n    '''\n    ```\n    '''\n```", "def f():\n    '''\n    ```\n    '''\n"),
+        ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+        ("```python title='a.py'\nprint(1)\n```", "print(1)\n"),
+        ("```Python3\nprint(1)\n```", "print(1)\n"),
+        ("```{python}\nprint(1)\n```", "print(1)\n"),
+        ("```print(1)```\nis a program", None),
+        (f"{PRINT}\nand ```print(2)``` is not", "print(1)\n"),
+    ],
+)
+def test_a_program_is_found_wherever_its_block_stands(response, program):
+    assert last_program(response) == program
+
+
+@pytest.mark.parametrize(("found", "expected"), [("1_000", "1000"), ("1000", "1_000"), ("0.1_5", "0.15")])
+def test_digits_with_underscores_are_no_number(found, expected):
+    assert not same_text(found, expected)
+
+
+def test_rows_with_long_integers_are_read():
+    digits = "7" * 5000
+    value = int(digits[:2500]) * 10**2500 + int(digits[2500:])
+    columns = f'{{"fn_name": "f", "inputs": [[{digits}]], "outputs": [{digits}]}}'
+    assert read_tests(columns) == [CallTest("f", (value,), (value,))]
+    assert read_tests(f'{{"inputs": ["1"], "outputs": [{digits}]}}') == [StdinTest("1", digits)]
+    rows = [{"input": digits, "output": digits, "testtype": "functional", "fn_name": "f"}]
+    assert read_tests(rows) == [CallTest("f", (value,), (value,))]
+    assert CodeConfig(reward="code").check_row({"test_cases": [f"assert f(1) == {digits}"]}) == {}
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("print(10**9999 + int(input()))", [{"input": "0", "output": "1" + "0" * 9999}]),
+        ("print(len(input()), int('9' * 5000) % 7)", [{"input": "x" * 5000, "output": f"5000 {(10**5000 - 1) % 7}"}]),
+        ("def f(n): return 10**n", {"fn_name": "f", "inputs": [[5000]], "outputs": [10**5000]}),
+        ("def f(n): return 10**n", [f"assert f(5000) == 1{'0' * 5000}"]),
+        ("def f(n): return 10**n", ["assert str(f(5000)) == '1' + 5000 * '0'"]),
+    ],
+)
+def test_programs_with_long_integers_score(scored, program, tests):
+    assert scored(program, tests).value == 1.0
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(xs: List[int]) -> Optional[int]:\n    c = defaultdict(int)\n    return min(inf, sum(xs)) + c[0]",
+        "class Solution:\n    @lru_cache(None)\n    def g(self, n): return math.gcd(n, 0)\n"
+        "    def f(self, xs): return reduce(lambda a, b: a + b, map(self.g, xs))",
+        "def f(xs):\n    heapify(xs)\n    return sum(heappop(xs) for _ in range(2))",
+        "def f(xs): return collections.Counter(xs).total() + ceil(xs[0]) + deque(xs)[1] - 2",
+        "def f(xs): return g(3000) + sum(xs)\ndef g(n): return 0 if n == 0 else g(n - 1)",
+        "from math import *\ndef f(xs): return pow(floor(2.5), 1) + len(list(accumulate(xs))) - 1",
+    ],
+)
+def test_names_of_livecodebench_need_no_import(scored, program):
+    assert scored(program, {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [3]}).value == 1.0
+
+
+@NEEDS_ISOLATION
+def test_a_name_of_the_program_comes_before_the_prelude(scored):
+    assert scored("inf = 3\ndef gcd(a, b): return inf", ["assert gcd(1, 2) == 3"]).value == 1.0
+    assert scored("pow = 3\nprint(pow)", [{"input": "1", "output": "3"}]).value == 1.0
+    assert scored("print(pow(2, 3, 5))", [{"input": "1", "output": "3"}]).value == 1.0
+    assert scored("def f(): return 0.1 + 0.2", ["assert math.isclose(f(), 0.3)"]).value == 1.0
+    assert scored("print(no_such_name)", [{"input": "1", "output": "3"}]).value == 0.0
+
+
+# -- checks of test code -----------------------------------------------------------------------------------------------
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    ("test", "wrong"),
+    [
+        ("for got, want in zip(f(), [1, 2]):\n    assert got == want", "[]"),
+        ("def test_f():\n    for got in f():\n        if got != 1:\n            raise ValueError", "[]"),
+        ("import unittest\nfor got in f():\n    unittest.TestCase().assertEqual(got, 1)", "()"),
+        ("def check(candidate):\n    for got, want in zip(candidate(), [1, 2]):\n        assert got == want", "{}"),
+        ("def test_f():\n    assert f() == [1, 2]\n    yield", "[1, 2]"),
+    ],
+)
+def test_test_code_that_compares_nothing_does_not_pass(reward, requesting, test, wrong):
+    code = reward(CodeReward, CodeConfig, "code")
+    given = requesting(fenced(f"def f(): return {wrong}"), test_cases=[test], fn_name="f")
+    if "yield" in test:
+        with pytest.raises(RewardFailure):
+            code.score(given)
+    else:
+        assert code.score(given).value == 0.0
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    "test",
+    [
+        "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass",
+        "import pytest\nwith pytest.raises(ValueError):\n    f(-1)",
+        "f(1)",
+        "assert f(1), 'no value'",
+        "class Box:\n    def same(self):\n        assert f(1).items == [1]\nBox().same()",
+        "if not f(1):\n    raise ValueError",
+        "assert list(reversed(f(1))) == [1]",
+    ],
+)
+def test_checks_that_right_programs_pass(scored, test):
+    program = (
+        "class Bag:\n    items = [1]\n    def __len__(self): return 1\n"
+        "    def __getitem__(self, at): return self.items[at]\n"
+        "def f(x):\n    if x < 0: raise ValueError(x)\n    return Bag()"
+    )
+    assert scored(program, [test]).value == 1.0
+
+
+@NEEDS_ISOLATION
+def test_an_object_without_a_length_is_true(scored):
+    node = "class Node:\n    def __init__(self, next=None): self.next = next\ndef f(): return Node(Node())"
+    test = "node, n = f(), 0\nwhile node:\n    node, n = node.next, n + 1\nassert n == 2"
+    assert scored(node, [test]).value == 1.0
+
+
+@NEEDS_ISOLATION
+def test_a_value_that_breaks_the_tests_is_a_0(scored):
+    assert scored("def f(): return '(('", ["assert eval(f()) == 1"]).value == 0.0
+    assert scored("def f(): return 'nowhere'", ["import importlib\nimportlib.import_module(f())"]).value == 0.0
+
+
+@NEEDS_ISOLATION
+def test_an_exception_without_a_text_can_be_expected(scored):
+    program = "class E(ValueError):\n    def __str__(self): raise TypeError\ndef f(): raise E"
+    assert scored(program, ["import pytest\nwith pytest.raises(ValueError):\n    f()"]).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        (f"<think>\nMaybe\n{PRINT}\nno, that fails for", None),
+        (f"[THINK]{PRINT}", None),
+        (f"analysisMaybe\n{PRINT}", None),
+        (f"[THINK]```python\nprint(2)\n```[/THINK]\n{PRINT}", "print(1)\n"),
+        (f"analysisMaybe```assistantfinal{PRINT}", "print(1)\n"),
+        ("```python\nprint('<think>')\n```", "print('<think>')\n"),
+    ],
+)
+def test_a_program_in_the_reasoning_does_not_count(response, program):
+    assert last_program(response) == program

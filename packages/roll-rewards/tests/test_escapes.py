@@ -29,6 +29,14 @@ GOOD = "def solve(a, b):\n    return a + b\nif __name__ == '__main__':\n    prin
 STDIN = [{"input": "2 3\n", "output": "5\n"}, {"input": "20 22\n", "output": "42\n"}]
 CALLS = {"fn_name": "solve", "inputs": [[2, 3], [20, 22]], "outputs": [5, 42]}
 ASSERTS = ["assert solve(2, 3) == 5\nassert solve(20, 22) == 42"]
+# A program that ends a loop early has nothing compared.
+LOOPS = [
+    "for got, want in zip(map(solve, (2, 20), (3, 22)), (5, 42)):\n    assert got == want",
+    "import itertools\nfor got, want in zip(itertools.starmap(solve, [(2, 3), (20, 22)]), (5, 42)):\n"
+    "    if got != want:\n        raise ValueError(got)",
+    "def test_sums():\n    for got, want in zip(iter(lambda: solve(2, 3), []), [5]):\n        assert got == want",
+    "assert all(got == want for got, want in zip(map(solve, (2, 20), (3, 22)), (5, 42)))\nassert solve(2, 3) == 5",
+]
 
 # Programs that read standard input; `CANARY` is a file outside, `PARENT` the process id of the worker.
 OUTSIDE = {
@@ -193,6 +201,22 @@ FORGED = {
     "prints a huge exponent": "print('1e999999999999')\ndef solve(*args): return 1 << 7200000",
     "raises an error with a long name": "def solve(*args): raise type('E' * 1000000, (Exception,), {})\nsolve()",
     "ends a loop early": "def solve(*args): raise StopIteration",
+    "ends a loop early by a subclass": "class S(StopIteration): pass\ndef solve(*args): raise S",
+    "ends a loop early by a renamed subclass": (
+        "S = type('ValueError', (StopIteration,), {})\ndef solve(*args): raise S('x')"
+    ),
+    "ends a loop early by two bases": "class S(KeyError, StopIteration): pass\ndef solve(*args): raise S",
+    "ends an asynchronous loop early": "class S(StopAsyncIteration): pass\ndef solve(*args): raise S",
+    "ends a generator": "class S(GeneratorExit): pass\ndef solve(*args): raise S",
+    "interrupts": "class S(KeyboardInterrupt): pass\ndef solve(*args): raise S",
+    "ends a loop by an index": (
+        "class S:\n  def __len__(self): return 2\n  def __getitem__(self, at): raise IndexError\n"
+        "  def __iter__(self): return iter(())\ndef solve(*args): return S()"
+    ),
+    "returns nothing to compare": "def solve(*args): return []",
+    "hides its exception": (
+        "class S(StopIteration):\n  def __str__(self): raise ValueError\ndef solve(*args): raise S"
+    ),
     "leaves in the call": "import os\ndef solve(*args): os._exit(0)",
     "raises what the test expects not": "def solve(*args): raise SystemExit(0)",
     "pretends that the tests are broken": "def solve(*args): raise ModuleNotFoundError('numpy')",
@@ -225,7 +249,10 @@ def results(tmp_path_factory, requesting):
             futures = {name: threads.submit(score, program, STDIN) for name, program in ATTEMPTS.items()}
             futures |= {f"{name} (call)": threads.submit(score, program, CALLS) for name, program in FORGED.items()}
             futures |= {f"{name} (code)": threads.submit(score, program, ASSERTS) for name, program in FORGED.items()}
+            for kind, test in enumerate(LOOPS):
+                futures |= {f"{name} (loop {kind})": threads.submit(score, FORGED[name], [test]) for name in FORGED}
             futures |= {f"good {n}": threads.submit(score, GOOD, (STDIN, CALLS, ASSERTS)[n % 3]) for n in range(9)}
+            futures |= {f"good loop {n}": threads.submit(score, GOOD, [test]) for n, test in enumerate(LOOPS)}
             yield {name: future.result() for name, future in futures.items()}, canary
     finally:
         reward.close()
@@ -234,13 +261,14 @@ def results(tmp_path_factory, requesting):
 @NEEDS_ISOLATION
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_no_attempt_scores(results, name):
-    found = [each for attempt, each in results[0].items() if attempt in (name, f"{name} (call)", f"{name} (code)")]
+    found = [each for attempt, each in results[0].items() if attempt == name or attempt.startswith(f"{name} (")]
     assert [each.value for each in found] == [0.0] * len(found), found
 
 
 @NEEDS_ISOLATION
 def test_no_attempt_blocks_or_changes_the_others(results):
-    assert [each.value for name, each in results[0].items() if name.startswith("good")] == [1.0] * 9
+    good = {name: each for name, each in results[0].items() if name.startswith("good")}
+    assert [each.value for each in good.values()] == [1.0] * (9 + len(LOOPS)), good
 
 
 @NEEDS_ISOLATION

@@ -133,3 +133,16 @@ def test_rows_with_unusable_instructions_are_failures(scored, row):
 def test_hostile_responses_are_verified_quickly(response):
     for name, options, _, _ in CASES:
         assert follows(response, name, options) in (True, False)
+
+
+def test_reasoning_follows_no_instruction(reward, requesting):
+    row = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    made = reward(IFEvalReward, IFEvalConfig, "ifeval")
+    for response, expected in (
+        ("<think>a, b", 0.0),
+        ("<think>a, b</think>c", 1.0),
+        ("analysisA, bassistantfinalC", 1.0),
+    ):
+        assert made.score(requesting(response, **row)).value == expected
+    whole = reward(IFEvalReward, IFEvalConfig, "ifeval", remove_reasoning=False)
+    assert whole.score(requesting("<think>ab", **row)).value == 1.0

@@ -173,3 +173,64 @@ def test_repetitions_by_hand(reward, requesting):
     assert made.score(requesting("a b a b a b")).value == pytest.approx(-0.3)
     assert made.score(requesting("la " * 300_000)).value == pytest.approx(-0.5, abs=1e-5)
     assert all(-0.5 <= made.score(requesting(each)).value <= 0 for each in HOSTILE)
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
+
+
+CUT = [
+    "<think>\nIs it B? \\boxed{B} The answer is B",
+    "Let me see.\n<think>The answer is B",
+    "<think>A</think>No, again: <think>B",
+    "[THINK]B",
+    "<seed:think>B",
+    "<|channel|>analysis<|message|>The answer is B<|end|>",
+    "analysisThe answer is B",
+    'analysisThe answer is Bassistantcommentary to=functions.f json{"x": "B"}',
+]
+ANSWERED = [
+    "<think>A?</think>B",
+    "A?</think>B",
+    "[THINK]A?[/THINK]B",
+    "<seed:think>A?</seed:think>B",
+    "<|channel|>analysis<|message|>A?<|end|><|start|>assistant<|channel|>final<|message|>B<|return|>",
+    "analysisA?assistantfinalB",
+    'analysisA?assistantcommentary to=functions.f json{"x": 1}assistantfinalB',
+    "finalB",
+]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("response", CUT)
+def test_a_response_that_ends_in_its_reasoning_gets_0(reward, requesting, name, response):
+    found = reward(*ANSWERS[name], name).score(requesting(response, ground_truth="B"))
+    assert (found.value, found.detail["why"]) == (0.0, "no answer")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("response", ANSWERED)
+def test_reasoning_is_no_part_of_the_answer(value, name, response):
+    assert value(name, response, "B") == 1.0
+
+
+def test_a_prompt_may_open_the_reasoning(reward, requesting):
+    made = reward(*ANSWERS["multiple_choice"], "multiple_choice")
+    given = {"ground_truth": "B", "prompt": "Q<|assistant|><think>\n"}
+    assert made.score(requesting("The answer is B", **given)).value == 0.0
+    assert made.score(requesting("A?</think>The answer is B", **given)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "analysis of the data",
+        "analysis: good",
+        "Final answer",
+        "finally, B",
+        "finalists",
+        "final B",
+        "`<think>` is a mark",
+    ],
+)
+def test_common_words_are_no_channels(text):
+    assert find_answer(text) == (text, False)

@@ -257,3 +257,29 @@ def test_options_that_cannot_work_are_errors(options):
     given = {"reward": "judge", "judge_api_url": "http://x", "judge_model_name": "m"} | options
     with pytest.raises(ValidationError):
         JudgeConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("Yes. No issues found.", None),
+        ("No, although a teacher would say yes.", None),
+        ("Yes or no", None),
+        ("I found no error.\n\n**YES**", 1.0),
+        ("There is no error. YES", 1.0),
+        ("Verdict: no\nI would not say yes.", 0.0),
+        ("Yes\nNo", None),
+        ("Yes, it is.", 1.0),
+        ("analysisNo?assistantfinalYes", 1.0),
+        ("[THINK]No?[/THINK]Yes", 1.0),
+        ("[THINK]Yes", None),
+    ],
+)
+def test_a_reply_with_yes_and_no_is_no_vote(server, reward, requesting, reply, expected):
+    url, _ = server(chat(reply))
+    made, given = judge(reward, url), requesting("x", ground_truth="y")
+    if expected is None:
+        with pytest.raises(RewardFailure):
+            made.score(given)
+    else:
+        assert made.score(given).value == expected

@@ -1,7 +1,8 @@
 r"""Rules that compare the response's answer with the row's: choices, texts, words in common.
 
 The answer is what `answer_pattern` captures last, or else the content of the last `\boxed{…}` or `<answer>…</answer>`,
-or what follows the last "answer is" or "answer:" up to the line's end. Otherwise it is the whole text after `</think>`.
+or what follows the last "answer is" or "answer:" up to the line's end. Otherwise it is the whole text. Reasoning does
+not count: see `roll_core.data.reasoning`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.reasoning import answer_of, opens_reasoning
 from roll_core.errors import DataError
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
@@ -30,6 +32,9 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 NUMBER_MARKS = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)[./](?=\d)|(?<![\w.])\.(?=\d)")
 """Signs and decimal points, which SQuAD removes as punctuation: -5 would equal 5, and 3.5 would equal 35."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+NO_ANSWER = "no answer"
+"""Detail `why` of a response that ends inside its reasoning, or has no answer in the required form."""
 
 
 def boxed(text: str) -> str | None:
@@ -50,9 +55,12 @@ def tagged(text: str) -> str | None:
     return text[start + 8 : end] if start >= 0 else None
 
 
-def find_answer(response: str, pattern: str = "") -> tuple[str, bool]:
-    """The answer, and whether the response marked it."""
-    text = response.rpartition("</think>")[2]
+def find_answer(response: str, pattern: str = "", *, opened: bool = False) -> tuple[str, bool]:
+    """The answer, and whether the response marked it. `opened` is that of `answer_of`.
+
+    Empty if the response ends inside its reasoning.
+    """
+    text = answer_of(response, opened=opened) or ""
     if pattern:
         found = [each.group(1) for each in re.finditer(pattern, text, re.DOTALL)]
         return (found[-1].strip(), True) if found and found[-1] is not None else ("", False)
@@ -107,10 +115,11 @@ class AnswerReward(RewardFunction):
     def score(self, request: RewardRequest) -> Reward:
         config = self.config
         truths = truths_of(request, config.ground_truth)
-        answer, marked = find_answer(request.response, config.answer_pattern)
+        opened = opens_reasoning(request.prompt)
+        answer, marked = find_answer(request.response, config.answer_pattern, opened=opened)
         detail: dict[str, float | str] = {"answer": answer[:200]}
-        if config.require_answer and not marked:
-            return Reward(value=0.0, detail=detail)
+        if not marked and (config.require_answer or not answer):
+            return Reward(value=0.0, detail={**detail, "why": NO_ANSWER})
         return Reward(value=max(self.compare(answer, each) for each in truths), detail=detail)
 
     def compare(self, answer: str, truth: str) -> float:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.reasoning import answer_of, opens_reasoning
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_rewards import guest
+from roll_rewards.answers import NO_ANSWER
 from roll_rewards.code_tests import CallTest, CodeTest, StdinTest, last_program, read_tests, same_text, same_value
 from roll_rewards.config import isolation_problem
 from roll_rewards.remote_sandbox import RemoteSandbox
@@ -83,9 +85,11 @@ class CodeReward(RewardFunction):
     def score(self, request: RewardRequest) -> Reward:
         config = self.config
         tests = self._tests(request)
-        program = last_program(request.response, require_code_block=config.require_code_block)
+        opened = opens_reasoning(request.prompt)
+        program = last_program(request.response, require_code_block=config.require_code_block, opened=opened)
         if program is None or not program.strip():
-            return Reward(value=0.0, detail={"passed": 0.0, "why": "no program"})
+            why = NO_ANSWER if answer_of(request.response, opened=opened) is None else "no program"
+            return Reward(value=0.0, detail={"passed": 0.0, "why": why})
         deadline = time.monotonic() + config.timeout_s
         passed, why = 0, ""
         for number, test in enumerate(tests):

@@ -21,11 +21,16 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from roll_core.data.reasoning import answer_of
 
-FENCE = re.compile(r" {0,3}```+[ \t]*([\w+-]*)")
-PYTHON = ("", "python", "python3", "py")
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+FENCE = re.compile(r"((?:[ \t>]|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))*)(```+(?=[^`]*$)|~~~+)[ \t]*\{?\.?([\w+-]*)")
+"""Beginning of a fence: what stands before it (blanks, marks of lists and quotes), its marks, its language."""
+PYTHON = frozenset({"python", "python3", "python2", "py", "py3"})
+TAB = 4
+LONG_NUMBER = re.compile(r"\d{4000,}")
 INPUT_KEYS, OUTPUT_KEYS = ("input", "stdin"), ("output", "expected_stdout", "expected_output")
 
 
@@ -57,22 +62,50 @@ class CodeTest:
 Test = StdinTest | CallTest | CodeTest
 
 
-def last_program(response: str, *, require_code_block: bool = True) -> str | None:
-    """The last fenced block of Python; None without one. Text before `</think>` is reasoning and does not count."""
-    text = response.replace("\r\n", "\n").rpartition("</think>")[2]
-    program, opened = None, None
-    lines = text.split("\n")
-    for number, line in enumerate(lines):
-        fence = FENCE.match(line) if "```" in line else None
+def last_program(response: str, *, require_code_block: bool = True, opened: bool = False) -> str | None:
+    """The last fenced block of Python, or the last one without a language if none is of Python; None without one.
+
+    Reasoning does not count; `opened` is that of `answer_of`.
+    """
+    text = answer_of(response, opened=opened)
+    if text is None:
+        return None
+    blocks = list(_blocks(text.replace("\r\n", "\n")))
+    programs = [block for block, language in blocks if language in PYTHON]
+    programs = programs or [block for block, language in blocks if not language]
+    return programs[-1] if programs else None if require_code_block else text
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Contents and language, in lower case, of each fenced block that is closed."""
+    lines = iter(text.split("\n"))
+    for line in lines:
+        fence = FENCE.match(line) if "```" in line or "~~~" in line else None
         if fence is None:
             continue
-        if opened is None:
-            opened = number, fence[1].lower()
-        elif not line.strip().strip("`"):
-            if opened[1] in PYTHON:
-                program = "".join(f"{each}\n" for each in lines[opened[0] + 1 : number])
-            opened = None
-    return program if program is not None or require_code_block else text
+        column, marks, is_quoted = len(fence[1].expandtabs(TAB)), fence[2], ">" in fence[1]
+        block: list[str] = []
+        for inner in lines:
+            rest = inner.lstrip(" \t>")
+            # A closing fence that is indented more than the block is part of it, for example of a docstring.
+            if rest.startswith(marks) and not rest.strip(f"{marks[0]} \t") and len(inner) - len(rest) < column + TAB:
+                yield "".join(f"{_dedented(each, column, is_quoted)}\n" for each in block), fence[3].lower()
+                break
+            block.append(inner)
+
+
+def _dedented(line: str, column: int, is_quoted: bool) -> str:
+    """A line of a block without the indentation of its fence, as CommonMark defines it: at most as many columns."""
+    if is_quoted:
+        before, mark, rest = line.partition(">")
+        line, column = (rest, column - len(before) - 1) if mark and not before.strip() else (line, column)
+        return _dedented(line, column, is_quoted=False)
+    width = 0
+    for at, character in enumerate(line):
+        if width >= column or character not in " \t":
+            return " " * max(width - column, 0) + line[at:]
+        width += TAB - width % TAB if character == "\t" else 1
+    return ""
 
 
 def read_tests(value: Any, fn_name: str = "") -> list[Test]:
@@ -80,7 +113,7 @@ def read_tests(value: Any, fn_name: str = "") -> list[Test]:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = _json(value)
         except ValueError:
             value = [value]  # test code
     if isinstance(value, str):
@@ -102,7 +135,7 @@ def syntax_problem(test: Test) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
-            ast.parse(test.source)
+            ast.parse(LONG_NUMBER.sub("1", test.source))  # the boxes have no limit of digits, this process has
     except (SyntaxError, ValueError) as error:  # ValueError: a null character
         return f"test code {test.source!r:.60}: {error}"
     return ""
@@ -141,8 +174,8 @@ def _test(value: Any, fn_name: str) -> Test:
 
 def _call(function: str, arguments: Any, output: Any) -> CallTest:
     if isinstance(arguments, str):
-        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
-        output = json.loads(output) if isinstance(output, str) else output
+        arguments = [_json(line) for line in arguments.splitlines() if line.strip()]
+        output = _json(output) if isinstance(output, str) else output
         return CallTest(function, tuple(arguments), (output,))
     if not isinstance(arguments, list):
         raise ValueError(f"arguments of {function} are {_short(arguments)}, expected a list")
@@ -160,7 +193,12 @@ def _text(value: Any) -> str:
         return "\n".join(_text(each) for each in value)
     if not isinstance(value, (str, int, float)):
         raise ValueError(f"an input or output is {_short(value)}, expected text")
-    return str(value)
+    return str(value if isinstance(value, (str, float, bool)) else Decimal(value))  # str() of integers has a limit
+
+
+def _json(text: str) -> Any:
+    """Value of a JSON text. Its integers may have more than the 4,300 digits that `int` reads."""
+    return json.loads(text, parse_int=lambda digits: int(digits if len(digits) < 4000 else Decimal(digits)))
 
 
 def _short(value: Any) -> str:
@@ -188,6 +226,8 @@ def _same_line(found: str, expected: str, tolerance: float) -> bool:
 
 
 def _same_number(found: str, expected: str, tolerance: float) -> bool:
+    if "_" in found + expected:  # a mark that `Decimal` ignores
+        return False
     try:
         a, b = Decimal(found), Decimal(expected)
     except InvalidOperation:

@@ -259,7 +259,7 @@ class IFEvalConfig(RewardConfig):
     reward_type: Literal["hard", "soft"] = "hard"
     """`hard`: 1 if the response follows every instruction, else 0. `soft`: the share that it follows."""
     remove_reasoning: bool = True
-    """If true, only the text after `</think>` counts."""
+    """If true, the response's reasoning does not count, and a response that ends inside it gets 0."""
 
 
 # -- services ----------------------------------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ class JudgingConfig(RewardConfig):
     ground_truth: str = "ground_truth"
     """Column for the placeholder `{ground_truth}`."""
     judge_scale: Literal["yes_no", "score"] = "yes_no"
-    """`yes_no`: 1 if the last such word of the reply is yes, 0 if it is no. `score`: the number that `score_pattern`
-    captures last, from 0 to 1 within `score_range`."""
+    """`yes_no`: 1 if the reply says yes, 0 if it says no; with both words, one of them must be a line of its own or the
+    last word in capitals. `score`: the number that `score_pattern` captures last, from 0 to 1 within `score_range`."""
     score_pattern: PatternWithGroup = (
         r"(?i)score(?:\s*\((?:\d+\s*(?:-|–|to)|out of|from)[^)\n]*\))?\W{0,5}?(-?\d+(?:\.\d+)?)"
     )

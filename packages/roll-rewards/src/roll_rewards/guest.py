@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -27,6 +28,13 @@ import types
 from typing import Any
 
 MAX_FRAME = 8 << 20
+RECURSION_LIMIT = 50_000
+"""LiveCodeBench's. Python's own, 1,000, ends right solutions that recurse over their input."""
+PRELUDE = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
+)
+"""Modules whose names programs may use without an import, as in LiveCodeBench's harness; later ones win."""
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -109,9 +117,13 @@ def run(name: str, source: str) -> tuple[int, types.ModuleType]:
     sys.modules[name] = module
     vars(builtins).setdefault("exit", sys.exit)  # the interpreter runs without the module `site`, which has them
     vars(builtins).setdefault("quit", sys.exit)
+    _lift_limit_of_digits()
+    sys.setrecursionlimit(RECURSION_LIMIT)
     code = 0
     try:
-        exec(compile(source, "<program>", "exec"), module.__dict__)
+        tree = ast.parse(source, "<program>")
+        vars(module).update(prelude(undefined_names(tree)))
+        exec(compile(tree, "<program>", "exec"), module.__dict__)
         if name == "__main__":
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
@@ -122,6 +134,39 @@ def run(name: str, source: str) -> tuple[int, types.ModuleType]:
         traceback.print_exc(limit=-3)
         code = 1
     return code & 0xFF, module
+
+
+def _lift_limit_of_digits() -> None:
+    if hasattr(sys, "set_int_max_str_digits"):  # a container may have an older interpreter
+        sys.set_int_max_str_digits(0)
+
+
+def undefined_names(tree: ast.AST) -> set[str]:
+    """Names that a module reads, but neither binds anywhere nor has as builtins."""
+    read, bound = set[str](), set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return read - bound
+
+
+def prelude(names: set[str]) -> dict[str, Any]:
+    """Values of those names that LiveCodeBench's harness imports before a program; modules first, then their contents.
+
+    Imports nothing if there are no names.
+    """
+    found: dict[str, Any] = {}
+    for name in PRELUDE if names else ():
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None) or [each for each in vars(module) if each[0] != "_"]
+        found |= {each: getattr(module, each) for each in names.intersection(public)}
+    return found | {name: sys.modules[name] for name in names.intersection(PRELUDE)}
 
 
 def _own_connection() -> tuple[int, int]:
@@ -162,7 +207,7 @@ def serve(job: dict[str, Any]) -> int:
             send(sink, {"id": request["id"], **reply})
         except BaseException as error:  # of the program
             kinds = [each.__name__ for each in type(error).__mro__]
-            send(sink, {"id": request["id"], "raised": kinds, "message": str(error)[:500]})
+            send(sink, {"id": request["id"], "raised": kinds, "message": _message(error)[:500]})
 
 
 def call(job: dict[str, Any]) -> None:
@@ -172,10 +217,17 @@ def call(job: dict[str, Any]) -> None:
     try:
         reply = {"value": encode(_perform(module, [], job, []), [])}
     except BaseException as error:  # of the program
-        reply = {"raised": type(error).__name__, "message": str(error)[:500]}
+        reply = {"raised": type(error).__name__, "message": _message(error)[:500]}
     with open(sink, "w", encoding="ascii") as file:
         json.dump(reply, file)
     os._exit(0)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its text raises {type(problem).__name__}>"
 
 
 def _perform(module: types.ModuleType, handles: list[Any], request: dict[str, Any], arguments: list[Any]) -> Any:
@@ -199,6 +251,8 @@ def _perform(module: types.ModuleType, handles: list[Any], request: dict[str, An
         return arguments[0] in thing
     if action == "iter":
         return list(thing)
+    if action == "bool":
+        return bool(thing)
     return len(thing) if action == "len" else str(thing)
 
 
@@ -278,6 +332,13 @@ class Remote:
     def __len__(self) -> int:
         return int(self._request(self._target, "len", ()))
 
+    def __bool__(self) -> bool:
+        return self._request(self._target, "bool", ()) is True
+
+    def __reversed__(self) -> Any:
+        # At once: an IndexError of the program would end a lazy iteration as if all had been compared.
+        return iter([self[at] for at in range(len(self) - 1, -1, -1)])
+
     def __getitem__(self, key: Any) -> Any:
         return self._request(self._target, "item", (key,))
 
@@ -296,9 +357,60 @@ class BrokenConnection(BaseException):
     """The program under test exited. No `except Exception` of a test catches it."""
 
 
+class _Checks(ast.NodeTransformer):
+    """Counts the checks that test code makes: assertions, or all comparisons in code without assertions.
+
+    A program can end a loop of the tests early, for example by an empty list, so "nothing was raised" is no proof.
+    """
+
+    NAME = "__checked__"
+    """Name in the test code of the function that counts and returns its argument."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.num_made = 0
+        self._kinds: tuple[type[ast.expr], ...] = ()
+        if not any(isinstance(node, ast.Assert) or self._is_assertion(node) for node in ast.walk(tree)):
+            self._kinds = (ast.Compare,)
+        self.are_expected = False
+        self.visit(tree)
+        ast.fix_missing_locations(tree)
+
+    def made(self, value: Any) -> Any:
+        """Count a check and return its argument."""
+        self.num_made += 1
+        return value
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        """Count the condition once it has a value."""
+        self.generic_visit(node)
+        node.test = self._counted(node.test)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Count assertions of unittest and numpy, which are functions."""
+        self.generic_visit(node)
+        return self._counted(node) if self._is_assertion(node) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        """Count it in code without assertions."""
+        self.generic_visit(node)
+        return self._counted(node) if self._kinds else node
+
+    @staticmethod
+    def _is_assertion(node: ast.AST) -> bool:
+        function = node.func if isinstance(node, ast.Call) else None
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        return name.lower().startswith("assert")
+
+    def _counted(self, node: ast.expr) -> ast.expr:
+        self.are_expected = True
+        return ast.Call(ast.Name(self.NAME, ast.Load()), [node], [])
+
+
 def tests(job: dict[str, Any]) -> int:
     """Run test code: it passes if neither the module nor one of its `test_` functions raises."""
     source, sink = _own_connection()
+    _lift_limit_of_digits()
     sys.path += job["paths"]
     calls: list[Any] = []
     raised: list[BaseException] = []
@@ -324,17 +436,34 @@ def tests(job: dict[str, Any]) -> int:
 
     result: dict[str, Any] = {"passed": False, "broken": False}
     try:
-        _run_tests(job, request)
-        result |= {"passed": True} if calls else {"why": "the tests call nothing of the program", "broken": True}
+        tree = ast.parse(job["source"])
+        checks = _Checks(tree)
+        _run_tests(job, tree, checks, request)
+        if not calls:
+            result |= {"why": "the tests call nothing of the program", "broken": True}
+        elif checks.are_expected and not checks.num_made and not raised:  # an exception that they expected is a check
+            result["why"] = "the tests compared nothing"
+        else:
+            result["passed"] = True
     except BaseException as error:
-        result["why"] = f"{type(error).__name__}: {error}"[:300]
-        result["broken"] = isinstance(error, (SyntaxError, ModuleNotFoundError, UnusableTest)) and error not in raised
+        result["why"] = f"{type(error).__name__}: {_message(error)}"[:300]
+        # Once the program was called, its values may have made the tests evaluate or import something.
+        broken = (SyntaxError, ModuleNotFoundError, UnusableTest) if not calls else UnusableTest
+        result["broken"] = error not in raised and (isinstance(error, broken) or _is_missing(error, job["source"]))
     send(sink, result)
     return 0
 
 
-def _run_tests(job: dict[str, Any], request: Any) -> None:
-    tree = ast.parse(job["source"])
+def _is_missing(error: BaseException, source: str) -> bool:
+    """True if the tests import a module that this host lacks."""
+    if not isinstance(error, ModuleNotFoundError):
+        return False
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    return (error.name or "").partition(".")[0] in {name.partition(".")[0] for name in names}
+
+
+def _run_tests(job: dict[str, Any], tree: ast.Module, checks: _Checks, request: Any) -> None:
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     known = set(dir(builtins)) | stored
     usable = [name for name, is_callable in job["names"].items() if is_callable and name.isidentifier()]
@@ -342,7 +471,8 @@ def _run_tests(job: dict[str, Any], request: Any) -> None:
     functions = {name: Remote(name, request) for name in usable if name not in known and name[:2] != "__"}
     vars(solution).update(functions)
     sys.modules["solution"] = sys.modules["main"] = solution
-    names: dict[str, Any] = {"__name__": "tests", **functions}
+    unknown = undefined_names(tree) - functions.keys()
+    names: dict[str, Any] = {"__name__": "tests", **prelude(unknown), checks.NAME: checks.made, **functions}
     if job["entry"]:
         names["candidate"] = Remote(job["entry"], request)
     exec(compile(tree, "<tests>", "exec"), names)
@@ -354,9 +484,9 @@ def _run_tests(job: dict[str, Any], request: Any) -> None:
         if name.startswith("test_") and isinstance(each, types.FunctionType):
             for arguments in _parameters(each):
                 _check_arguments(name, each, arguments)
-                if isinstance(found := each(**arguments), types.CoroutineType):
+                if isinstance(found := each(**arguments), (types.CoroutineType, types.GeneratorType)):
                     found.close()
-                    raise UnusableTest(f"{name} is a coroutine function, expected a plain one")
+                    raise UnusableTest(f"{name} is a coroutine or a generator function, expected a plain one")
 
 
 def _has_tests(name: str, each: type) -> bool:
@@ -385,11 +515,11 @@ def _parameters(function: Any) -> list[dict[str, Any]]:
 
 
 def _exception(kinds: list[str], message: str) -> BaseException:
-    if kinds[0] in ("StopIteration", "StopAsyncIteration"):
+    known_kinds = [known for kind in kinds if isinstance(known := getattr(builtins, kind, None), type)]
+    if any(issubclass(known, (StopIteration, StopAsyncIteration)) for known in known_kinds):
         return RuntimeError(message)  # it would end a loop of the test early, as if all had been compared
-    for kind in kinds:
-        known = getattr(builtins, kind, None)
-        if isinstance(known, type) and issubclass(known, Exception):
+    for known in known_kinds:
+        if issubclass(known, Exception):
             try:
                 return known(message)
             except TypeError:  # it needs more arguments, for example UnicodeDecodeError

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.reasoning import answer_of, opens_reasoning
 from roll_core.errors import DataError, RewardFailure
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
+from roll_rewards.answers import NO_ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,7 +40,11 @@ class IFEvalReward(RewardFunction):
     @override
     def score(self, request: RewardRequest) -> Reward:
         instructions = self._instructions(request)
-        text = request.response.rpartition("</think>")[2] if self.config.remove_reasoning else request.response
+        text: str | None = request.response
+        if self.config.remove_reasoning:
+            text = answer_of(request.response, opened=opens_reasoning(request.prompt))
+        if text is None:
+            return Reward(value=0.0, detail={"followed": 0.0, "why": NO_ANSWER})
         followed = [follows(text, name, options) for name, options in instructions]
         share = sum(followed) / len(followed)
         detail: dict[str, float | str] = {"followed": share}

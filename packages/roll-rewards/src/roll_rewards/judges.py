@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.reasoning import answer_of
 from roll_core.errors import RewardFailure
 from roll_core.spec.rollout import EngineReward, RewardFunction
 from roll_core.types import Reward
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+VERDICTS = (
+    re.compile(r"^\W*(?:[\w ]{1,30}:)?\W*(yes|no)\W*$", re.IGNORECASE | re.MULTILINE),  # a line of its own
+    re.compile(r"[.!?:;…\n]\W*(YES|NO)\W*\Z"),  # the last word, as the default prompt asks for
+)
 COMPLETE = frozenset({"stop", "eos_token", "stop_sequence", None})
 """Finish reasons of complete replies: OpenAI's and TGI's. None: the server states none."""
 
@@ -99,13 +104,15 @@ def _vote(config: JudgingConfig, reply: str, finish_reason: str | None) -> float
     """
     if finish_reason not in COMPLETE:
         return None
-    _, closed, reply = reply.rpartition("</think>")
-    if not closed and reply.lstrip().startswith("<think>"):
+    answer = answer_of(reply)
+    if answer is None:
         return None
     if config.judge_scale == "yes_no":
-        words = YES_NO.findall(reply)
-        return float(words[-1].lower() == "yes") if words else None
-    found = [each.group(1) for each in re.finditer(config.score_pattern, reply)]
+        words = {word.lower() for word in YES_NO.findall(answer)}
+        if len(words) > 1:  # "Yes. No issues found." is no vote, "There is no error. YES" is one
+            words = {word.lower() for pattern in VERDICTS for word in pattern.findall(answer)}
+        return float("yes" in words) if len(words) == 1 else None
+    found = [each.group(1) for each in re.finditer(config.score_pattern, answer)]
     try:
         score = float(found[-1])
     except (IndexError, TypeError, ValueError):

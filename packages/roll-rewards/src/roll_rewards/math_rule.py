@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from roll_core.data.reasoning import opens_reasoning
 from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
@@ -47,8 +48,10 @@ class MathRuleReward(RewardFunction):
         """
         config = self.config
         truths = truths_of(request, config.ground_truth)
-        found = self._pool.call({"response": request.response, "truths": truths}, config.timeout_s)
-        return Reward(value=found["value"], detail={"answer": found["answer"]})
+        opened = opens_reasoning(request.prompt)
+        arguments = {"response": request.response, "truths": truths, "opened": opened}
+        found = self._pool.call(arguments, config.timeout_s)
+        return Reward(value=found["value"], detail={key: found[key] for key in ("answer", "why") if key in found})
 
     @override
     def close(self) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from roll_core.data.reasoning import answer_of
 from roll_core.errors import RewardFailure
-from roll_rewards.answers import boxed
+from roll_rewards.answers import NO_ANSWER, boxed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,16 +36,19 @@ PERCENT_INSIDE = (
 
 
 def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
-    """Build the function that scores `(response, truths)`; a response that equals any of the truths gets 1."""
+    """Build the function that scores `(response, truths)`; a response that equals any of the truths gets 1.
+
+    `opened` is that of `answer_of`.
+    """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # otherwise each process warns that timeouts are off
     require_boxed: bool = options["require_boxed"]
     float_rounding: int = options["float_rounding"]
 
-    def score(response: str, truths: list[str]) -> dict[str, Any]:
+    def score(response: str, truths: list[str], opened: bool = False) -> dict[str, Any]:
         expected = [parse_truth(truth) for truth in truths]
-        text = response.rpartition("</think>")[2]  # a box in the reasoning is not the answer
-        if require_boxed and not boxed(text):
-            return {"value": 0.0, "answer": ""}
+        text = answer_of(response, opened=opened)  # a box in the reasoning is not the answer
+        if text is None or (require_boxed and not boxed(text)):
+            return {"value": 0.0, "answer": "", "why": NO_ANSWER}
         answers = _parse(text)
         right = any(verify(each, answers, float_rounding=float_rounding, timeout_seconds=None) for each in expected)
         return {"value": float(right), "answer": next((each[:200] for each in answers if isinstance(each, str)), "")}

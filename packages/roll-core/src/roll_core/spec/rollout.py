@@ -112,7 +112,7 @@ class RewardRequest:
     sample: Sample
     prompt: str
     response: str
-    """Without special tokens."""
+    """Without special tokens, except marks of reasoning. `roll_core.data.reasoning.answer_of` removes the reasoning."""
     messages: Sequence[Mapping[str, str]] = ()
     """Chat messages of the prompt."""
     values: Floats | None = None

@@ -27,6 +27,7 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.data.encode import Encoder
+from roll_core.data.reasoning import decode_response
 from roll_core.data.tokenizers import CHAT_HINT, stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
 from roll_core.runtime.cluster.concurrency import background, cancel_all, gather
@@ -311,8 +312,8 @@ class EngineRewardRole:
             completion = await self._generate(self._request(request.sample.id, tokens))
         except (RewardFailure, DataError) as error:
             return Reward(value=None, failure=str(error) or "the reward gave no reason")
-        decode = self._encoder.tokenizer.decode
-        replies = [str(decode(output.token_ids.tolist(), skip_special_tokens=True)) for output in completion.outputs]
+        tokenizer = self._encoder.tokenizer
+        replies = [decode_response(tokenizer, output.token_ids.tolist()) for output in completion.outputs]
         reasons = [output.finish_reason for output in completion.outputs]
         answered = replace(request, replies=replies, reply_finish_reasons=reasons)
         return scored(self._function, answered, self.config.weight, role=self.name, owner=self._owner)

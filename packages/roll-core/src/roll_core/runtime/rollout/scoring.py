@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_core.config.secrets import Redactor
+from roll_core.data.reasoning import decode_response
 from roll_core.errors import DataError, WorkerDiedError
 from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
@@ -169,5 +170,5 @@ class RewardRole:
 
 def request_of(sample: Sample, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
     """A sample with its response decoded, for scoring only."""
-    response = tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+    response = decode_response(tokenizer, sample.response_ids.tolist())
     return RewardRequest(sample=sample, prompt=prompt.text, response=response, messages=prompt.messages)
