@@ -62,8 +62,9 @@ BROKEN = {
         def roll_step_finished(run, loss):
             pass
         """,
-        ("roll_step_finished",),
+        ("roll_step_finished", "'loss'", "metrics"),
     ),
+    "module without a hook": ("ROLL_HOOK_API = 1", ("@hookimpl", "roll_rewards")),
     "event hook that is a coroutine": (
         """
         from roll_core.spec.hooks import hookimpl
@@ -103,7 +104,7 @@ BROKEN = {
         def roll_infer_strategies():
             yield TrainProvider(name="acme", target="a:b", summary="")
         """,
-        ("roll_infer_strategies", 1, "TrainProvider"),
+        ("roll_infer_strategies", 1, "TrainProvider", "roll_train_strategies"),
     ),
     "hook that raises": (
         """
@@ -135,7 +136,7 @@ BROKEN = {
         def roll_infer_strategies():
             yield InferProvider(name="acme", target="a:b", summary="", priority=3)
         """,
-        ("'priority'",),
+        ("'priority'", "capabilities"),
     ),
 }
 

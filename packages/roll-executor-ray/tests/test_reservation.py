@@ -35,6 +35,12 @@ class FakeAccelerators(CpuPlatform):
         return f"acc:{local_index}"
 
 
+class UnknownVendor(FakeAccelerators):
+    name = "unknown"
+    resource_name = "ACME"
+    visible_devices = "ACME_VISIBLE_DEVICES"
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs coroutines on one event loop, while a cluster of three nodes is there."""
@@ -49,7 +55,8 @@ def run() -> Iterator[Run]:
         from ray.cluster_utils import Cluster
 
         node = {"num_cpus": 2, "num_gpus": 8, "object_store_memory": 100 * 1024**2}
-        cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+        head = node | {"include_dashboard": False, "resources": {UnknownVendor.resource_name: 4}}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(2):
             cluster.add_node(**node)
         ray.init(address=cluster.address, logging_level="warning")
@@ -169,6 +176,24 @@ def test_slots_that_another_job_holds_are_an_error_after_the_deadline(run: Run) 
             first.release()
 
     run(take_twice())
+
+
+def test_two_runs_share_a_node_of_an_unknown_vendor(run: Run) -> None:
+    async def take_both() -> list[tuple[str, ...]]:
+        platform = UnknownVendor()
+        places = place_roles({"a": train([0, 1])}, platform, 4)
+        wanted = [GroupSpec(role="a", kind="train", target="unused:Unused", places=places["a"])]
+        runs = [Reservation(platform, 4, 60) for _ in range(2)]
+        try:
+            for reservation in runs:
+                await reservation.take(wanted)
+            return [reservation.nodes[0].device_ids for reservation in runs]
+        finally:
+            for reservation in runs:
+                reservation.release()
+
+    assert run(take_both()) == [("0", "1"), ("2", "3")]
+    assert run(take_both()) == [("0", "1"), ("2", "3")]
 
 
 def test_cores_of_several_nodes_are_slots_too(run: Run) -> None:

@@ -23,6 +23,7 @@ from roll_core.plugins.requirements import INSTALL_VARIABLE
 from roll_core.runtime.cluster.executors.base import Failure
 from roll_core.runtime.cluster.executors.worker_main import prepare_process
 from roll_core.runtime.cluster.executors.worker_server import WorkerServer, encode_failure
+from roll_core.spec.platform import visible_devices
 from roll_executor_ray.exit_causes import ProcessEndedError
 from roll_executor_ray.isolated_env_process import IsolatedEnvProcess
 from roll_executor_ray.python_environments.prepare import environment_of, install_command, prepare
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 PORTS = range(20_000, 32_000)
 """Below the usual ranges of ephemeral ports, so that no outgoing connection takes a chosen port."""
+RETRY_S = 0.1
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable of gloo for its network interface.
 
@@ -145,10 +147,40 @@ class RayIsolatedEnvHost:
 class SlotHolder:
     """Actor that reserves a node's devices, so that roles can share them, and knows their ids."""
 
-    def device_ids(self, resource: str) -> list[str]:
-        """Ids of the devices on the node, by local slot index."""
-        held: Mapping[str, Sequence[str]] = ray.get_runtime_context().get_accelerator_ids()
-        return [str(device) for device in held.get(resource, ())]
+    def __init__(self) -> None:
+        self._claims: dict[str, socket.socket] = {}
+
+    async def device_ids(self, resource: str, variable: str, count: int) -> list[str]:
+        """Ids of `count` devices of the node, by local slot index; another number if Ray or the node has another one.
+
+        Ray assigns ids only for resources of vendors that it knows, and merely counts all others. Of these, this actor
+        claims devices that `variable` shows on the node. Blocks until enough of them are unclaimed.
+        """
+        context = ray.get_runtime_context()
+        assigned: Mapping[str, Sequence[str]] = context.get_accelerator_ids()
+        if resource in assigned:
+            return [str(device) for device in assigned[resource]]
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        devices = visible_devices(os.environ.get(variable), int(node["Resources"][resource]))
+        if len(devices) < count:
+            return list(devices)
+        while True:
+            for device in devices:
+                if len(self._claims) < count:
+                    self._claim(resource, device)
+            if len(self._claims) == count:
+                return [device for device in devices if device in self._claims]
+            await asyncio.sleep(RETRY_S)  # Ray frees a resource before the process that used it has ended
+
+    def _claim(self, resource: str, device: str) -> None:
+        """Claim a device until this process ends, unless a process of this host has claimed it."""
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0roll-{resource}-{device}")  # Linux removes an abstract socket with its process
+        except OSError:
+            claim.close()
+        else:
+            self._claims[device] = claim
 
 
 def _prepare_actor(role: str, rank: int, env: Mapping[str, str], level: int, crash_file: str = "") -> str:

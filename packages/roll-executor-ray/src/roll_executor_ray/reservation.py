@@ -158,9 +158,18 @@ class Reservation:
         where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
         holder = ray.remote(SlotHolder).options(num_cpus=0, scheduling_strategy=where, **amount).remote()
         self._holders.append(holder)
-        ids: list[str] = await asyncio.wait_for(
-            asyncio.wrap_future(holder.device_ids.remote(resource).future()), self._deadline_s
-        )
+        variable = self._platform.visible_devices
+        claimed = holder.device_ids.remote(resource, variable, slots)
+        try:
+            ids: list[str] = await asyncio.wait_for(asyncio.wrap_future(claimed.future()), self._deadline_s)
+        except TimeoutError:
+            raise PlacementError(
+                f"other processes use the devices of {resource} that Ray reserved: fewer than {slots} were free within"
+                f" {self._deadline_s:g} s"
+            ) from None
         if len(ids) != slots:  # more, if a variable RAY_EXPERIMENTAL_NOSET_… keeps Ray from assigning devices
-            raise PlacementError(f"Ray assigned {len(ids)} devices of {resource}, expected {slots}: {ids}")
+            raise PlacementError(
+                f"the node has {len(ids)} devices of {resource}, expected {slots}: {ids}. Set {variable} for Ray's node"
+                " to its devices, or do not set it"
+            )
         return ids

@@ -3,8 +3,8 @@
     class TestMine(ExecutorConformance):
         name = "mine"
 
-The tests start a role of two workers without slots on the platform `cpu`. Tests of exits are skipped for an executor
-whose workers run in the driver's process.
+The tests start a role of two workers on a platform of the kit, whose accelerators no vendor makes. Tests of exits and
+of visible devices are skipped for an executor whose workers run in the driver's process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import psutil
 import pytest
+from typing_extensions import override
 
+from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import (
     CorruptTensorError,
     RollError,
@@ -27,10 +29,8 @@ from roll_core.errors import (
 )
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerCall, WorkerGroup, WorkerStub
-from roll_core.runtime.cluster.platform import select_platform
 from roll_core.spec.providers import ExecutorProvider
 from roll_testing.executor_worker import ProbeWorker
-from roll_testing.kit import registry
 from roll_testing.packaging import PackagingTests
 
 if TYPE_CHECKING:
@@ -39,7 +39,21 @@ if TYPE_CHECKING:
 
 RANKS = 2
 VARIABLE = "ROLL_TEST_EXECUTOR"
+DEVICES = "ROLL_TEST_DEVICES"
 NUM_CALLS = 30
+
+
+class ProbeAccelerators(CpuPlatform):
+    """Accelerators of an unknown vendor, one per rank. They are none: workers of the kit use no device."""
+
+    name = "probe"
+    resource_name = "ROLL_TEST_DEVICE"
+    visible_devices = DEVICES
+    slots_share_cores = False
+
+    @override
+    def device_count(self) -> int:
+        return RANKS
 
 
 class ExecutorConformance(PackagingTests):
@@ -133,6 +147,20 @@ class ExecutorConformance(PackagingTests):
             for name in ("tokens", "small"):
                 np.testing.assert_array_equal(found[name], sent[name], strict=True)
             assert (found["text"], found["none"]) == ("ünï", None)
+
+    def test_workers_see_only_their_own_device(self, run: Any, tmp_path: Path) -> None:
+        """A worker with a slot must see one device of its own in the platform's variable, whoever the vendor is."""
+        self._need_processes()
+
+        async def devices() -> list[str | None]:
+            executor = self._executor()
+            try:
+                group = (await executor.start([_spec(tmp_path, slots=True)]))["probe"]
+                return [facts[4] for facts in await _workers(group)(ProbeWorker.facts).all(DEVICES)]
+            finally:
+                await executor.close()
+
+        assert sorted(run(devices()), key=str) == [str(rank) for rank in range(RANKS)]
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
@@ -253,7 +281,7 @@ class ExecutorConformance(PackagingTests):
 
     def _executor(self) -> Executor:
         executor: Executor = load_target(self.provider.target, owner=self.name)(
-            select_platform(registry(), "cpu"), slots_per_node=RANKS
+            ProbeAccelerators(), slots_per_node=RANKS
         )
         return executor
 
@@ -266,12 +294,18 @@ def _workers(group: WorkerGroup) -> WorkerStub[ProbeWorker]:
     return WorkerStub(group)
 
 
-def _spec(folder: Path, *, role: str = "probe", fails: bool = False, survives: Any = "never") -> GroupSpec:
+def _spec(
+    folder: Path, *, role: str = "probe", fails: bool = False, survives: Any = "never", slots: bool = False
+) -> GroupSpec:
+    indices = [(rank,) if slots else () for rank in range(RANKS)]
     return GroupSpec(
         role=role,
         kind="reward",
         target=f"{ProbeWorker.__module__}:{ProbeWorker.__name__}",
-        places=tuple(Place(rank=rank, world_size=RANKS, local_rank=rank) for rank in range(RANKS)),
+        places=tuple(
+            Place(rank=rank, world_size=RANKS, local_rank=rank, slots=own, local_indices=own)
+            for rank, own in enumerate(indices)
+        ),
         args={"greeting": "good day", "folder": str(folder), "fails": fails},
         env={VARIABLE: "blue"},
         timeout_s=60,

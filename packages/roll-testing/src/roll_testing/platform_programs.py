@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from roll_core.errors import UnsupportedError
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Dtype
 from roll_core.spec.platform import ROLE_KINDS, Probe, RoleKind
@@ -92,13 +93,19 @@ def compute(_rank: int, target: str, dtypes: Sequence[str]) -> dict[str, float]:
     return {dtype: float((matrix @ matrix)[3, 5]) for dtype, matrix in ones.items()}
 
 
-def fill(_rank: int, target: str, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the memory of the first slot before and after allocating `num_bytes`, once the device is in use."""
+def fill(_rank: int, target: str, num_bytes: int) -> tuple[dict[str, int], dict[str, int]] | str:
+    """Return the memory of the first slot before and after allocating `num_bytes`, once the device is in use.
+
+    Or the reason why the platform cannot measure it.
+    """
     import torch
 
     platform: Platform = load_target(target, owner="the platform of the tests")()
     in_use = [torch.ones(1, device=platform.device(0))]
-    before = dict(platform.memory(0))
+    try:
+        before = dict(platform.memory(0))
+    except UnsupportedError as error:
+        return str(error)
     in_use.append(torch.ones(num_bytes // 4, device=platform.device(0)))
     float(in_use[-1].sum() if num_bytes else 0)  # reading forces the allocation
     return before, dict(platform.memory(0))

@@ -8,6 +8,7 @@ Each plugin has its own pluggy manager, so every result and every failure belong
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -194,7 +195,8 @@ def _load(plugin: Plugin) -> Plugin:
         raise
     except BaseException as error:  # third-party code may raise anything, SystemExit included
         seconds = time.perf_counter() - began
-        problem = _failure(plugin.package, plugin.version, f"importing {plugin.target} failed", error)
+        what = f"importing {plugin.target} failed, which its pyproject.toml names for {plugin.entry_point} in {GROUP}"
+        problem = _failure(plugin.package, plugin.version, what, error)
         return replace(plugin, state="failed", import_s=seconds, error=problem)
     plugin = replace(plugin, import_s=time.perf_counter() - began)
     try:
@@ -264,7 +266,8 @@ def _register(module: Any, name: str) -> _Manager:
     try:
         manager.register(module, name)
     except pluggy.PluginValidationError as error:
-        raise _BrokenContractError(" ".join(str(error).split())) from None
+        expected = ", ".join(f"{name}{inspect.signature(getattr(hooks, name))}" for name in sorted(manager.implemented))
+        raise _BrokenContractError(f"{' '.join(str(error).split())}; expected {expected}") from None
     return manager
 
 
@@ -291,6 +294,10 @@ def _hook_names(manager: pluggy.PluginManager, module: Any) -> set[str]:
                 raise _BrokenContractError(
                     f"{name} is not marked with @hookimpl, so it is never called; mark it, as {close}"
                 )
+    if not found:
+        raise _BrokenContractError(
+            f"it has no function marked with @hookimpl, expected at least one of {', '.join(sorted(HOOK_NAMES))}"
+        )
     return found
 
 
@@ -309,12 +316,15 @@ def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:
     except (KeyboardInterrupt, _BrokenContractError):
         raise
     except BaseException as error:  # the plugin's own code, SystemExit included
-        raise _BrokenContractError(f"{kind.hook} raised") from error
+        fields = ", ".join(field.name for field in dataclasses.fields(kind.record))
+        hint = f" ({kind.record.__name__} has the fields {fields})" if isinstance(error, TypeError) else ""
+        raise _BrokenContractError(f"{kind.hook} raised{hint}") from error
     names: set[str] = set()
     for position, record in enumerate(records, 1):
         if type(record) is not kind.record:
+            hook = next((f"; return it from {other.hook}" for other in KINDS if type(record) is other.record), "")
             raise _BrokenContractError(
-                f"item {position} of {kind.hook} is {show(record)}, expected {kind.record.__name__}"
+                f"item {position} of {kind.hook} is {show(record)}, expected {kind.record.__name__}{hook}"
             )
         problem = check_record(record)
         if problem:

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 
+from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import EnvVar, Platform, Probe
 
 OPEN = []
@@ -150,3 +151,13 @@ class UsesMoreThanThereIs(RightPlatform):
 class Unnamed(RightPlatform):
     name = "unnamed"
     collective_backend = ""
+
+
+class Unmeasured(RightPlatform):
+    """Right: the contract lets a platform refuse to measure memory."""
+
+    name = "unmeasured"
+    slots_share_cores = False
+
+    def memory(self, local_index):
+        raise UnsupportedError("boards have no counter")

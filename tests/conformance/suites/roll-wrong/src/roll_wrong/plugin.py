@@ -166,6 +166,7 @@ PLATFORMS = (
     "takes_every_dtype",
     "uses_more_than_there_is",
     "unnamed",
+    "unmeasured",
 )
 
 
