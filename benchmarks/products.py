@@ -1,9 +1,10 @@
-"""float32 products with a weight, as training and scoring compute them: torch's own kernel against oneDNN's.
+"""Products with a weight, as training and scoring compute them: torch's own kernel in fp32 and bf16, and oneDNN's.
 
     ./run bench products [--rounds 15]
 
-`roll_modeling.products` chooses between the two by the sizes; this is what its choice rests on. Both take turns
-within a round; a speed-up is the median of the rounds' ratios of CPU time.
+`roll_modeling.products` chooses between the two in fp32 by the sizes; this is what its choice rests on. All take turns
+within a round; a speed-up is the median of the rounds' ratios of CPU time. bf16 is faster if the processor has AMX or
+AVX512-BF16, and slower otherwise.
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
-    """GFLOP per CPU second of both, and how much faster oneDNN is: forwards, and backwards to inputs and weight."""
+    """GFLOP per CPU second of each.
+
+    And how much faster oneDNN is, forwards and backwards to inputs and weight, and bf16 than the faster of fp32.
+    """
     rows, inputs, outputs = shape
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     grad = torch.randn(rows, outputs)
+    x_bf16, weight_bf16 = x.bfloat16(), weight.bfloat16()
     contestants: dict[str, Callable[[], object]] = {
         "torch": lambda: F.linear(x, weight),
         "onednn": lambda: onednn_linear(x, weight),
+        "bf16": lambda: F.linear(x_bf16, weight_bf16),
         "torch_back": lambda: grad @ weight,
         "onednn_back": lambda: onednn_linear(grad, weight.t()),
         "torch_weight": lambda: grad.T @ x,
@@ -69,6 +75,8 @@ def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
     for end in ("", "_back", "_weight"):
         ratios = [slow / fast for slow, fast in zip(took[f"torch{end}"], took[f"onednn{end}"], strict=True)]
         found[f"speedup{end}"] = statistics.median(ratios)
+    fp32 = map(min, took["torch"], took["onednn"])
+    found["speedup_bf16"] = statistics.median(slow / fast for slow, fast in zip(fp32, took["bf16"], strict=True))
     return {name: round(value, 2) for name, value in found.items()}
 
 
@@ -79,8 +87,9 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     lines = [
-        "| rows × inputs × outputs | torch GFLOP/s | oneDNN GFLOP/s | × | to the inputs: × | to the weight: × |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| rows × inputs × outputs | torch GFLOP/s | oneDNN GFLOP/s | × | to the inputs: × | to the weight: × |"
+        " bf16: × |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     with torch.inference_mode():
         for shape in SHAPES:
@@ -90,6 +99,7 @@ def main() -> None:
             lines.append(
                 f"| {name} | {found['torch_gflops']:.0f} | {found['onednn_gflops']:.0f} | {found['speedup']:.2f} |"
                 f" {found['speedup_back']:.2f} | {found['speedup_weight']:.2f} |"
+                f" {found['speedup_bf16']:.2f} |"
             )
     table = "\n".join(lines)
     print(table)

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll_core.builtin.cpu import CpuPlatform
+from roll_core.errors import install_command
 from roll_core.pipelines.config import SFTConfig
 from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import TorchBuild
@@ -204,7 +205,7 @@ def test_a_library_that_is_missing_or_too_old_names_the_command(
     assert set(found) == {"hydra-core", "torch"}
     older = found["hydra-core"]
     assert (older.level, older.found, older.wanted) == ("error", "1.0.0", ">=1.3.2")
-    assert found["torch"].remedy == "pip install 'torch>=2.6'"
+    assert found["torch"].remedy == install_command("torch>=2.6")
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

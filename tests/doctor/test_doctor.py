@@ -206,7 +206,7 @@ def test_an_engine_that_is_missing_is_an_error_only_for_a_config_that_uses_it(do
     found = of(doctor(records=records), "requirements")["acme_train"]
     assert found.level == "warning"
     assert found.wanted == "no-such-engine>=2,<3"
-    assert found.remedy.startswith("pip install 'no-such-engine")
+    assert "pip install 'no-such-engine" in found.remedy
     assert of(doctor(records=records, config=config()), "requirements")["acme_train"].level == "error"
     other = {"data_args": {"file_name": "rows.jsonl"}, "strategy_args": {"strategy_name": "hf_train"}}
     unused = doctor(records=records, config=config(sft_train=other))

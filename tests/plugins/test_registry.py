@@ -1,10 +1,12 @@
 """Lookup by name, import of what a record points at, requirements, and event hooks."""
 
 import importlib.metadata
+import os
 import pickle
 import sys
 import textwrap
 from dataclasses import replace
+from importlib.machinery import PathFinder
 
 import pytest
 
@@ -14,6 +16,7 @@ from roll_core.errors import (
     PluginLoadError,
     ProviderConflictError,
     UnknownProviderError,
+    install_command,
 )
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.records import check_record
@@ -363,6 +366,22 @@ def test_requirements_that_are_not_met_say_found_wanted_and_the_command():
         "'pytest<1'",
         "'no-such-package[gpu]<3,>=2'",
     )
+
+
+def test_the_install_command_is_for_this_interpreter(tmp_path, monkeypatch):
+    python, other = tmp_path / "env" / "bin" / "python", tmp_path / "other"
+    for pip in (python.with_name("pip"), other / "pip"):
+        pip.parent.mkdir(parents=True)
+        pip.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(PathFinder, "find_spec", {"pip": object()}.get)
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert install_command("acme>=2", "-e", "x") == "pip install 'acme>=2' -e x"
+    monkeypatch.setenv("PATH", os.pathsep.join([str(other), str(python.parent)]))
+    assert install_command("acme") == f"{python} -m pip install acme"
+    monkeypatch.setattr(PathFinder, "find_spec", {}.get)
+    assert install_command("acme") == f"uv pip install --python {python} acme"
+    assert install_command(python="/a b/python") == "uv pip install --python '/a b/python'"
 
 
 def test_a_need_with_alternatives_is_met_by_any_one_of_them():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import MissingRequirementError, PythonEnvironmentError
-from roll_core.plugins.requirements import INSTALL_VARIABLE, check_requirements
+from roll_core.plugins.requirements import check_requirements
 from roll_core.spec.config import EnvironmentConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.providers import RewardProvider
@@ -101,7 +101,7 @@ def test_what_is_missing_or_of_another_version_is_named_at_once(tmp_path: Path) 
 
 
 def test_a_missing_engine_is_installed_into_the_environment_of_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INSTALL_VARIABLE, "uv pip install --python /envs/acme/bin/python")
+    monkeypatch.setattr(sys, "executable", "/envs/acme/bin/python")
     provider = RewardProvider(name="acme", target="a:b", summary="", needs=("acme-engine>=2",))
     with raises_error(MissingRequirementError, "/envs/acme/bin/python"):
         check_requirements(provider, owner="reward acme")

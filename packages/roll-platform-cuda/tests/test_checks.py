@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roll_core.errors import install_command
 from roll_core.spec.diagnostics import CheckContext, CheckResult
 from roll_core.spec.platform import TorchBuild
 from roll_platform_cuda import checks
@@ -169,7 +170,7 @@ def test_libraries_are_held_against_what_torch_wants(installed: Callable[..., di
     assert [other[name].level for name in ("cudnn", "nccl")] == ["warning", "warning"]
     missing = installed(nccl="2.27.3")
     assert missing["cudnn"].level == "error"
-    assert missing["cudnn"].remedy == f"pip install '{CUDNN}==9.10.2.21'"
+    assert missing["cudnn"].remedy == install_command(f"{CUDNN}==9.10.2.21")
 
 
 def test_a_torch_from_elsewhere_brings_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

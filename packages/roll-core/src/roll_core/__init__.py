@@ -34,9 +34,9 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("roll_tools"):
             raise
-        from roll_core.errors import MissingRequirementError
+        from roll_core.errors import MissingRequirementError, install_command
 
-        raise MissingRequirementError(f"roll.{name} is part of roll-tools: pip install roll-tools") from error
+        raise MissingRequirementError(f"roll.{name} is part of roll-tools: {install_command('roll-tools')}") from error
     value = globals()[name] = getattr(module, name)
     return value
 

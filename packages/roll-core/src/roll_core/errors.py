@@ -24,6 +24,27 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
+def install_command(*requirements: str, python: str = "") -> str:
+    """Shell command that installs `requirements` for the interpreter `python`, by default that of this process.
+
+    `pip` on the PATH may belong to another interpreter, and environments made by uv have no pip.
+    """
+    import importlib.machinery
+    import shlex
+    import shutil
+    import sys
+    from pathlib import Path
+
+    interpreter = python or sys.executable
+    if python or importlib.machinery.PathFinder.find_spec("pip") is None:
+        command = f"uv pip install --python {shlex.quote(interpreter)}"
+    elif (pip := shutil.which("pip")) and Path(pip).parent == Path(interpreter).parent:
+        command = "pip install"
+    else:
+        command = f"{shlex.quote(interpreter)} -m pip install"
+    return " ".join([command, *map(shlex.quote, requirements)])
+
+
 class RollError(Exception):
     """Base class of all errors that ROLL raises."""
 

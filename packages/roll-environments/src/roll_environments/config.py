@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from packaging.requirements import Requirement
 from pydantic import AfterValidator, Field, model_validator
 
+from roll_core.errors import install_command
 from roll_core.spec.config import Config, EnvVars, PositiveInt
 from roll_environments.targets import described, importable, load
 
@@ -280,10 +281,10 @@ def _installed(module: str, requirement: str, otherwise: str = "") -> None:
     `otherwise` is what to do instead with another version.
     """
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"{module} is not installed: pip install '{requirement}'")
+        raise ValueError(f"{module} is not installed: {install_command(requirement)}")
     wanted = Requirement(requirement)
     if wanted.specifier and not wanted.specifier.contains(found := version(wanted.name), prereleases=True):
         raise ValueError(
-            f"{wanted.name} {found} is installed, expected {wanted.specifier}: pip install '{requirement}'"
+            f"{wanted.name} {found} is installed, expected {wanted.specifier}: {install_command(requirement)}"
             f"{', or ' if otherwise else ''}{otherwise}"
         )

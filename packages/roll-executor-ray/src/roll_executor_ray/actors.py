@@ -19,14 +19,13 @@ import psutil
 import ray
 
 from roll_core.host import hostname
-from roll_core.plugins.requirements import INSTALL_VARIABLE
 from roll_core.runtime.cluster.executors.base import Failure
 from roll_core.runtime.cluster.executors.worker_main import prepare_process
 from roll_core.runtime.cluster.executors.worker_server import WorkerServer, encode_failure
 from roll_core.spec.platform import visible_devices
 from roll_executor_ray.exit_causes import ProcessEndedError
 from roll_executor_ray.isolated_env_process import IsolatedEnvProcess
-from roll_executor_ray.python_environments.prepare import environment_of, install_command, prepare
+from roll_executor_ray.python_environments.prepare import environment_of, prepare
 from roll_executor_ray.worker import PICKLED
 
 if TYPE_CHECKING:
@@ -108,7 +107,6 @@ class RayIsolatedEnvHost:
         """Start the process. Returns its `ProcessInfo`, pickled."""
         given = {name: value for name, value in self._given.items() if name != "PATH"}  # has the environment's folder
         env = environment_of(self._python, os.environ) | given
-        env[INSTALL_VARIABLE] = install_command(self._python, ())
         try:
             facts = await self._process.start(self._python, env)
         except Exception as error:

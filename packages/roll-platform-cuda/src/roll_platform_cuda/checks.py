@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
+from roll_core.errors import install_command
 from roll_core.spec.diagnostics import CheckResult
 from roll_core.spec.platform import torch_build
 from roll_platform_cuda.nvml import NoDriverError, dotted, survey
@@ -183,7 +184,7 @@ def output_of(command: list[str]) -> str:
 
 def _library(library: str, need: Requirement) -> CheckResult:
     wanted = str(need.specifier) or "any version"
-    remedy = f"pip install '{need.name}{need.specifier}'"
+    remedy = install_command(f"{need.name}{need.specifier}")
     try:
         version = importlib.metadata.version(need.name)
     except importlib.metadata.PackageNotFoundError:

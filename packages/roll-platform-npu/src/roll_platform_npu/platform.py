@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from roll_core.errors import UnsupportedError
+from roll_core.errors import UnsupportedError, install_command
 from roll_core.spec.platform import EnvVar, Platform, Probe, torch_build
 from roll_platform_npu import devices
 
@@ -106,7 +106,7 @@ def _usable() -> tuple[int, str]:
     if build is None:
         return 0, f"{here}; torch is not installed"
     release = _release(build.version)
-    wanted = f"pip install 'torch-npu=={release}.*'"
+    wanted = install_command(f"torch-npu=={release}.*")
     if not version:
         return 0, f"{here}; torch-npu is not installed: {wanted}"
     if _release(version) != release:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.data.reasoning import answer_of, opens_reasoning
-from roll_core.errors import DataError, RewardFailure
+from roll_core.errors import DataError, RewardFailure, install_command
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_rewards.answers import NO_ANSWER
@@ -228,7 +228,7 @@ def _language(text: str, options: Mapping[str, Any]) -> bool:
     try:
         import langdetect  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
-        raise RewardFailure("instruction language:response_language needs: pip install langdetect") from error
+        raise RewardFailure(f"instruction language:response_language needs: {install_command('langdetect')}") from error
     langdetect.DetectorFactory.seed = 0
     try:
         return bool(langdetect.detect(text) == options["language"])

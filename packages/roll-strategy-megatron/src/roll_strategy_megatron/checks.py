@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from roll_core.spec.diagnostics import CheckResult
-from roll_strategy_megatron.engine import ENGINE, INSTALL, OLDEST
+from roll_strategy_megatron.engine import ENGINE, OLDEST, install
 from roll_strategy_megatron.plugin import roll_train_strategies
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def layers(context: CheckContext) -> Iterator[CheckResult]:
         subject="transformer-engine",
         found=found if good or asking else f"{found}: layers are Megatron's own, experts are computed one by one",
         wanted=f"{OLDEST} or newer" + (f", of which {', '.join(asking)} asks for layers" if asking else ""),
-        remedy="" if good else INSTALL,
+        remedy="" if good else install(),
     )
     version = _version("flash-attn")
     yield CheckResult(

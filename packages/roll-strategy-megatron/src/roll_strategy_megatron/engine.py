@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import ModelError, UnsupportedError
+from roll_core.errors import ModelError, UnsupportedError, install_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 ENGINE = "transformer_engine"
 OLDEST = "2.9"
 """Oldest version supported by megatron-core 0.16.1."""
-INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]>={OLDEST}'"
 BACKENDS = {"auto": "111", "flash": "100", "fused": "010"}
 """Values of NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN that Megatron sets, by `attention_backend`."""
 
 logger = logging.getLogger(__name__)
+
+
+def install() -> str:
+    """Command that installs Transformer Engine, which is built against the installed torch."""
+    return install_command("--no-build-isolation", f"transformer-engine[pytorch]>={OLDEST}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +77,15 @@ def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, setti
 def lacking_engine() -> str:
     """Why Transformer Engine cannot be used in this process; empty if it can."""
     if find_spec(ENGINE) is None:
-        return f"Transformer Engine is not installed. It needs CUDA: {INSTALL}"
+        return f"Transformer Engine is not installed. It needs CUDA: {install()}"
     try:
         importlib.import_module(f"{ENGINE}.pytorch")
     except Exception as error:  # a library built for a different torch or CUDA may raise anything
-        return f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). Reinstall it: {INSTALL}"
+        return f"Transformer Engine cannot be imported ({type(error).__name__}: {error}). Reinstall it: {install()}"
     from megatron.core.utils import get_te_version, is_te_min_version
 
     if not is_te_min_version(OLDEST):
-        return f"Transformer Engine {get_te_version()} is older than Megatron requires: {INSTALL}"
+        return f"Transformer Engine {get_te_version()} is older than Megatron requires: {install()}"
     return ""
 
 

@@ -66,12 +66,14 @@ def check_error(error: BaseException, kind: object, *facts: object, at: str = ""
 def mentions(text: str, *facts: object) -> bool:
     """True if `text` contains each fact as a separate word or number: `rank 1` does not match `rank 12`.
 
+    If a fact is only a number, one line must have all of the facts: a screen or a log contains most numbers by chance.
     Raises `ValueError` for a fact that is prose.
     """
     for fact in facts:
         if is_prose(str(fact)):
             raise ValueError(f"{str(fact)!r} is prose: match the code and what it names")
-    return all(_names(text, str(fact)) for fact in facts)
+    numbers = any(re.fullmatch(r"[\d.,]+", str(fact)) for fact in facts)
+    return any(all(_names(part, str(fact)) for fact in facts) for part in (text.splitlines() if numbers else [text]))
 
 
 def _names(text: str, fact: str) -> bool:

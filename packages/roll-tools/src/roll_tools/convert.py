@@ -24,6 +24,7 @@ from roll_core.errors import (
     NoCheckpointError,
     RunDirectoryError,
     UnsupportedError,
+    install_command,
 )
 from roll_core.host import usable_cores
 from roll_core.runtime.records.checkpoints import CheckpointStore
@@ -211,7 +212,7 @@ def _write(folder: Path, out: Path, base_model: str | None) -> None:
         from roll_modeling.portable_files import MODEL, opened_portable_state, read_portable_index
     except ModuleNotFoundError as error:
         raise MissingRequirementError(
-            f"roll-core checkpoint convert: {error.name} is not installed. Run: pip install roll-modeling"
+            f"roll-core checkpoint convert: {error.name} is not installed. Run: {install_command('roll-modeling')}"
         ) from error
     index = read_portable_index(folder)
     with opened_portable_state(folder) as state:

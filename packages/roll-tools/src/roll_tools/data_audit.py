@@ -20,7 +20,7 @@ import numpy as np
 from roll_core.data.encode import Encoder
 from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
-from roll_core.errors import DataError
+from roll_core.errors import DataError, install_command
 from roll_core.spec.config import RewardRunConfig
 from roll_tools.saved_record import AUDIT
 
@@ -90,7 +90,7 @@ def audit_template(
             subject=subject,
             level="note",
             found="not checked on conversations of several turns",
-            remedy="pip install roll-pipeline-agentic",
+            remedy=install_command("roll-pipeline-agentic"),
         )
         return
     try:

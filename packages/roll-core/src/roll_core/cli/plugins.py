@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import MissingRequirementError, UnknownProviderError, closest
+from roll_core.errors import MissingRequirementError, UnknownProviderError, closest, install_command
 from roll_core.plugins.loader import SLOW_IMPORT_S, normalise
 from roll_core.plugins.records import KINDS, kind_of
 from roll_core.plugins.registry import load_registry
@@ -68,7 +68,7 @@ def from_roll_testing(target: str) -> Any:
     """A function of roll-testing, which the core does not require. Raises `MissingRequirementError`."""
     if importlib.util.find_spec("roll_testing") is None:
         raise MissingRequirementError(
-            "this command needs roll-testing, which is not installed: pip install roll-testing"
+            f"this command needs roll-testing, which is not installed: {install_command('roll-testing')}"
         )
     return load_target(target, owner="roll-testing")
 

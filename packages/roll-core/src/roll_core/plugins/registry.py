@@ -16,6 +16,7 @@ from roll_core.errors import (
     ProviderConflictError,
     UnknownProviderError,
     closest,
+    install_command,
     one_line,
 )
 from roll_core.plugins.loader import Plugin, load_plugins, normalise
@@ -285,7 +286,7 @@ _WHY = {
 
 
 def _install(package: str) -> str:
-    return f"pip install {package} (in a clone of ROLL: pip install -e packages/{package})"
+    return f"{install_command(package)} (in a clone of ROLL: {install_command('-e', f'packages/{package}')})"
 
 
 def _known_parts(kind: Kind) -> tuple[dict[str, str], dict[str, str]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from typing import TYPE_CHECKING
 
-from roll_core.errors import MissingRequirementError
+from roll_core.errors import MissingRequirementError, install_command
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from roll_core.spec.providers import Provider
 
 CORE = "roll-core"
-INSTALL_VARIABLE = "ROLL_INSTALL_COMMAND"
-"""Environment variable with the install command of this Python environment; set for roles with their own one."""
 
 
 def alternatives(need: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -33,7 +30,7 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
         wanted = [next((each for each in need if _installed(each)), need[0]) for need in unmet]
         for each in wanted:
             each.marker = None
-        raise _missing(owner, problems, " ".join(f"'{each}'" for each in wanted))
+        raise _missing(owner, problems, *map(str, wanted))
 
 
 def is_absent(provider: Provider) -> bool:
@@ -59,7 +56,7 @@ def check_extra(extra: str, *, what: str) -> None:
     `what` names the feature that needs the extra.
     """
     if problems := [problem for each in core_requirements(extra) if (problem := _problem(each))]:
-        raise _missing(what, problems, f"'{CORE}[{extra}]'")
+        raise _missing(what, problems, f"{CORE}[{extra}]")
 
 
 def core_requirements(extra: str = "") -> list[Requirement]:
@@ -73,9 +70,8 @@ def core_requirements(extra: str = "") -> list[Requirement]:
     return [each for each in found if each not in always and each.marker and each.marker.evaluate({"extra": extra})]
 
 
-def _missing(who: str, problems: list[str], command: str) -> MissingRequirementError:
-    install = os.environ.get(INSTALL_VARIABLE, "pip install")
-    return MissingRequirementError(f"{who}: {'; '.join(problems)}. Run: {install} {command}")
+def _missing(who: str, problems: list[str], *requirements: str) -> MissingRequirementError:
+    return MissingRequirementError(f"{who}: {'; '.join(problems)}. Run: {install_command(*requirements)}")
 
 
 def _installed(requirement: Requirement) -> str:

@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import PythonEnvironmentError
+from roll_core.errors import PythonEnvironmentError, install_command
 from roll_executor_ray.python_environments.packages import build
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from roll_executor_ray.python_environments.spec import EnvironmentSpec
 
@@ -71,7 +71,7 @@ def _find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
         folder = python.parent.parent
         raise PythonEnvironmentError(
             f"{role}: environment {spec.python}: there is no interpreter {python}. Run: uv venv"
-            f" {shlex.quote(str(folder))} && {install_command(python, spec.sources)}"
+            f" {shlex.quote(str(folder))} && {install_command(*spec.sources, python=str(python))}"
         )
     return python
 
@@ -83,11 +83,6 @@ def environment_of(python: Path, given: Mapping[str, str]) -> dict[str, str]:
     if (python.parent.parent / "pyvenv.cfg").is_file():
         env["VIRTUAL_ENV"] = str(python.parent.parent)
     return env
-
-
-def install_command(python: Path, requirements: Sequence[str]) -> str:
-    """Command that installs these requirements into an environment."""
-    return " ".join(["uv pip install --python", shlex.quote(str(python)), *map(shlex.quote, requirements)])
 
 
 def _probe(python: Path, spec: EnvironmentSpec, where: str) -> dict[str, Any]:
@@ -127,4 +122,6 @@ def _check(found: Mapping[str, Any], python: Path, spec: EnvironmentSpec, where:
         if installed.get(name) != wanted
     ]
     if wrong:
-        raise PythonEnvironmentError(f"{where}: {'; '.join(wrong)}. Run: {install_command(python, spec.sources)}")
+        raise PythonEnvironmentError(
+            f"{where}: {'; '.join(wrong)}. Run: {install_command(*spec.sources, python=str(python))}"
+        )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from roll_core.errors import install_command
 from roll_core.spec.config import PositiveFloat, PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
@@ -177,8 +178,9 @@ class ImageTextConfig(ImageRewardConfig):
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
         absent = [name for name in ("rapidocr", "onnxruntime") if importlib.util.find_spec(name) is None]
         if self.reader == RAPIDOCR and absent:
-            message = f"the default reader needs {' and '.join(absent)}: pip install 'roll-pipeline-diffusion[ocr]'"
-            return {"reader": f"{message}, or name a function of yours"}
+            install = install_command("roll-pipeline-diffusion[ocr]")
+            message = f"the default reader needs {' and '.join(absent)}: {install}, or name a function of yours"
+            return {"reader": message}
         return _uncallable(self.reader, READER, "reader", timeout_s)
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.errors import install_command
 from roll_core.plugins.requirements import core_requirements
 from roll_core.spec.diagnostics import CheckResult
 from roll_core.spec.platform import torch_build
@@ -44,7 +45,7 @@ def libraries(_: CheckContext) -> Iterator[CheckResult]:
     for extra, level in EXTRAS:
         for requirement in core_requirements(extra):
             name, wanted = requirement.name, str(requirement.specifier) or "any version"
-            remedy = f"pip install '{f'roll-core[{extra}]' if extra else f'{name}{requirement.specifier}'}'"
+            remedy = install_command(f"roll-core[{extra}]" if extra else f"{name}{requirement.specifier}")
             try:
                 version = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
