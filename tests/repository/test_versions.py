@@ -101,8 +101,8 @@ def test_every_plugin_of_ours_is_an_extra_of_the_core():
 
 def test_no_file_names_a_package_index():
     index = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|--(extra-)?index-url[ =]http")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    files = [REPOSITORY / name for name in listed.split("\0") if name]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    files = [REPOSITORY / name for name in listed.stdout.split("\0") if name]
     texts = {file: file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file()}
     assert len(texts) > 1000
     assert [str(file) for file, text in texts.items() if index.search(text)] == []
