@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -154,3 +155,41 @@ def test_whitening_of_one_or_of_equal_values_gives_zero():
 def test_whitening_refuses_what_is_not_finite():
     with pytest.raises(NonFiniteError):
         whiten(torch.tensor([1.0, math.nan]), torch.tensor([True, True]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 123.4, 255.0, 1e9, -1e12])
+def test_equal_values_of_any_size_have_no_spread(value, dtype):
+    equal = torch.full((11,), value, dtype=dtype)
+    groups = torch.zeros(11, dtype=torch.int64)
+    means, stds = moments_by(equal, groups)
+    assert (equal.double() - means).tolist() == stds.tolist() == [0.0] * 11
+    assert whiten(equal, torch.ones(11, dtype=torch.bool)).tolist() == [0.0] * 11
+    moments = RunningMoments()
+    for _ in range(3):
+        moments.update(equal)
+    assert (moments.mean, moments.std) == (float(equal[0]), 0.0)
+    for kind in ("batch", "group", "running"):
+        assert RewardNormaliser(kind, kind)(equal, groups).tolist() == [0.0] * 11
+
+
+def test_rounding_is_no_spread_and_a_small_difference_is_one():
+    # 255 and the next float32: a difference of 1.5e-5, which an absolute bound of 1e-6 takes for a signal.
+    neighbours = torch.tensor([255.0, 255.0, float(np.nextafter(np.float32(255.0), np.float32(300.0)))])
+    groups = torch.zeros(3, dtype=torch.int64)
+    assert RewardNormaliser("group", "group")(neighbours, groups).abs().max() < 1e-4
+    assert whiten(neighbours, torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
+    # Rewards 1 and 0 keep their deviation beside a large constant: sqrt(1/3), mean 1/3 of three.
+    shifted = torch.tensor([1e6, 1e6, 1e6 + 1])
+    found = RewardNormaliser("group", "group")(shifted, groups)
+    assert found.tolist() == pytest.approx([-(3**-0.5), -(3**-0.5), 2 * 3**-0.5], rel=1e-5)
+
+
+def test_large_offsets_cost_no_digits_of_the_deviation():
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) + 1e9
+    means, stds = moments_by(values, torch.zeros(3, dtype=torch.int64))
+    assert (means.tolist(), stds.tolist()) == ([1e9 + 2] * 3, pytest.approx([1.0] * 3))
+    moments = RunningMoments()
+    for value in values:
+        moments.update(value[None])
+    assert (moments.mean, moments.std) == (1e9 + 2, pytest.approx(1.0))

@@ -22,6 +22,7 @@ from roll_core.algorithms.advantages import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
+    rloo,
 )
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import AdvantageInput
@@ -334,3 +335,30 @@ def test_leave_one_out_equals_a_loop_over_the_others(rows):
         expected.append(gap / (std + 1e-6) if std > 1e-6 else gap)
     batch = batch_of(scores, groups=groups, lengths=lengths, options={"leave_one_out": True})
     assert per_rollout(grpo, batch) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("number", [3, 9, 14, 33])
+@pytest.mark.parametrize("reward", [101.0, 123.4, 255.0, 1000.0, 1e7])
+def test_equal_rewards_of_the_others_do_not_divide(number, reward):
+    # The others of the first have the mean `reward` and no deviation. Those of the rest have both rewards.
+    batch = batch_of([0.0] + [reward] * (number - 1), options={"leave_one_out": True})
+    first, *rest = per_rollout(grpo, batch)
+    assert first == pytest.approx(-reward)
+    others = [0.0] + [float(batch.scores_S[1])] * (number - 2)
+    expected = (others[1] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6) if number > 3 else 2**-0.5
+    assert rest == pytest.approx([expected] * (number - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimate", [grpo, opo, max_rl, rloo, gdpo, pass_at_k, reinforce_plus_plus_baseline])
+@pytest.mark.parametrize("reward", [0.1, 123.4, 1e9])
+def test_equal_rewards_give_exactly_no_advantage(estimate, reward):
+    options = {pass_at_k: {"k": 2}, gdpo: {"weights": {"a": 0.7}}}.get(estimate, {})
+    given = {"components": {"a": [reward] * 11}} if estimate is gdpo else {}
+    batch = batch_of([reward] * 11, lengths=list(range(1, 12)), options=options, **given)
+    assert per_rollout(estimate, batch) == [0.0] * 11
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_max_rl_does_not_depend_on_the_unit_of_rewards(unit):
+    batch = batch_of([unit, 0.0, 0.0, 0.0])
+    assert per_rollout(max_rl, batch) == pytest.approx([3, -1, -1, -1], rel=1e-6)

@@ -21,6 +21,7 @@ WRONG = {
     "cuts_blocks": {"test_the_gradient_of_a_program_does_not_depend_on_checkpointing"},
     "base_with_adapters": {"test_programs_compute_without_adapters"},
     "average_without_ramp": {AVERAGE, LOSS},
+    "average_of_each_step": {AVERAGE},
     "average_stays": {AVERAGE},
     "average_seen_by_autograd": {LOSS, "test_training_by_programs_resumes"},
     "average_lost": {"test_training_by_programs_resumes"},

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
+from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import UnsupportedError
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.pipelines.experience import Experience, correct, sample_metrics
@@ -25,7 +26,7 @@ from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.spec.pipeline import NamedPart, ScoredSequences, UpdateResult
 from roll_core.spec.rollout import Prompt
-from roll_core.types import Group, Reward, Sample
+from roll_core.types import Group, Reward, Rollout, Sample, TurnRecord
 from roll_testing.errors import raises_error
 
 REGISTRY = Registry(load_plugins(environ={"ROLL_PLUGINS": ""})[:1])
@@ -880,6 +881,129 @@ def test_a_step_without_a_token_in_the_loss_learns_nothing_and_says_so():
     run, sequences = step([Group(id="0", samples=tuple(masked))])
     assert [name for name, _ in run.tripped] == ["all_groups_filtered"]
     assert sequences == []
+
+
+def turn(length: int, parent: int | None = None, reward: float | None = None, mask: list[int] | None = None):
+    """A turn after two tokens of its environment."""
+    return TurnRecord(
+        parent=parent,
+        context_ids=np.array([7, 8]),
+        sampled_ids=np.arange(length),
+        logprobs=np.full(length, -0.5, dtype=np.float32),
+        versions=np.zeros(length, dtype=np.int32),
+        loss_mask=np.array([1] * length if mask is None else mask, dtype=bool),
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+def episode(index: int, reward: float, *turns: TurnRecord) -> Sample:
+    return sample_of_rollout(
+        Rollout(turns=turns), id=f"0/{index}", group_id="0", finish_reason="stop", reward=Reward(value=reward)
+    )
+
+
+def masked_group(*, masked: bool) -> Group:
+    """Two episodes: the first turn of one is masked, and all turns of the other, which scores less."""
+
+    def mask(length: int) -> list[int]:
+        return [not masked] * length
+
+    first = episode(0, 1.0, turn(2, mask=mask(2), reward=-0.5), turn(3, 0, 1.5))
+    second = episode(1, -1.0, turn(1, mask=mask(1)), turn(2, None, -1.0, mask(2)))
+    return Group(id="0", samples=(first, second))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"adv_estimator": "rloo"},
+        {"adv_estimator": "opo"},
+        {"adv_estimator": "reinforce", "gamma": 0.9},
+        {"adv_estimator": "reinforce", "whiten_advantages": True, "norm_mean_type": "group"},
+        {"adv_estimator": "reinforce++", "whiten_rewards": True},
+        {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "reference": {}},
+        {"adv_estimator": "grpo"},
+        {"adv_estimator": "gae", "critic": {"training_args": {"per_device_train_batch_size": 4}}, "lambd": 0.9},
+    ],
+)
+def test_a_loss_mask_changes_neither_advantages_nor_the_critic(recipe):
+    found = []
+    for masked in (False, True):
+        roles = {
+            "actor_train": FakeRole(logprob=-0.5),
+            "reference": FakeRole(logprob=-0.8),
+            "critic": FakeRole(value=0.25),
+        }
+        run, sequences = step([masked_group(masked=masked)], roles, **recipe)
+        found.append((sequences, roles["critic"].updates, run))
+    (plain, critic, plain_run), (trained, same_critic, run) = found
+    assert [row.id for row in trained] == ["0/0"]  # nothing of the other episode is in the loss
+    assert trained[0].loss_mask.tolist() == [False] * 6 + [True] * 3
+    assert trained[0].advantages.tolist() == plain[0].advantages.tolist()
+    assert run.metrics.get("kl/mean") == plain_run.metrics.get("kl/mean")
+    for (rows, *_), (same_rows, *_) in zip(critic, same_critic, strict=True):
+        assert [row.loss_mask.tolist() for row in same_rows] == [row.loss_mask.tolist() for row in rows]
+        assert [row.returns.tolist() for row in same_rows] == [row.returns.tolist() for row in rows]
+
+
+def test_metrics_of_advantages_are_those_in_the_loss():
+    # RLOO over both episodes: 1 - -1 = 2 and -2. Only tokens of the first are in the loss.
+    run, _ = step([masked_group(masked=True)], adv_estimator="rloo")
+    assert [run.metrics[f"advantage/{name}"] for name in ("mean", "min", "max")] == [2.0, 2.0, 2.0]
+
+
+def test_returns_follow_time_where_conversations_interleave():
+    # Two conversations take turns: 0 and 2 are one row, 1 and 3 the other. Four tokens before the reward 1.
+    turns = [turn(1), turn(1), turn(1, 0), turn(1, 1, 1.0)]
+    other = episode(1, 0.0, turn(1, reward=0.0))
+    _, sequences = step([Group(id="0", samples=(episode(0, 1.0, *turns), other))], adv_estimator="reinforce", gamma=0.5)
+    assert [row.advantages[row.loss_mask].tolist() for row in sequences[:2]] == [[0.125, 0.5], [0.25, 1.0]]
+    critic = {"training_args": {"per_device_train_batch_size": 4}}
+    roles = {"critic": FakeRole(value=0.0)}
+    group = Group(id="0", samples=(episode(0, 1.0, *turns), other))
+    _, sequences = step([group], roles, adv_estimator="gae", critic=critic, gamma=1.0, lambd=0.5)
+    assert [row.advantages[row.loss_mask].tolist() for row in sequences[:2]] == [[0.125, 0.5], [0.25, 1.0]]
+
+
+def test_advantages_out_of_proportion_trip_a_guard():
+    # The others of the first have rewards 1 and 1.001: -1.0005 over their deviation of 7e-4 is -1414.
+    given = {"num_return_sequences_in_group": 3, "adv_options": {"leave_one_out": True}, "rollout_batch_size": 4}
+    given["actor_train"] = {
+        "training_args": {"per_device_train_batch_size": 12},
+        "data_args": {"file_name": "x.jsonl"},
+    }
+    run, _ = step(groups_of((0.0, 1.0, 1.001)), **given)
+    assert [guard for guard, _ in run.tripped] == ["advantage_size"]
+    run, _ = step(groups_of((0.0, 1.0, 1.001)), guards={"advantage_size": {"threshold": 2000}}, **given)
+    assert run.tripped == []
+    # A large reward alone is in proportion.
+    run, _ = step(groups_of((0.0, 1e6, 1e6)), **given)
+    assert run.tripped == []
+
+
+@pytest.mark.parametrize(("aggregation", "trips"), [("token-mean", True), ("seq-mean-token-sum", False)])
+def test_a_loss_out_of_proportion_trips_the_guard(aggregation, trips):
+    class Diverging(FakeRole):
+        async def update(self, sequences, loss, **given):
+            result = await super().update(sequences, loss, **given)
+            return replace(result, metrics={**result.metrics, "loss": -1e4})
+
+    roles = {"actor_train": Diverging()}
+    run, _ = step(groups_of((1.0, 0.0)), roles, loss_agg_mode=aggregation, response_length=200)
+    assert [guard for guard, _ in run.tripped] == ["advantage_size"] * trips
+
+
+def test_weights_on_either_bound_are_bounded():
+    # Ratios exp(-0.4), exp(0), exp(0.4) with the bounds 0.9 and 1.1: one below, one above.
+    logprobs = np.array([-0.3, -0.7, -1.1], dtype=np.float32)
+    groups = [
+        Group(id="0", samples=tuple(replace(sample(0, i, float(i), length=3), logprobs=logprobs) for i in (0, 1)))
+    ]
+    weight = {"enabled": True, "lower_bound": 0.9, "upper_bound": 1.1}
+    roles = {"actor_train": FakeRole(logprob=-0.7)}
+    run, _ = step(groups, roles, train_infer_correction={"is_weight": weight})
+    assert run.metrics["correction/bounded_share"] == pytest.approx(2 / 3)
 
 
 def test_masks_of_samples_that_leave_no_token_learn_nothing_and_give_no_nan():

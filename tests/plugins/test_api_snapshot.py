@@ -113,6 +113,7 @@ METHODS = {
         "run_module": "(self, batches, program)",
         "forward_backward_module": "(self, batches, loss)",
         "optimizer_step!": "(self)",
+        "move_averages": "(self)",
         "export_weights!": "(self)",
         "export_adapters": "(self)",
         "save!": "(self, path)",

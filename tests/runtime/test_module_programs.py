@@ -211,6 +211,18 @@ def test_the_decay_of_the_average_has_a_ramp():
     assert average_decay(replace(spec, ema_ramp=None), 1) == 0.5
 
 
+def test_the_average_of_a_batch_moves_after_its_last_step():
+    trained = worker(TrainingSpec(learning_rate=1e-1, ema_decay=0.5, ema_ramp=0.15, ema_per_batch=True))
+    optimizer = trained.strategy.optimizer
+    name, master = next(iter(optimizer.masters.items()))
+    start = master.detach().clone()
+    for _ in range(2):
+        trained.update_program(flow_rows(), FlowMatching(), 7)
+        assert torch.equal(optimizer.averages[name], start)
+    trained.move_averages()
+    torch.testing.assert_close(optimizer.averages[name], 0.3 * start + 0.7 * master.detach())  # 0.15 × 2
+
+
 @pytest.mark.parametrize("library", ["nowhere:Library", "roll_testing.tiny_flow:Nothing", "torch.nn:Linear"])
 def test_a_library_that_is_none_is_refused(library):
     with raises_error(ModelError, library):

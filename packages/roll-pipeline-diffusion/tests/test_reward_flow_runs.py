@@ -233,3 +233,18 @@ def test_two_ranks_of_fsdp2_equal_one_of_hf_train(runs, monkeypatch, objective):
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
+
+
+def test_the_old_policy_of_nft_moves_once_per_batch(runs, monkeypatch):
+    from roll_strategy_hf.train import HFTrainStrategy
+
+    steps = []
+    monkeypatch.setattr(
+        HFTrainStrategy,
+        "move_averages",
+        lambda self: (steps.append(self.optimizer.step_count), self.optimizer.move_averages()),
+    )
+    (first, _) = runs.metrics(runs.ok(flow_config(runs, "nft", max_steps=2)))  # two epochs, so two steps per batch
+    assert steps == [2, 4]
+    # The first step compares equal policies, the second one with the policy that sampled.
+    assert first["train/old_distance"] > 0

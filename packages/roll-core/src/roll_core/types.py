@@ -279,6 +279,9 @@ class TrainSequence:
     loss_mask: Bools
     """`[L]`, True where token `t` contributes to the loss. Normally false for the whole prompt; always false for `t =
     0`."""
+    sampled_mask: Bools | None = None
+    """`[L]`, True for tokens that the policy sampled, in the loss or not: advantages and the critic read all of them.
+    None: those of `loss_mask`."""
     group: int = 0
     """Index of the sequence's group in the batch."""
     rollout: int | None = None

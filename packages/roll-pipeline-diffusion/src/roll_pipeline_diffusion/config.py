@@ -93,10 +93,10 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay d of a moving average of the weights, after each optimizer step: `d × average + (1 - d) × weights`.
 
-    `objective: nft` samples with it. Default: none.
+    `objective: nft` samples with it, and moves it once per batch, after the last optimizer step. Default: none.
     """
     ema_ramp: Annotated[float, Field(gt=0)] | None = None
-    """Decay of optimizer step t: at most `ema_ramp × t`. DiffusionNFT: 0.001 up to a decay of 0.5."""
+    """Decay after optimizer step t: at most `ema_ramp × t`. DiffusionNFT: 0.001 up to a decay of 0.5."""
     image_column: str = "image"
     """Column with the images of `objective: flow_matching`: file names relative to the data file, or latents."""
     shuffle: bool = True

@@ -322,7 +322,8 @@ def nft(
         loss = Z/β · (r · |x⁺ - x_0|² / w⁺ + (1 - r) · |x⁻ - x_0|² / w⁻) + kl_coef · |v - v_ref|²
 
     Here `x± = x_σ - σ v±`, |·|² is a mean over dimensions, w± = mean |x± - x_0| without gradient, and `v_old` is the
-    moving average of the parameters, which also samples. Neither noise in the sampler nor logprobs are needed. At
+    moving average of the parameters, which also samples. It moves once per batch (Algorithm 1), so all optimizer steps
+    of a batch compare with the policy that sampled it. Neither noise in the sampler nor logprobs are needed. At
     v = v_old the gradient by v is `2 σ Z (2r - 1) (x_0 - x) / (d w)`: toward samples with r above 1/2.
 
     Metrics: `optimality` (r), `old_distance` (mean squared distance of v and v_old), `velocity_rms`, and `kl_loss` with

@@ -20,7 +20,7 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.pipelines.prompt_order import RowOrder
-from roll_core.pipelines.stages import log_update, num_steps
+from roll_core.pipelines.stages import check_size, log_update, num_steps
 from roll_core.spec.module_program import ModuleRow
 from roll_core.spec.pipeline import Pipeline, Run
 from roll_pipeline_diffusion import plans
@@ -204,6 +204,9 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         run.log(self._score_metrics(scores))
         if counts.any():
             run.log({"advantage/std": float(advantages[counts].std(correction=0))})
+            largest = float(advantages[advantages.abs().argmax()])
+            size = max([1.0, *(float(np.nanmax(np.abs(each))) for each in scores.values())])
+            check_size(run, self.config.guards.advantage_size, "the largest advantage", largest, size)
         reason = "all advantages are 0: are the rewards of each prompt's images equal?"
         run.guard(
             "all_groups_filtered",

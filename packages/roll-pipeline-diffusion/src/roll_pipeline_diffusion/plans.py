@@ -35,6 +35,7 @@ def reward_flow(config: RewardFlowConfig) -> PipelinePlan:
             num_steps=(config.max_steps or 0) * config.num_steps_per_batch,
             ema_decay=config.ema_decay,
             ema_ramp=config.ema_ramp,
+            ema_per_batch=config.uses_average,
         )
     ]
     phases = []

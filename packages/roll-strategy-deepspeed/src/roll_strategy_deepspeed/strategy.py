@@ -180,8 +180,13 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             # After a skipped step, DeepSpeed returns no gradient norm or that of the step before.
             return StepStats(grad_norm=math.inf, learning_rate=learning_rate, skipped=True, overflow=overflow)
         self.step_count += 1
-        optimizer.move_averages(self.step_count)
+        if not optimizer.training.ema_per_batch:
+            optimizer.move_averages(self.step_count)
         return StepStats(grad_norm=float(self.engine.get_global_grad_norm()), learning_rate=learning_rate)
+
+    @override
+    def move_averages(self) -> None:
+        self._require_training().move_averages(self.step_count)
 
     # -- building ------------------------------------------------------------------------------------------------------
 

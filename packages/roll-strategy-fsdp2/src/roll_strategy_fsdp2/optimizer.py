@@ -60,9 +60,14 @@ class ShardedAdamW:
                 group["lr"] = learning_rate
             self.torch_optimizer.step()
             self.step_count += 1
-            move_averages([*self.averages.values()], [*self.shares.values()], self.training, self.step_count)
+            if not self.training.ema_per_batch:
+                self.move_averages()
         self.clear()
         return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=skipped)
+
+    def move_averages(self) -> None:
+        """Move the averages toward this rank's shards, with the decay of the last step."""
+        move_averages([*self.averages.values()], [*self.shares.values()], self.training, self.step_count)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

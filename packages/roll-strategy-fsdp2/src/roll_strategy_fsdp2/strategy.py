@@ -222,6 +222,10 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         """Clip gradients and run the optimizer step. Collective."""
         return self._require_training().step()
 
+    @override
+    def move_averages(self) -> None:
+        self._require_training().move_averages()
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -75,9 +75,10 @@ class AdamW:
             group["lr"] = learning_rate
         self.torch_optimizer.step()
         self._publish()
-        self._average()
         self.flat_grad.zero_()
         self.step_count += 1
+        if not self.training.ema_per_batch:
+            self.move_averages()
         return StepStats(grad_norm=norm, learning_rate=learning_rate)
 
     @contextmanager
@@ -107,10 +108,10 @@ class AdamW:
             else:
                 parameter.copy_(average)
 
-    def _average(self) -> None:
-        """Move the averages toward the master weights."""
+    def move_averages(self) -> None:
+        """Move the averages toward the master weights, with the decay of the last step."""
         masters = [self.masters[name] for name in self.averages]
-        move_averages([*self.averages.values()], masters, self.training, self.step_count + 1)
+        move_averages([*self.averages.values()], masters, self.training, self.step_count)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, averages, and master weights of parameters that are not float32, by name; created before step 1."""

@@ -147,6 +147,10 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
         """Reduce gradients over ranks, clip, and update the parameters. Collective over the ranks."""
         return self._require_training().step()
 
+    @override
+    def move_averages(self) -> None:
+        self._require_training().move_averages()
+
     def _backward(self, batches: Sequence[T], loss_of: Callable[[T], LossOutput]) -> list[LossMetrics]:
         """Compute the loss of each batch and its gradients. Raises `NonFiniteError` on every rank."""
         found: list[LossMetrics] = []

@@ -122,7 +122,8 @@ class ModuleProgramTests(TrainKit):
     def test_programs_compute_with_the_moving_average(self, case: Case, world_size: int) -> None:
         """Within `average`, outputs must be those of the average by hand, with decays 0.25, 0.5 and 0.6.
 
-        The weights must then be the same bits as before.
+        The weights must then be the same bits as before. With `ema_per_batch`, the average must move once, with the
+        decay of the last step.
         """
         from roll_testing.tiny_flow import Euler, FlowMatching
 
@@ -133,6 +134,10 @@ class ModuleProgramTests(TrainKit):
         check_rows("samples of the average", found, _sampled(_module(_average(held[:-1])), rows), 1e-5)
         check_rows("samples after those of the average", after, before, 0.0)
         check_same("weights after a program with the average", held[-1], held[-2])
+        per_batch = case.with_(training=replace(AVERAGED, ema_per_batch=True))
+        held, (found,) = self._programs(per_batch, steps, rows, [Euler(weights="average")])
+        moved = {name: 0.6 * each + 0.4 * held[-1][name] for name, each in held[0].items()}
+        check_rows("samples of the average of a batch", found, _sampled(_module(moved), rows), 1e-5)
 
     def test_a_loss_may_use_the_moving_average(self, case: Case, world_size: int) -> None:
         """A loss that enters `average` after it called the module must have plain torch's value and gradient norm."""

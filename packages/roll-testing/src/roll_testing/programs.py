@@ -470,13 +470,15 @@ def run_programs(
 ) -> tuple[list[Arrays], list[Rows]]:
     """Return the weights before, between and after steps and programs, and the outputs of the programs.
 
-    The programs run after the steps. Exports the model into `folder`, if given.
+    The programs run after the steps, which are a batch. Exports the model into `folder`, if given.
     """
     with built(case, rank) as strategy:
         held = [weights(strategy)]
         for step in steps:
             take_step(strategy, step)
             held.append(weights(strategy))
+        if case.training is not None and case.training.ema_per_batch:
+            strategy.move_averages()
         found = [module_outputs(strategy, rows, program, max_rows) for program in programs]
         held.append(weights(strategy))
         if folder:

@@ -3,8 +3,8 @@
 T flat tokens, S rollouts, N masked tokens (tokens that the policy generated), n members of a group.
 
 Every recursion runs over masked tokens only. An environment's tokens in the middle of a response are no time steps and
-add no discount. The successor of a turn's last token is the next turn's first token. Rewards of unmasked tokens are
-ignored.
+add no discount. The successor of a turn's last token is the first token of the turn that was sampled next, whatever row
+of the batch has it. Rewards of unmasked tokens are ignored.
 
 `reinforce`, `reinforce_plus_plus`, `rloo` and `gae` receive rewards already normalised as configured
 (`roll_core.algorithms.normalise`). The others compare a reward with its group themselves. Estimators that credit turns
@@ -82,7 +82,7 @@ def grpo(batch: AdvantageInput) -> AdvantageOutput:
     """
     require_finite("rewards", batch.scores_S)
     if GRPOOptions(**batch.options).leave_one_out:
-        means_S, stds_S = _moments_of_others(batch.scores_S.double(), batch.groups_S)
+        means_S, stds_S = _moments_of_others(batch.scores_S, batch.groups_S)
     else:
         means_S, stds_S = moments_by(batch.scores_S, batch.groups_S)
     relative_S = divide_by_std(batch.scores_S.double() - means_S, stds_S, batch.norm_epsilon)
@@ -108,8 +108,8 @@ def max_rl(batch: AdvantageInput) -> AdvantageOutput:
     """MaxRL: `A_i = (R_i - mean(R)) / mean(R)` over the group (arXiv:2602.02710).
 
     For rewards of 0 and 1 its expectation approaches the gradient of the log-likelihood of a correct response. A group
-    whose mean is at most `norm_epsilon` gets advantage 0. Raises `UnsupportedError` for a negative reward, and
-    `NonFiniteError`.
+    with mean 0 gets advantage 0; the unit of the rewards has no effect. Raises `UnsupportedError` for a negative
+    reward, and `NonFiniteError`.
     """
     require_finite("rewards", batch.scores_S)
     if (batch.scores_S < 0).any():
@@ -118,7 +118,7 @@ def max_rl(batch: AdvantageInput) -> AdvantageOutput:
             " least 0: shift the rewards, or set adv_estimator to grpo"
         )
     means_S, _ = moments_by(batch.scores_S, batch.groups_S)
-    solved_S = means_S > batch.norm_epsilon
+    solved_S = means_S > 0
     relative_S = torch.where(solved_S, _distance_from_mean(batch) / torch.where(solved_S, means_S, 1.0), 0.0)
     return _relative_credit(batch, relative_S)
 
@@ -195,10 +195,12 @@ def rloo(batch: AdvantageInput) -> AdvantageOutput:
     groups_S, num_groups = dense(batch.groups_S)
     # Sequences without a masked token have no reward, so they do not count in the baseline.
     takes_part_S = torch.bincount(segments_N, minlength=batch.groups_S.numel()) > 0
-    totals_S = torch.where(takes_part_S, totals_S, 0.0)
-    others_S = sums_by(takes_part_S.long(), groups_S, num_groups)[groups_S] - 1
-    baselines_S = (sums_by(totals_S, groups_S, num_groups)[groups_S] - totals_S) / others_S.clamp(min=1)
-    advantages_S = torch.where(others_S > 0, totals_S - baselines_S, 0.0)
+    num_S = sums_by(takes_part_S.long(), groups_S, num_groups)[groups_S]
+    means_X, _ = moments_by(totals_S[takes_part_S], groups_S[takes_part_S])
+    advantages_S = torch.zeros_like(totals_S)
+    # The distance to the mean of the others is n / (n - 1) times that to the mean of all.
+    advantages_S[takes_part_S] = totals_S[takes_part_S] - means_X
+    advantages_S = torch.where(num_S > 1, advantages_S * num_S / (num_S - 1).clamp(min=1), 0.0)
     return AdvantageOutput(advantages_T=_scatter(advantages_S[segments_N], batch), token_rewards_T=rewards_T)
 
 
@@ -231,7 +233,7 @@ def gae(batch: AdvantageInput) -> AdvantageOutput:
         raise UnsupportedError("gae needs values, but the batch has none: configure the role critic")
     rewards_T = token_rewards(batch)
     rewards_N, segments_N = _masked(rewards_T, batch)
-    values_N = batch.values_T[batch.mask_T].double()
+    values_N = batch.values_T[batch.order_N].double()
     require_finite("the critic's values", values_N)
     deltas_N = rewards_N + batch.gamma * next_in_segment(values_N, segments_N) - values_N
     advantages_N = reverse_discounted_sum(deltas_N, segments_N, batch.gamma * batch.lambd)
@@ -258,16 +260,22 @@ def _distance_from_mean(batch: AdvantageInput) -> Tensor:
 
 
 def _moments_of_others(scores_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased deviation of the other members of each element's group. A group of one: its own value, 0."""
+    """Mean and unbiased deviation of the other members of each element's group. A group of one: its own value, 0.
+
+    Computed from the others themselves: as differences of sums over the group, they would be rounding where the others
+    are equal.
+    """
+    means_S, stds_S = scores_S.double(), torch.zeros_like(scores_S, dtype=torch.float64)
     index_S, num_groups = dense(groups_S)
-    centred_S = scores_S - moments_by(scores_S, groups_S)[0]
-    others_S = torch.bincount(index_S, minlength=num_groups)[index_S] - 1
-    # The distances of a group add up to 0, so those of the others add up to minus the own one.
-    distance_S = -centred_S / others_S.clamp(min=1)
-    squares_S = sums_by(centred_S.square(), index_S, num_groups)[index_S] - centred_S.square()
-    variance_S = (squares_S - others_S * distance_S.square()).clamp(min=0) / (others_S - 1).clamp(min=1)
-    means_S = torch.where(others_S > 0, scores_S - centred_S + distance_S, scores_S)
-    return means_S, torch.where(others_S > 1, variance_S, 0.0).sqrt()
+    for group in range(num_groups):
+        members = (index_S == group).nonzero()[:, 0]
+        n = len(members)
+        if n > 1:
+            is_other_nn = ~torch.eye(n, dtype=torch.bool, device=members.device)
+            others = scores_S[members].expand(n, n)[is_other_nn]
+            means, stds = moments_by(others, torch.arange(n, device=members.device).repeat_interleave(n - 1))
+            means_S[members], stds_S[members] = means[:: n - 1], stds[:: n - 1]
+    return means_S, stds_S
 
 
 def _best_of_k(rewards_n: Tensor, options: PassAtKOptions, epsilon: float) -> Tensor:
@@ -286,17 +294,22 @@ def _best_of_k(rewards_n: Tensor, options: PassAtKOptions, epsilon: float) -> Te
     is_best = share([comb(rank, k - 1) for rank in ranks], with_i)
     if options.baseline == "leave_one_out":
         below = ranked * share([comb(rank, k - 2) for rank in ranks], with_i)
-        credit = is_best * ranked - (below.cumsum(0) - below)
+        credit = is_best * ranked - _sums_before(below)
     else:
         best = share([comb(rank, k - 1) for rank in ranks], comb(n, k))
         mean = (best * ranked).sum()
         std = (best * (ranked - mean).square()).sum().sqrt()
         above = ranked * share([comb(rank - 1, k - 2) if rank and k > 1 else 0 for rank in ranks], with_i)
-        expected = is_best * ranked + above.flip(0).cumsum(0).flip(0) - above
+        expected = is_best * ranked + _sums_before(above.flip(0)).flip(0)
         credit = divide_by_std(expected - mean, std, epsilon)
     relative_n = torch.empty_like(rewards_n)
     relative_n[order] = credit
     return relative_n
+
+
+def _sums_before(values_n: Tensor) -> Tensor:
+    """Sum of the elements before each one."""
+    return torch.cat([values_n.new_zeros(1), values_n[:-1].cumsum(0)])
 
 
 def _returns_to_go(rewards_T: Tensor, batch: AdvantageInput) -> Tensor:
@@ -305,10 +318,11 @@ def _returns_to_go(rewards_T: Tensor, batch: AdvantageInput) -> Tensor:
 
 
 def _masked(rewards_T: Tensor, batch: AdvantageInput) -> tuple[Tensor, Tensor]:
-    return rewards_T[batch.mask_T].double(), batch.segments_T[batch.mask_T]
+    order_N = batch.order_N
+    return rewards_T[order_N].double(), batch.segments_T[order_N]
 
 
 def _scatter(values_N: Tensor, batch: AdvantageInput) -> Tensor:
     flat_T = torch.zeros(batch.mask_T.shape, dtype=torch.float32, device=values_N.device)
-    flat_T[batch.mask_T] = values_N.float()
+    flat_T[batch.order_N] = values_N.float()
     return flat_T

@@ -42,7 +42,8 @@ class RunningMoments:
         added = values.numel()
         if added == 0:
             return
-        mean = float(values.double().mean())
+        pivot = values.double().flatten()[0]  # so that equal values have exactly this mean, and no spread
+        mean = float(pivot + (values.double() - pivot).mean())
         squares = float((values.double() - mean).square().sum())
         total, gap = self.count + added, mean - self.mean
         self.squares += squares + gap * gap * self.count * added / total
@@ -117,18 +118,33 @@ class RewardNormaliser:
 
 
 def moments_by(values_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased standard deviation of each element's group, both `[S]` float64. Groups of one have std 0."""
+    """Mean and unbiased standard deviation of each element's group, both `[S]` float64.
+
+    The deviation is 0 for groups of one, and where it is within the rounding of the values (`rounding`).
+    """
     values = values_S.double()
     index_S, num_groups = dense(groups_S)
     counts_G = torch.bincount(index_S, minlength=num_groups)
-    means_S = (sums_by(values, index_S, num_groups) / counts_G)[index_S]
-    squares_G = sums_by((values - means_S).square(), index_S, num_groups)
+    # Distances from a member of the group: equal values have exactly their own mean, whatever their size.
+    least_G = values.new_zeros(num_groups).scatter_reduce_(0, index_S, values, "amin", include_self=False)
+    means_G = least_G + sums_by(values - least_G[index_S], index_S, num_groups) / counts_G
+    squares_G = sums_by((values - means_G[index_S]).square(), index_S, num_groups)
     stds_G = (squares_G / (counts_G - 1).clamp(min=1)).sqrt()
-    return means_S, stds_G[index_S]
+    largest_G = values.new_zeros(num_groups).scatter_reduce_(0, index_S, values.abs(), "amax")
+    stds_G = torch.where(stds_G > rounding(values_S.dtype) * largest_G, stds_G, 0.0)
+    return means_G[index_S], stds_G[index_S]
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Relative difference of equal numbers that were computed in different ways: 1.2e-7 in float32."""
+    return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, 1e-14)
 
 
 def divide_by_std(values: Tensor, stds: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Return `values / (stds + epsilon)`. Values with a standard deviation of at most `epsilon` are not scaled."""
+    """Return `values / (stds + epsilon)`. Values with a standard deviation of at most `epsilon` are not scaled.
+
+    `epsilon` has the unit of the rewards. What is only rounding, in values of any size, `moments_by` makes 0.
+    """
     return torch.where(stds > epsilon, values / (stds + epsilon), values)
 
 
@@ -140,13 +156,14 @@ def clip(values: Tensor, bound: float | None) -> Tensor:
 def whiten(values_T: Tensor, mask_T: Tensor, epsilon: float = WHITEN_EPSILON) -> Tensor:
     """Whiten masked values to mean 0 and unbiased variance 1; 0 outside the mask. float32.
 
-    Computes `(x - mean) / sqrt(var + epsilon)`, as ROLL, TRL and verl do. Fewer than two masked values become 0. Raises
-    `NonFiniteError`.
+    Computes `(x - mean) / sqrt(var + epsilon)`, as ROLL, TRL and verl do. Fewer than two masked values become 0, and so
+    do values that differ only by rounding. Raises `NonFiniteError`.
     """
     values_N = values_T[mask_T].double()
     require_finite("values to whiten", values_N)
     white_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=values_T.device)
-    if values_N.numel() > 1:
-        variance = values_N.var(unbiased=True)
-        white_T[mask_T] = ((values_N - values_N.mean()) / (variance + epsilon).sqrt()).float()
+    if values_N.numel():
+        means_N, stds_N = moments_by(values_T[mask_T], torch.zeros_like(values_N, dtype=torch.int64))
+        white_N = (values_N - means_N) / (stds_N.square() + epsilon).sqrt()
+        white_T[mask_T] = torch.where(stds_N > 0, white_N, 0.0).float()
     return white_T

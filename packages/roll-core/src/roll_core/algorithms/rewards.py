@@ -26,7 +26,7 @@ def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tens
 
     In this order:
 
-    1. Put each score at its rollout's last masked token.
+    1. Put each score at the masked token of its rollout that was sampled last.
     2. Subtract `kl_coef * kl_T` at every masked token. This is the config's `add_token_level_kl` (arXiv:1909.08593
        eq. 2, spread over tokens).
     3. Clamp to `± reward_clip`.
@@ -36,17 +36,17 @@ def token_rewards(batch: AdvantageInput, scores_S: Tensor | None = None) -> Tens
     masked token is ignored. Raises `NonFiniteError`.
     """
     scores_S = batch.scores_S if scores_S is None else scores_S
-    mask_T, kl_T = batch.mask_T, batch.kl_T
+    order_N, kl_T = batch.order_N, batch.kl_T
     require_finite("scores", scores_S)
-    segments_N = batch.segments_T[mask_T]
+    segments_N = batch.segments_T[order_N]
     rewards_N = torch.where(is_last_in_segment(segments_N), scores_S.double()[segments_N], 0.0)
     if kl_T is not None:
-        kl_N = kl_T[mask_T].double()
+        kl_N = kl_T[order_N].double()
         require_finite("the KL between policy and reference", kl_N)
         rewards_N = rewards_N - batch.kl_coef * kl_N
-    rewards_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=scores_S.device)
-    rewards_T[mask_T] = clip(rewards_N, batch.reward_clip).float()
-    return whiten(rewards_T, mask_T, batch.whiten_epsilon) if batch.whiten_rewards else rewards_T
+    rewards_T = torch.zeros(batch.mask_T.shape, dtype=torch.float32, device=scores_S.device)
+    rewards_T[order_N] = clip(rewards_N, batch.reward_clip).float()
+    return whiten(rewards_T, batch.mask_T, batch.whiten_epsilon) if batch.whiten_rewards else rewards_T
 
 
 def soft_overlong_penalty(lengths_S: Tensor, *, max_length: int, cache_length: int, factor: float = 1.0) -> Tensor:

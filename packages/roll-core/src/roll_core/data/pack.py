@@ -69,10 +69,14 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
     if len(sample.prompt_ids) == 0:
         raise DataError(f"sample {sample.id} has an empty prompt: a response's first token needs context")
     num_prompt = len(sample.prompt_ids)
+    # A loss mask may exclude sampled tokens: tokens from an environment have version -1.
+    sampled_mask = sample.loss_mask | (sample.versions >= 0)
+    partial = bool((sampled_mask != sample.loss_mask).any())
     return TrainSequence(
         id=sample.id,
         tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False),
         loss_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sample.loss_mask]),
+        sampled_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sampled_mask]) if partial else None,
         behaviour_logprobs=np.concatenate([np.zeros(num_prompt, dtype=np.float32), sample.logprobs.astype(np.float32)]),
         routed_experts=sample.routed_experts,
         group=group,

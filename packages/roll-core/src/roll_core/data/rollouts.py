@@ -3,7 +3,7 @@
     turn 0 ── turn 1 ── turn 2        row 0: turns 0, 1 and 2
          └─── turn 3                  row 1: turns 0 and 3; turn 0 is context there, because row 0 trains on it
 
-A row ends at each turn that no other turn continues. Every sampled token is trained in exactly one row.
+A row ends at each turn that no other turn continues. Every sampled token belongs to exactly one row.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class RolloutRow:
     """`[L]`."""
     loss_mask: Bools
     """`[L]`, True for the sampled tokens that this row trains."""
+    sampled_mask: Bools
+    """`[L]`, True for the sampled tokens of this row, in the loss or not; False for those that another row has."""
     logprobs: Floats
     """`[L]`, as reported by the engine; 0 for tokens that the model read."""
     versions: npt.NDArray[np.int32]
@@ -69,23 +71,24 @@ def tokens_of(rollout: Rollout, index: int) -> TokenIds:
 def rows(rollout: Rollout) -> list[RolloutRow]:
     """Training rows of a rollout, in the order of their last turns. Raises `DataError` for an invalid turn.
 
-    Each token that a turn sampled and does not mask is in the loss mask of exactly one row. A row with nothing to train
-    is left out, unless it is the only one.
+    Each sampled token is in the sampled mask of exactly one row, and in its loss mask unless the turn masks it. A row
+    without a sampled token of its own is left out, unless it is the only one.
     """
     continued = {_parent(rollout, index) for index in range(len(rollout.turns))}
     found: list[RolloutRow] = []
-    trained: set[int] = set()
+    assigned: set[int] = set()
     for leaf in range(len(rollout.turns)):
         if leaf not in continued:
             path = path_to(rollout, leaf)
-            found.append(_row(rollout, path, trained))
-            trained.update(path)
-    return [row for row in found if row.loss_mask.any()] or found[:1]
+            found.append(_row(rollout, path, assigned))
+            assigned.update(path)
+    return [row for row in found if row.sampled_mask.any()] or found[:1]
 
 
-def _row(rollout: Rollout, path: list[int], trained: set[int]) -> RolloutRow:
+def _row(rollout: Rollout, path: list[int], assigned: set[int]) -> RolloutRow:
     pieces: dict[str, list[npt.NDArray[Any]]] = {
-        name: [] for name in ("tokens", "loss_mask", "logprobs", "versions", "observation_mask", "turns")
+        name: []
+        for name in ("tokens", "loss_mask", "sampled_mask", "logprobs", "versions", "observation_mask", "turns")
     }
     experts: list[RoutedExperts] = []
     complete = True
@@ -97,11 +100,12 @@ def _row(rollout: Rollout, path: list[int], trained: set[int]) -> RolloutRow:
                 raise DataError(
                     f"turn {index} of a rollout has {num_sampled} sampled tokens but {len(getattr(turn, name))} {name}"
                 )
-        mask = turn.loss_mask if index not in trained else np.zeros(num_sampled, dtype=np.bool_)
-        observed = turn.observation_mask if index not in trained else None
+        sampled_mask = np.full(num_sampled, index not in assigned)
+        observed = turn.observation_mask if index not in assigned else None
         observed = np.zeros(num_read, dtype=np.bool_) if observed is None else observed
         pieces["tokens"] += [turn.context_ids, turn.sampled_ids]
-        pieces["loss_mask"] += [np.zeros(num_read, dtype=np.bool_), mask]
+        pieces["loss_mask"] += [np.zeros(num_read, dtype=np.bool_), turn.loss_mask & sampled_mask]
+        pieces["sampled_mask"] += [np.zeros(num_read, dtype=np.bool_), sampled_mask]
         pieces["logprobs"] += [np.zeros(num_read, dtype=np.float32), turn.logprobs.astype(np.float32)]
         pieces["versions"] += [np.full(num_read, -1, dtype=np.int32), turn.versions]
         pieces["observation_mask"] += [observed, np.zeros(num_sampled, dtype=np.bool_)]
@@ -164,6 +168,7 @@ def sequences_of(sample: Sample, *, group: int, rollout: int) -> list[TrainSeque
             id=sample.id if len(found) == 1 else f"{sample.id}#{index}",
             tokens=row.tokens,
             loss_mask=row.loss_mask,
+            sampled_mask=None if np.array_equal(row.loss_mask, row.sampled_mask) else row.sampled_mask,
             behaviour_logprobs=row.logprobs,
             routed_experts=row.routed_experts,
             group=group,

@@ -544,7 +544,21 @@ class RLVRConfig(RewardRunConfig):
                 f"{loss.name} has no importance ratio, but older weights sample part of the tokens: enable"
                 " train_infer_correction.is_weight, or set ppo"
             )
-        return found | self._without_effect() | self._without_signal(parts) | self._other_rewards()
+        return found | self._truncated() | self._without_effect() | self._without_signal(parts) | self._other_rewards()
+
+    def _truncated(self) -> dict[str, str]:
+        """Warnings about sampling parameters after which the sampled distribution is not the trained one."""
+        given = self.actor_infer.generating_args
+        neutral = {"top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+        changed = [key for key, value in neutral.items() if getattr(given, key) != value]
+        return {
+            f"actor_infer.generating_args.{key}": (
+                f"found {getattr(given, key):g}: logprobs of engine and trainer are those before it, so the policy"
+                " samples from another distribution than it trains. Remove it, or keep it close to no effect"
+            )
+            for key in (*changed, *(["top_k"] if given.top_k > 0 else []))
+            if self.generates
+        }
 
     def _other_rewards(self) -> dict[str, str]:
         """Warnings about thresholds for rewards of 0 and 1 that are not written, with other rewards."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
-    from roll_core.types import Floats, Group, Sample, TrainSequence
+    from roll_core.algorithms.correction_options import ImportanceWeightConfig, TrainInferCorrectionConfig
+    from roll_core.types import Bools, Floats, Group, Sample, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,13 @@ class Experience:
         return scores_of(self.samples)
 
     @property
+    def reward_size(self) -> float:
+        """Largest absolute reward of a sample, or sum of its turns' absolute rewards; at least 1."""
+        sizes = [abs(score) for sample in self.samples if (score := score_of(sample)) is not None]
+        turns = [sample.rollout.turns for sample in self.samples if sample.rollout is not None]
+        return max([1.0, *sizes, *(sum(abs(turn.reward or 0.0) for turn in each) for each in turns)])
+
+    @property
     def components_S(self) -> Mapping[str, Tensor]:
         """Numeric components of the rewards by name, float32 `[S]`. NaN for samples without the component."""
         found: dict[str, Tensor] = {}
@@ -101,8 +108,18 @@ class Experience:
 
     @property
     def mask_T(self) -> Tensor:
-        """True for sampled tokens, bool `[T]`."""
-        return torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in self.sequences]))
+        """True for sampled tokens, bool `[T]`: those of rewards, advantages, the KL in the reward and the critic."""
+        return torch.from_numpy(np.concatenate([_sampled_mask(row) for row in self.sequences]))
+
+    @property
+    def loss_mask_T(self) -> Tensor:
+        """True for tokens in the policy's loss, bool `[T]`: sampled tokens that no mask excludes."""
+        return torch.from_numpy(np.concatenate([row.loss_mask for row in self.sequences]))
+
+    @property
+    def sampled(self) -> tuple[TrainSequence, ...]:
+        """The rows with all sampled tokens in the loss mask, to score them and to train the critic."""
+        return tuple(replace(row, loss_mask=_sampled_mask(row), sampled_mask=None) for row in self.sequences)
 
     @property
     def segments_T(self) -> Tensor:
@@ -128,9 +145,9 @@ class Experience:
 
     @property
     def has_advantages(self) -> bool:
-        """True if a sampled token has an advantage other than zero."""
+        """True if a token in the policy's loss has an advantage other than zero."""
         advantages_T = self.flat("advantages")
-        return advantages_T is not None and bool((advantages_T[self.mask_T] != 0).any())
+        return advantages_T is not None and bool((advantages_T[self.loss_mask_T] != 0).any())
 
     def flat(self, name: str) -> Tensor | None:
         """Concatenated per-token field of all sequences, `[T]`; None if a sequence lacks it."""
@@ -186,7 +203,7 @@ class Experience:
 
     def with_positives(self, threshold: float) -> Experience:
         """Set the stream `positive`: 1 on the tokens in the loss of samples whose reward is above `threshold`."""
-        positive_T = self.mask_T & (self.scores_S > threshold)[self.segments_T]
+        positive_T = self.loss_mask_T & (self.scores_S > threshold)[self.segments_T]
         rows = zip(self.sequences, self.rows_of(positive_T.float()), strict=True)
         sequences = tuple(replace(each, streams={**each.streams, "positive": row}) for each, row in rows)
         return replace(self, sequences=sequences)
@@ -212,13 +229,14 @@ def components_of(sample: Sample) -> dict[str, float]:
 def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """Apply `train_infer_correction`: weights multiply advantages, filters reduce the loss mask.
 
+    Ratios of runs and rollouts are those of their tokens in the loss.
     Returns the corrected batch and metrics. Rows without any remaining token are dropped, unless they have a stream.
     """
     old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
     advantages_T = experience.flat("advantages")
     if old_T is None or behaviour_T is None or advantages_T is None:
         raise AssertionError("a correction needs logprobs of the trainer and of the engine, and advantages")
-    mask_T, segments_T = experience.mask_T, experience.segments_T
+    mask_T, segments_T = experience.loss_mask_T, experience.segments_T
     if not mask_T.any():  # all rows have only streams
         return experience, {}
     batch, clamp = (old_T, behaviour_T, mask_T, segments_T), config.is_log_ratio_clamp
@@ -233,7 +251,7 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
         if given.outside == "mask":
             metrics["correction/zero_share"] = float((weights_T[mask_T] == 0).float().mean())
         else:
-            metrics["correction/bounded_share"] = float((weights_T[mask_T] >= given.upper_bound).float().mean())
+            metrics["correction/bounded_share"] = _share_on_bounds(weights_T[mask_T], given)
         if given.batch_normalize:
             weights_T = normalise_weights(weights_T, mask_T, segments_T, given.weight_type)
         metrics["correction/weight/mean"] = float(weights_T[mask_T].mean())
@@ -247,6 +265,15 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
         corrected = corrected.with_rows(loss_mask=corrected.rows_of(kept_T)).with_loss()
     return corrected, metrics
+
+
+def _share_on_bounds(weights_N: Tensor, config: ImportanceWeightConfig) -> float:
+    """Share of the weights that truncation moved to a bound."""
+    return float(((weights_N <= config.lower_bound) | (weights_N >= config.upper_bound)).float().mean())
+
+
+def _sampled_mask(row: TrainSequence) -> Bools:
+    return row.loss_mask if row.sampled_mask is None else row.sampled_mask
 
 
 def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:

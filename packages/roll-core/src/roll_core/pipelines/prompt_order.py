@@ -14,7 +14,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from roll_core.algorithms.normalise import moments_by
 from roll_core.errors import DataError
 from roll_core.runtime.rollout.requests import stable_seed
 
@@ -145,7 +147,7 @@ def passes(group: Group, config: QueryFilterConfig) -> bool:
     """True if the group's rewards are within the filter's bounds, which are exclusive.
 
     Failed rewards are ignored. A group without any reward fails both filters. The standard deviation is the unbiased
-    one. A group of one response is kept if it has a reward.
+    one; rewards that differ only by rounding have none. A group of one response is kept if it has a reward.
     """
     if config.type == "no_filter":
         return True
@@ -157,4 +159,7 @@ def passes(group: Group, config: QueryFilterConfig) -> bool:
     args = config.filter_args
     if config.type == "mean_filter":
         return args.threshold_down < statistics.fmean(values) < args.threshold_up
-    return len(values) > 1 and statistics.stdev(values) > args.std_threshold
+    if len(values) == 1:
+        return False
+    _, stds_S = moments_by(torch.tensor(values, dtype=torch.float64), torch.zeros(len(values), dtype=torch.int64))
+    return bool(stds_S[0] > args.std_threshold)

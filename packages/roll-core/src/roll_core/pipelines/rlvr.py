@@ -40,7 +40,7 @@ from roll_core.pipelines.experience import (
 )
 from roll_core.pipelines.plans import rlvr
 from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
-from roll_core.pipelines.stages import Validation, log_update
+from roll_core.pipelines.stages import Validation, check_size, log_update
 from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageEstimator, AdvantageInput, PolicyLossParams, bind_options
@@ -179,9 +179,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             run.guard("all_groups_filtered", False, f"no reward signal at {{steps}}: {reason}")
             return
         if not experience.mask_T.any():
-            run.guard(
-                "all_groups_filtered", False, "no token to train on at {steps}: the loss masks exclude all tokens"
-            )
+            run.guard("all_groups_filtered", False, "no token to train on at {steps}: no response has a sampled token")
             return
         with run.stage("logprobs"):
             experience, entropy_T = await self._score(run, experience)
@@ -234,7 +232,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         """
         config = self.config
         entropy_T = None
-        sequences = experience.sequences
+        sequences = experience.sampled
         want = WantedOutputs(logprobs=True, masked_only=True, temperature=self.temperature)
         if config.force_disable_old_logprobs_recompute:
             experience = experience.with_rows(old_logprobs=[s.behaviour_logprobs for s in sequences])  # type: ignore[misc]
@@ -272,7 +270,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
     def _credit(self, run: Run, experience: Experience) -> Experience:
         """Compute advantages from scores.
 
-        Samples that a mask excludes later still count in their group's statistics.
+        Samples and tokens that a mask excludes later still count in their group's statistics.
         """
         config = self.config
         groups_S, mask_T = experience.groups_S, experience.mask_T
@@ -314,19 +312,22 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         if config.whiten_advantages:
             advantages_T = whiten(advantages_T, mask_T, config.whiten_epsilon)
         advantages_T = clip(advantages_T, config.advantage_clip)
-        sampled_N = advantages_T[mask_T]
+        trained_N = advantages_T[experience.loss_mask_T]
         if found.token_rewards_T is not None:
             run.log({"reward/normalised_mean": float(found.token_rewards_T.sum() / len(experience.samples))})
-        run.log(
-            {
-                "advantage/mean": float(sampled_N.mean()),
-                "advantage/max": float(sampled_N.max()),
-                "advantage/min": float(sampled_N.min()),
-            }
-        )
-        run.guard(
+        if trained_N.numel():
+            run.log(
+                {
+                    "advantage/mean": float(trained_N.mean()),
+                    "advantage/max": float(trained_N.max()),
+                    "advantage/min": float(trained_N.min()),
+                }
+            )
+            largest = float(trained_N[trained_N.abs().argmax()])
+            check_size(run, config.guards.advantage_size, "the largest advantage", largest, experience.reward_size)
+        run.guard(  # `_train` reports a batch without a token in the loss
             "all_groups_filtered",
-            bool((sampled_N != 0).any()),
+            not trained_N.numel() or bool((trained_N != 0).any()),
             f"no reward signal at {{steps}}: all {config.group_size} samples of each group scored the same",
         )
         return experience.with_flat(advantages=advantages_T, returns=found.returns_T)
@@ -336,7 +337,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         advantages_T = experience.flat("advantages")
         if advantages_T is None:
             return experience
-        top_T = top_entropy(entropy_T, experience.mask_T, self.config.top_entropy_quantile)
+        top_T = top_entropy(entropy_T, experience.loss_mask_T, self.config.top_entropy_quantile)
         return experience.with_flat(advantages=torch.where(top_T, advantages_T, 0.0))
 
     def _chosen(self, run: Run, experience: Experience) -> Experience:
@@ -412,7 +413,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             )
             critic = run.train_role("critic")
             update = await critic.update(
-                without_experts(experience.sequences),
+                without_experts(experience.sampled),
                 objective,
                 epochs=config.epochs(config.critic),
                 max_length=config.response_length,
@@ -442,6 +443,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
                 update.metrics["grad_norm"] != 0 or not chosen.has_advantages,
                 "the gradient was exactly zero at {steps}, but the advantages were not",
             )
+            # A sum over the tokens of a response is as many times larger.
+            num_summed = config.response_length if config.loss_agg_mode == "seq-mean-token-sum" else 1
+            loss, size = update.metrics["loss"] / num_summed, chosen.reward_size
+            check_size(run, config.guards.advantage_size, "the policy's loss", loss, size)
             self._check_gap(run, update.metrics.get("logprob_gap"))
             num_tokens += update.num_tokens
         run.log({"tokens/trained": num_tokens})

@@ -12,7 +12,13 @@ from roll_core.pipelines.config import sequences_per_step
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.config import RewardRunConfig, RunConfig, TrainWorkerConfig, ValidationConfig
+    from roll_core.spec.config import (
+        AdvantageSizeConfig,
+        RewardRunConfig,
+        RunConfig,
+        TrainWorkerConfig,
+        ValidationConfig,
+    )
     from roll_core.spec.pipeline import Run, UpdateResult
     from roll_core.types import Sample
 
@@ -65,6 +71,16 @@ def score_metrics(samples: list[Sample]) -> dict[str, float]:
     if len(by_tag) > 1:
         metrics |= {f"val/{tag or 'untagged'}/score/mean": statistics.fmean(found) for tag, found in by_tag.items()}
     return metrics
+
+
+def check_size(run: Run, guard: AdvantageSizeConfig, what: str, value: float, reward_size: float) -> None:
+    """Trip the guard `advantage_size` if the absolute `value` of `what` is out of proportion to the rewards."""
+    run.guard(
+        "advantage_size",
+        abs(value) <= guard.threshold * reward_size,
+        f"{what} at {{steps}} is {value:.4g}, more than {guard.threshold:g} times {reward_size:.4g}, the largest"
+        " absolute reward or 1",
+    )
 
 
 def log_update(run: Run, update: UpdateResult, name: str) -> None:

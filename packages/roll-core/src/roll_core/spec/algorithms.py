@@ -48,7 +48,7 @@ class AdvantageInput:
     """float32, reward of each rollout. Normalised as configured, or as scored if the estimator normalises by itself
     (`AdvantageProvider.normalise`)."""
     mask_T: Tensor
-    """bool, True for tokens that the policy generated."""
+    """bool, True for tokens that the policy generated, also for those that `response_mask` keeps out of its loss."""
     segments_T: Tensor
     """int64, index of each token's rollout."""
     groups_S: Tensor
@@ -79,6 +79,16 @@ class AdvantageInput:
     """Added to the variance in whitening."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """`adv_options` as written in the config, already validated by the schema of the estimator's record."""
+
+    @property
+    def order_N(self) -> Tensor:
+        """int64 `[N]`, indices of the masked tokens in the order in which they were sampled, rollout by rollout.
+
+        Recursions over tokens follow it. It differs from the order of T where the rows of a rollout interleave in time:
+        an agent's conversations.
+        """
+        index_N = self.mask_T.nonzero()[:, 0]
+        return index_N if self.turns is None else index_N[self.turns.index_T[index_N].argsort(stable=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

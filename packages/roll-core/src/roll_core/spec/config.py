@@ -807,6 +807,14 @@ class RewardFailuresConfig(GuardConfig):
     included."""
 
 
+class AdvantageSizeConfig(WarningGuardConfig):
+    """`guards.advantage_size`."""
+
+    threshold: PositiveFloat = 100.0
+    """Maximum absolute advantage and loss, as a multiple of the batch's largest absolute reward, or of 1 if all are
+    smaller."""
+
+
 class GuardsConfig(Config):
     """`guards`: checks while a run progresses. Pipelines with their own guards use a subclass."""
 
@@ -833,6 +841,8 @@ class GuardsConfig(Config):
     """The tokens or the mask sent to the trainer differ from those that the engine generated."""
     all_groups_filtered: WarningGuardConfig = WarningGuardConfig()
     """A step has no group with a learning signal: all were filtered, failed, or have equal rewards."""
+    advantage_size: AdvantageSizeConfig = AdvantageSizeConfig()
+    """Advantages or the policy's loss are out of proportion to the rewards."""
     dead_worker: GuardConfig = GuardConfig()
     """A worker process exited or stopped responding."""
 

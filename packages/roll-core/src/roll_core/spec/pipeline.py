@@ -74,6 +74,8 @@ class RoleSpec:
     """Decay of the moving average of a trained role's parameters, for `WantedOutputs.ema`. None: keep none."""
     ema_ramp: float | None = None
     """`TrainingSpec.ema_ramp`."""
+    ema_per_batch: bool = False
+    """`TrainingSpec.ema_per_batch`: move the average once per `update` or `update_program`."""
     model_from: str = ""
     """Role whose model this role uses if its own `model_args` name none. An engine with this field receives weights by
     `publish_weights`, so it may lose them while other roles use its slots."""

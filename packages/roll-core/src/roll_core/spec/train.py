@@ -238,6 +238,9 @@ class TrainingSpec:
     keep none. Used only with `capabilities.ema`."""
     ema_ramp: float | None = None
     """The decay of step t, counted from 1, is min(`ema_decay`, `ema_ramp` × t). None: `ema_decay` from the start."""
+    ema_per_batch: bool = False
+    """Move the average by `TrainStrategy.move_averages` instead of after each optimizer step: a loss that compares with
+    the average compares with the same one in all optimizer steps of a batch."""
     max_grad_norm: float = 0.0
     """Global 2-norm to which gradients are clipped; 0 disables clipping."""
 
@@ -359,6 +362,11 @@ class TrainStrategy(ABC):
     def optimizer_step(self) -> StepStats:
         """Clip, step, advance the schedule and clear the gradients. A non-finite gradient changes nothing
         (`skipped`)."""
+
+    def move_averages(self) -> None:
+        """Move the moving average once, with the decay of the last optimizer step. Called on all ranks together after
+        the last optimizer step of a batch, only with `TrainingSpec.ema_per_batch`."""
+        raise UnsupportedError(f"{type(self).__name__} moves its average after each optimizer step only")
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -43,6 +43,10 @@ REMEDIES = {
         "the prompts are too hard or too easy for the model: try other prompts, SFT first, a larger"
         " num_return_sequences_in_group, a higher temperature, or a reward with partial credit"
     ),
+    "advantage_size": (
+        "which samples have such advantages? A deviation or a mean near 0 divides them, or the critic or the KL in the"
+        " reward diverges: change the estimator's options, or set advantage_clip"
+    ),
     "dead_worker": "look for its exit in log.txt and in the system's log; the usual cause is exhausted memory",
 }
 """Remedy for a tripped guard, by guard id."""

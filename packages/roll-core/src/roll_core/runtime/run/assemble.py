@@ -157,6 +157,7 @@ async def start_roles(
                 offloads=can_offload,
                 beside_engine=isinstance(worker, ModelRewardConfig),
                 averages=role.ema_decay is not None,
+                averages_per_batch=role.ema_per_batch,
                 capabilities=provider.capabilities,
             )
             await run.leases.start(trainer)

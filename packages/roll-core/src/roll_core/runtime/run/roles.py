@@ -73,13 +73,15 @@ class GroupTrainRole(TrainRole):
         offloads: bool = False,
         beside_engine: bool = False,
         averages: bool = False,
+        averages_per_batch: bool = False,
         capabilities: TrainCapabilities | None = None,
     ) -> None:
         """Wrap a worker group. `trains` is false for a role that only scores.
 
         `leases` grants leases on slots and is shared by all roles. If `offloads`, the role moves its parts to the host
         while other roles use its slots. A role `beside_engine` also works while an engine holds a lease for both.
-        `averages`: it keeps a moving average of its parameters, which programs may use.
+        `averages`: it keeps a moving average of its parameters, which programs may use. `averages_per_batch`: the
+        average moves after the last optimizer step of an update.
         """
         self.name, self.config, self.group, self.trains = name, config, group, trains
         self._workers = WorkerStub[TrainWorker](group)
@@ -88,6 +90,7 @@ class GroupTrainRole(TrainRole):
         self._leases, self._beside_engine = leases or SlotLeases(), beside_engine
         # The moving average is part of the optimizer's state.
         self._program_parts = TRAINED if averages else WEIGHTS
+        self._averages_per_batch = averages_per_batch
         self._ranks: list[DataRank] = []
         self.data_parallel = 0
         """Data-parallel size: number of model replicas over which a batch is split. Known once the role has started."""
@@ -227,6 +230,8 @@ class GroupTrainRole(TrainRole):
                     num_skipped += stats.skipped
                     num_overflows += stats.overflow
                     per_step.append(metrics | {"grad_norm": stats.grad_norm, "lr": stats.learning_rate})
+            if self._averages_per_batch:
+                await self._workers(TrainWorker.move_averages).all()
         return UpdateResult(
             metrics=average(per_step),
             num_steps=len(per_step),

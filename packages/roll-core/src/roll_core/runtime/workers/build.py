@@ -164,6 +164,7 @@ def training_spec(args: TrainingArguments, role: RoleSpec, max_grad_norm: float)
         num_steps=max(role.num_steps, 1),
         ema_decay=role.ema_decay,
         ema_ramp=role.ema_ramp,
+        ema_per_batch=role.ema_per_batch,
         max_grad_norm=max_grad_norm,
     )
 

@@ -141,6 +141,10 @@ class TrainWorker(SendingWorker):
         metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], checked_loss(loss)))
         return metrics, self.strategy.optimizer_step()
 
+    def move_averages(self) -> None:
+        """Move the moving average after the last optimizer step of a batch. Collective over the role's ranks."""
+        self.strategy.move_averages()
+
     def _micros(
         self, sequences: Sequence[TrainSequence], most: int, budget: int | None, totals: Totals | None = None
     ) -> list[MicroBatch]:

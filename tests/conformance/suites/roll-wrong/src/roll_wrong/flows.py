@@ -92,6 +92,14 @@ class AverageWithoutRamp(RightFlow):
         super().build(model, mesh)
 
 
+class AverageOfEachStep(RightFlow):
+    """Also moves the average of a batch after each optimizer step."""
+
+    def build(self, model, mesh):
+        self.training = self.training and replace(self.training, ema_per_batch=False)
+        super().build(model, mesh)
+
+
 class AverageStays(RightFlow):
     """Leaves the average in the weights after a program; losses restore them."""
 

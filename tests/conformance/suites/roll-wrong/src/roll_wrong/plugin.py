@@ -76,6 +76,7 @@ FLOWS = {
         "cuts_blocks",
         "base_with_adapters",
         "average_without_ramp",
+        "average_of_each_step",
         "average_stays",
         "average_seen_by_autograd",
         "average_lost",
