@@ -149,7 +149,7 @@ class ExecutorConformance(PackagingTests):
             assert (found["text"], found["none"]) == ("ünï", None)
 
     def test_workers_see_only_their_own_device(self, run: Any, tmp_path: Path) -> None:
-        """A worker with a slot must see one device of its own in the platform's variable, whoever the vendor is."""
+        """A worker with a slot must see one device of its own in the platform's variable."""
         self._need_processes()
 
         async def devices() -> list[str | None]:
