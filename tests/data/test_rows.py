@@ -212,7 +212,7 @@ def test_broken_tools_name_their_row(tmp_path, tools, facts):
 def test_tool_calls_keep_their_keys(tmp_path):
     call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1, "ß": [2.5]}'}}
     result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "3"}
-    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call], "other": 1}, result, CHAT[1]]
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call], "other": None}, result, CHAT[1]]
     data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": chat}]), messages="chat", tools=None)
     rows = read_rows(data)
     function = {"name": "add", "arguments": {"a": 1, "ß": [2.5]}}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll_core.data.encode import Encoder
-from roll_core.data.templates import JinjaTemplate
+from roll_core.data.templates import SENTINELS, JinjaTemplate, common_end, with_last_value
 from roll_core.errors import DataError
 from roll_pipeline_agentic.tool_calls import (
     TOOL_FORMATS,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 Thinking = Literal["template", "keep", "strip"]
 """What later prompts contain of the reasoning in earlier replies: what the chat template keeps, all, or nothing."""
-SENTINELS = ("a1z", "b2y")
-"""Two replies without a common first or last character."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -226,7 +224,7 @@ class ChatEncoder:
             )
         except DataError:
             return None
-        after = _common_end([one, other])
+        after = common_end([one, other])
         before = one.removesuffix(SENTINELS[0] + after)
         return (before, after) if [before + each + after for each in SENTINELS] == [one, other] else None
 
@@ -268,10 +266,10 @@ class ChatEncoder:
             try:
                 text = self._render(history, chat.tools)
                 rest = self._rest(chat, reply, reply_ids, messages, text)
-                new = np.asarray(self._encoder.encode(rest or "", self._where), dtype=np.int64)
+                new = None if rest is None else self._encoded_after(reply_ids, rest)
             except DataError:  # the template has no such messages; another variant may be its own
                 continue
-            if rest is None or self.text(new) != rest:  # some tokenizers add a blank or normalise text
+            if new is None or self.text(new) != rest:  # some tokenizers add a blank or normalise text
                 continue
             ids = np.concatenate([chat.ids, reply_ids, new])
             return EncodedChat(messages=history, text=text, ids=ids, tools=chat.tools)
@@ -300,14 +298,9 @@ class ChatEncoder:
         # The template writes the reply in another way. What follows the reply is what no reply changes.
         renderings = [text]
         for sentinel in SENTINELS:
-            message = dict(reply)
-            if calls := reply.get("tool_calls"):
-                function = calls[-1]["function"] | {"arguments": json.dumps({"value": sentinel})}
-                message["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
-            else:
-                message["content"] = sentinel
+            message = with_last_value(reply, sentinel)
             renderings.append(self._render((*chat.messages, message, *messages), chat.tools))
-        after = _common_end(renderings)
+        after = common_end(renderings)
         if ended:
             end = self.text(reply_ids[-1:])
             _, found, rest = after.partition(end)
@@ -319,6 +312,17 @@ class ChatEncoder:
         else:
             rest = after
         return rest if self._is_reply(text.removesuffix(after), chat, reply_ids) else None
+
+    def _encoded_after(self, reply_ids: TokenIds, rest: str) -> TokenIds | None:
+        """Tokens of the text after a sampled reply, in its context: some tokenizers add a blank to every beginning.
+
+        None if the tokenizer merges the text with the end of the reply.
+        """
+        end = self.text(reply_ids[-1:]) if int(reply_ids[-1]) in self._special else ""
+        ids = np.asarray(self._encoder.encode(end + rest, self._where), dtype=np.int64)
+        if not end:
+            return ids
+        return ids[1:] if ids[0] == reply_ids[-1] else None
 
     def _is_reply(self, text: str, chat: EncodedChat, reply_ids: TokenIds) -> bool:
         """True if a rendering up to the end of the reply is `chat` and a reply of the same meaning."""
@@ -362,16 +366,6 @@ KEPT = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
 def _opens_reasoning(prompt: str) -> bool:
     """True if a prompt ends inside a reasoning block, which the reply continues."""
     return prompt.rstrip().endswith("<think>")
-
-
-def _common_end(texts: Sequence[str]) -> str:
-    """The longest text that all texts end with."""
-    number = 0
-    for characters in zip(*(reversed(text) for text in texts), strict=False):
-        if len(set(characters)) > 1:
-            break
-        number += 1
-    return texts[0][len(texts[0]) - number :]
 
 
 def _squeezed(text: str) -> str:

@@ -168,9 +168,12 @@ class _PreferenceEncoder:
         columns = (self.data.prompt, self.data.chosen, self.data.rejected, self.data.response)
         if not self.chats and any(isinstance(row.values.get(each), list) for each in columns):
             self.encoder, self.chats = Encoder(self.tokenizer, self.data, chats=True), True
-        context = sum(each["role"] == "assistant" for each in prompt)
+        if any(message.get("weight") == 0 for message in response):
+            raise DataError(
+                f"{row.where}: a message of a response has weight 0, but preferences train all of a response"
+            )
         tools = tools_of(row, self.data, self.rows)
-        tokens, mask = self.encoder.conversation([*prompt, *response], row.where, tools, context=context)
+        tokens, mask = self.encoder.conversation([*prompt, *response], row.where, tools, context=len(prompt))
         start = int(mask.argmax())
         if start == 0:
             raise DataError(f"{row.where}: the prompt has no token")

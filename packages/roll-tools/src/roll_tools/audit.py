@@ -149,7 +149,16 @@ def masked_rows(
         except DataError:
             continue
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
-        pieces = [(_text(tokenizer, tokens[a:b]), bool(mask[a])) for a, b in itertools.pairwise(cuts) if b > a]
+        # Decoded in context: a decoder may strip the blank at the beginning of a text.
+        ends = [encoder.decode(tokens[:cut].tolist()) for cut in cuts]
+        pieces = [
+            (
+                after.removeprefix(before) if after.startswith(before) else encoder.decode(tokens[a:b].tolist()),
+                bool(mask[a]),
+            )
+            for (a, b), (before, after) in zip(itertools.pairwise(cuts), itertools.pairwise(ends), strict=True)
+            if b > a
+        ]
         yield MaskedRow(row.where, tuple(pieces))
 
 
@@ -219,7 +228,3 @@ def _has_response(row: Row, data: DataArguments, rows: Rows) -> bool:
 
 def _problem(key: str, message: str) -> ConfigProblem:
     return ConfigProblem(where="command line", key=key, message=message, hint="see docs/audit.md", code="ROLL-C003")
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
-    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

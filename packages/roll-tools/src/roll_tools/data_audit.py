@@ -140,6 +140,7 @@ def audit_rows(
     empty: list[Row] = []
     unstopped: list[Row] = []
     unknown: list[tuple[Row, str]] = []
+    untrained: list[Row] = []
     errors: list[DataError] = []
     long: Counter[str] = Counter()
     without_response = 0
@@ -158,13 +159,16 @@ def audit_rows(
             else:
                 messages = messages_of(row, data, rows, response=True)
                 tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
-                num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
-                is_empty = not _said(messages[-1])
+                if not mask.any():
+                    untrained.append(row)
+                    continue
+                num_prompt = int(mask.argmax())
+                is_empty = not _said(messages[-1]) and not messages[-1].get("tool_calls")
                 responses.append(len(tokens) - num_prompt)
                 long["response"] += responses[-1] > response_length
                 trained = np.flatnonzero(mask)
                 is_cut = truncate and responses[-1] > response_length
-                if is_cut or not len(trained) or int(tokens[trained[-1]]) not in ends:
+                if is_cut or int(tokens[trained[-1]]) not in ends:
                     unstopped.append(row)
         except DataError as error:
             errors.append(error)
@@ -178,7 +182,7 @@ def audit_rows(
         if first is not row:
             duplicates.append((first, row))
     num = len(prompts)
-    num_read = num + len(errors) + without_response
+    num_read = num + len(errors) + len(untrained) + without_response
     part = "" if num_read == len(rows) else f" of the first {num_read}"
 
     def finding(check: str, level: Level, found: str, remedy: str = "") -> AuditFinding:
@@ -186,6 +190,22 @@ def audit_rows(
 
     if errors:
         yield finding("encoding", "error", f"{len(errors)}{part} rows cannot be encoded; the first: {errors[0]}")
+    if untrained:
+        where = untrained[0].where
+        yield finding(
+            "trained_tokens",
+            "warning",
+            f"{len(untrained)}{part} rows have no token to train on, for example {where}: they are dropped",
+            "every reply has weight 0, or its reasoning is removed by the chat template",
+        )
+    if encoder.untrained_replies:
+        yield finding(
+            "trained_replies",
+            "note",
+            f"{encoder.untrained_replies}{part} replies are read, not trained: the template removes their reasoning,"
+            " or reasoning before them, once later messages follow",
+            "to train them, write one row for each reply",
+        )
     if not num and part:
         yield finding(
             "rows", "note", f"the time sufficed for {num_read} of {len(rows)} rows, none of which can be used"

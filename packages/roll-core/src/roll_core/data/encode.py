@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
-from roll_core.data.templates import JinjaTemplate, Template, load_template, texts_of
+from roll_core.data.templates import JinjaTemplate, Template, load_template, texts_of, trained_replies
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ANCHORS = ("\n", ":", "a")
+"""Texts after which a tokenizer encodes a text without a blank of its own."""
 Overlong = Literal["drop", "truncate"]
 
 
@@ -44,10 +48,21 @@ class Counts:
     """Dropped: no token to train on."""
     without_response: int = 0
     """Dropped: no response, where a response is optional."""
+    untrained_replies: int = 0
+    """Replies, not rows: read, not trained, because the template removes their reasoning once messages follow."""
 
     def __str__(self) -> str:
         named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
         return ", ".join(text for text in named if not text.startswith("0 "))
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Add the row's place to errors of a chat template."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 class Encoder:
@@ -63,53 +78,126 @@ class Encoder:
             raise DataError("the tokenizer has no end-of-sequence token, which ends each response: set its eos_token")
         first = tokenizer("", add_special_tokens=True)["input_ids"][:1]
         # A chat template writes the beginning-of-sequence token itself. In plain text the tokenizer adds it.
+        self._added = set(tokenizer.added_tokens_decoder)
+        self.untrained_replies = 0
+        """Number of encoded replies that are read, not trained: the template removes their reasoning, or reasoning
+        before them, because later messages follow."""
         self.begins_with: list[int] = list(first) if first and first[0] == tokenizer.bos_token_id else []
 
     def prompt(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[str, TokenIds]:
         """Prompt text, up to where generation starts, and its tokens. Raises `DataError`."""
-        text = self.template.prompt(messages, tools)
+        with _located(where):
+            self._check_rendered(messages, tools)
+            text = self.template.prompt(messages, tools)
         return text, self.begun(np.asarray(self.encode(text, where), dtype=np.int64))
 
     def conversation(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0
     ) -> tuple[TokenIds, Any]:
-        """Tokens `[L]`, and a bool mask `[L]` of the model's own tokens. Segments are encoded separately.
+        """Tokens `[L]`, and a bool mask `[L]` of the model's own tokens, which are trained.
 
-        The first `context` turns of the assistant belong to the prompt: the mask excludes them.
+        The first `context` messages belong to the prompt: the mask excludes them. Raises `DataError`.
         """
-        pieces: list[int] = []
-        written: list[bool] = []
-        turns = 0
-        for segment in self.template.segments(messages, tools):
-            ids = self.encode(segment.text, where)
-            ids += [self.tokenizer.eos_token_id] if segment.ends else []
-            pieces += ids
-            turns += segment.written
-            written += [segment.written and turns > context] * len(ids)
-        tokens = self.begun(np.asarray(pieces, dtype=np.int64))
-        mask = np.asarray([False] * (len(tokens) - len(written)) + written, dtype=np.bool_)
-        return tokens, mask
+        with _located(where):
+            self._check_rendered(messages, tools)
+            segments = self.template.segments(messages, tools, context=context)
+        self.untrained_replies += len(trained_replies(messages, context)) - sum(each.written for each in segments)
+        eos = str(self.tokenizer.eos_token)
+        groups = [
+            (written, "".join(segment.text + eos * segment.ends for segment in group))
+            for written, group in groupby(segments, key=lambda segment: segment.written)
+        ]
+        pieces = self.encode_pieces([text for _, text in groups], where)
+        tokens = self.begun(np.asarray(list(chain(*pieces)), dtype=np.int64))
+        masks = [[written] * len(ids) for (written, _), ids in zip(groups, pieces, strict=True)]
+        mask = np.asarray(list(chain(*masks)), dtype=np.bool_)
+        return tokens, np.concatenate([np.zeros(len(tokens) - len(mask), dtype=np.bool_), mask])
 
     def rendered(self, messages: Sequence[Message], where: str) -> TokenIds:
         """Tokens `[L]` of a conversation as the template renders it, including text after the last response."""
         if not isinstance(self.template, JinjaTemplate):
             return self.conversation(messages, where)[0]
-        return self.begun(np.asarray(self.encode(self.template.conversation(messages), where), dtype=np.int64))
+        with _located(where):
+            self._check_rendered(messages, ())
+            text = self.template.conversation(messages)
+        return self.begun(np.asarray(self.encode(text, where), dtype=np.int64))
+
+    def _check_rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `DataError` if the template leaves out a value of a message, or the tools."""
+        missing = self.template.unrendered(messages, tools)
+        if missing is not None:
+            index, key = missing
+            named = " (or reasoning, thinking)" if key == "reasoning_content" else ""
+            place = f" of message {index + 1} ({messages[index]['role']})" if index is not None else ""
+            raise DataError(
+                f"the chat template does not render {key}{named}{place}, so the model would never see it: remove it"
+                " from the row, write it into the content, or set data_args.template to native with a tokenizer whose"
+                " template renders it"
+            )
+
+    def encode_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
+        """Token ids of each text, in the context of the texts before it. Raises `DataError`.
+
+        The ids before a cut do not depend on what follows, as in generation. The joined texts are encoded at once and
+        cut, because some tokenizers add a blank to the beginning of every encoded text. If a token reaches over a cut,
+        the text after the cut is encoded apart.
+        """
+        whole = self.encode("".join(texts), where)
+        pieces: list[list[int]] = []
+        anchor, text, ids, marks = "", "".join(texts), *self._with_marks("".join(texts), where)
+        done = cut = 0
+        for number, piece in enumerate(texts[:-1], start=1):
+            cut += len(piece)
+            # An added token splits the text before any other rule, so the ids after it depend on the text after it.
+            index, begin = max(((i, start) for i, start, end in marks if end <= cut), default=(0, 0))
+            tail = self.encode(text[begin:cut], where)
+            before = [*ids[:index], *tail]
+            pieces.append(before[done:])
+            done = len(before)
+            if ids[:done] == before:
+                continue
+            rest = "".join(texts[number:])
+            known = list(chain(*pieces))
+            for anchor in ("", *ANCHORS):
+                start = self.encode(anchor, where)
+                text, ids, marks = anchor + rest, *self._with_marks(anchor + rest, where)
+                done, cut = len(start), len(anchor)
+                if ids[:done] == start and self.decode([*known, *ids[done:]]) == self.decode(whole):
+                    break
+            else:
+                raise DataError(
+                    f"{where}: the tokenizer has no tokens for {rest[:40]!r} alone, after {texts[number - 1][-40:]!r}:"
+                    " end the text before it with a line break"
+                )
+        pieces.append(ids[done:])
+        return pieces
 
     def encode(self, text: str, where: str) -> list[int]:
         """Tokens of a text. Raises `DataError` for characters that the tokenizer does not cover."""
+        return self._with_marks(text, where)[0]
+
+    def _with_marks(self, text: str, where: str) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Tokens of a text; index, begin and end of those that were added to the vocabulary, if the tokenizer knows."""
         if not text:
-            return []
+            return [], []
+        offsets = bool(self.tokenizer.is_fast)
         try:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets)
         except Exception as error:  # the library raises plain `Exception`
             raise DataError(f"{where}: {self._uncovered(text)}") from error
+        ids: list[int] = found["input_ids"]
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids and str(self.tokenizer.unk_token) not in text:
             raise DataError(f"{where}: {self._uncovered(text)}")
-        return ids
+        if not offsets:
+            return ids, []
+        return ids, [(i, *found["offset_mapping"][i]) for i, id in enumerate(ids) if id in self._added]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, with special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def begun(self, tokens: TokenIds) -> TokenIds:
         """Tokens after the beginning-of-sequence token, if the tokenizer adds one that the text lacks."""
@@ -125,6 +213,8 @@ class Encoder:
                 return False
             return self.tokenizer.unk_token_id is None or self.tokenizer.unk_token_id not in ids
 
+        for token in self.tokenizer.added_tokens_decoder.values():
+            text = text.replace(str(token), "")
         bad = sorted({each for each in text if not known(each)})
         shown = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in bad[:5]) or "some of its text"
         return f"the tokenizer does not cover {shown}; extend its alphabet, or use a byte or bpe tokenizer"
@@ -213,7 +303,10 @@ def encode_sft(
             continue
         messages = messages_of(row, data, rows, response=True)
         tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
-        num_prompt = int(mask.argmax()) if mask.any() else len(tokens)
+        if not mask.any():
+            counts.empty += 1
+            continue
+        num_prompt = int(mask.argmax())
         if num_prompt > prompt_length:
             counts.overlong_prompts += 1
             continue
@@ -229,8 +322,11 @@ def encode_sft(
             continue
         counts.kept += 1
         if on_prompt:
+            if any(message.get("weight") == 0 for message in messages):
+                raise DataError(f"{row.where}: a message has weight 0, but train_on_prompt trains every message")
             mask[1:] = True
         sequences.append(TrainSequence(id=row.id, tokens=tokens, loss_mask=mask))
+    counts.untrained_replies = encoder.untrained_replies
     report_counts("rows", rows, counts)
     return sequences, counts
 

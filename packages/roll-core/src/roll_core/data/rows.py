@@ -46,6 +46,10 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(strict=False)
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's reasoning. Messages have it under the first."""
+WEIGHT_KEYS = ("weight", "loss_weight")
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS, *WEIGHT_KEYS}
 Message = dict[str, Any]
 """Chat message with the keys `role` and `content`."""
 Values = Mapping[str, Any]
@@ -220,23 +224,51 @@ def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
 
 
 def _message(value: object, where: str) -> Message:
-    """A message with the keys that chat templates read. Raises `DataError`."""
+    """A message with the keys that chat templates read, and `weight` 0 for a reply that is not trained.
+
+    Raises `DataError`, also for any other key that has a value: nothing would read it.
+    """
     found = value if isinstance(value, dict) else {}
+    for key, unread in found.items():
+        if key not in MESSAGE_KEYS and unread not in (None, "", [], {}):
+            hint = "write it as tool_calls" if key == "function_call" else "remove it, or write it into the content"
+            raise DataError(f"{where} has the key {key!r} with {_short(unread)}, which nothing reads: {hint}")
     calls = found.get("tool_calls") or []
     content = found.get("content")
     if not isinstance(found.get("role"), str) or not (isinstance(content, str) or (calls and content is None)):
-        raise DataError(f"{where} must have a role and a content, both text, but is {_short(value)}")
+        raise DataError(
+            f"{where} must have a role and a content, both text, but is {_short(value)}{_parts_hint(content)}"
+        )
     message: Message = {"role": found["role"], "content": content or ""}
     if calls:
         message["tool_calls"] = [_tool_call(each, where) for each in calls] if isinstance(calls, list) else None
         if found["role"] != "assistant" or message["tool_calls"] is None:
             raise DataError(f"{where} has tool_calls, expected a list, in a message of the assistant: {_short(value)}")
-    for key in ("tool_call_id", "name", "reasoning_content"):
-        if found.get(key) is not None:
+    for key in ("tool_call_id", "name", *REASONING_KEYS):
+        if found.get(key) not in (None, ""):
             if not isinstance(found[key], str):
                 raise DataError(f"{where}: {key} must be text, but is {_short(found[key])}")
-            message[key] = found[key]
+            name = "reasoning_content" if key in REASONING_KEYS else key
+            if message.setdefault(name, found[key]) != found[key]:
+                raise DataError(f"{where} has {name} twice, and {key} differs: keep one of them")
+    weights = {key: found[key] for key in WEIGHT_KEYS if found.get(key) is not None}
+    for key, weight in weights.items():
+        if weight not in (0, 1) or (weight and found["role"] != "assistant"):
+            expected = "0 or 1" if found["role"] == "assistant" else "0, because only replies are trained"
+            raise DataError(f"{where}: {key} is {_short(weight)}, expected {expected}")
+    if weights and not all(weights.values()) and found["role"] == "assistant":
+        message["weight"] = 0
     return message
+
+
+def _parts_hint(content: object) -> str:
+    """What to do about a content that is a list of parts."""
+    if not isinstance(content, list):
+        return ""
+    kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} - {"text"}
+    if kinds:
+        return f": parts of type {', '.join(sorted(kinds))} are not supported, only text; see docs/data.md"
+    return ": write the text of its parts as one text"
 
 
 def _tool_call(value: object, where: str) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """Chat templates: from messages to text, turn by turn, so that each turn can be encoded separately.
 
 The tokens of a prompt must not depend on whether the response exists yet. Otherwise a model trains on other prompts
-than it sees in generation. A conversation is therefore split into segments that the model reads or writes, and each is
-encoded separately. Templates that rewrite earlier turns when later ones follow are not supported.
+than it sees in generation. A conversation is therefore split into segments that the model reads or writes. Templates
+that rewrite earlier turns when later ones follow are not supported, except for reasoning that they remove.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from roll_core.data.reasoning import MARKS
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -120,26 +122,49 @@ class Turns:
             + (f"{{% if add_generation_prompt %}}{start}{{% endif %}}" if start else "")
         )
 
-    def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
-        """Alternating segments: text that the model reads, and responses."""
+    def segments(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0
+    ) -> list[Segment]:
+        """Segments of the conversation in order. The model only reads the first `context` messages."""
         _refuse_tools(messages, tools)
-        turns = list(messages)
-        if self.system and turns[0]["role"] != "system":
-            turns.insert(0, {"role": "system", "content": self.system})
+        written = trained_replies(messages, context)
+        turns = list(enumerate(messages))
+        if self.system and messages[0]["role"] != "system":
+            turns.insert(0, (-1, {"role": "system", "content": self.system}))
         found: list[Segment] = []
         pending = self.first
-        for each in turns:
+        for index, each in turns:
             pending += self.opening.format(role=each["role"])
             text = each["content"] + self.closing
             if each["role"] == "assistant":
                 found.append(Segment(pending, written=False))
-                found.append(Segment(text, written=True, ends=self.closing != self.eos_token))
+                found.append(Segment(text, written=index in written, ends=self.closing != self.eos_token))
                 pending = self.between
             else:
                 pending += text + self.between
         if pending != self.between:
             found.append(Segment(pending, written=False))
         return found
+
+    def unrendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int | None, str] | None:
+        """As `JinjaTemplate.unrendered`. Named templates render roles and contents."""
+        _refuse_tools(messages, tools)
+        for index, message in enumerate(messages):
+            for key in ("reasoning_content", "name"):
+                if message.get(key) and not (key == "name" and message["role"] == "tool"):
+                    return index, key
+        return None
+
+
+def trained_replies(messages: Sequence[Message], context: int = 0) -> list[int]:
+    """Indices of the assistant's messages after the first `context` messages, without those of weight 0."""
+    return [
+        index
+        for index, message in enumerate(messages)
+        if index >= context and message["role"] == "assistant" and message.get("weight") != 0
+    ]
 
 
 def _refuse_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -206,39 +231,127 @@ class JinjaTemplate:
         """Text of a whole conversation."""
         return self._render(messages, add_generation_prompt=False, tools=[dict(tool) for tool in tools] or None)
 
-    def segments(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
-        """Split where responses begin and end. Raises `DataError` if the template rewrites earlier turns."""
+    def segments(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0
+    ) -> list[Segment]:
+        """Split where responses begin and end. The model only reads the first `context` messages.
+
+        A reply is read, too, if the template removes reasoning in it or before it once later messages follow. Raises
+        `DataError` if the template rewrites earlier turns in other ways.
+        """
         whole = self.conversation(messages, tools)
-        found: list[Segment] = []
+        segments: list[Segment] = []
         at = 0
-        for index, each in enumerate(messages):
-            if each["role"] != "assistant":
+        for index in trained_replies(messages, context):
+            span = self._span(messages, index, tools, whole)
+            if span is None:
                 continue
-            before, after = self.prompt(messages[:index], tools), self.conversation(messages[: index + 1], tools)
-            if whole.startswith(before) and after.startswith(before) and whole.startswith(after):
-                said = _said(each, after[len(before) :])
-                length: int | None = self._end(after[len(before) :], whole[len(after) :], said)
-            elif whole.startswith(before):
-                said = _said(each, whole[len(before) :])
-                length = self._end_in_history(each, whole[len(before) :], said)
-            else:
-                length = None
-            if length is None:
+            begin, end, said = span
+            if not at <= begin <= said <= end:
                 raise DataError(
-                    "the tokenizer's chat template renders a prompt differently if a response follows (message"
-                    f" {index + 1}), so the model would be trained on prompts that it never gets in generation: use a"
-                    " named template, or train on single turns"
+                    f"message {index + 1} begins at character {begin} of the chat template's rendering, and its content"
+                    f" ends at {said}, but the message before it ends at {at}: the tokenizer's chat template does not"
+                    " render messages in order; set data_args.template to a named template"
                 )
-            end = len(before) + length
-            response = whole[len(before) : end]
             # In the middle, the template's own token ends a turn: a prompt of the next turn has no other.
-            ends = not response[said:].endswith(self.marks if whole[end:].strip() else self.marks[:1])
-            found.append(Segment(whole[at : len(before)], written=False))
-            found.append(Segment(response, written=True, ends=ends))
+            ends = not whole[said:end].endswith(self.marks if whole[end:].strip() else self.marks[:1])
+            segments += [Segment(whole[at:begin], written=False), Segment(whole[begin:end], written=True, ends=ends)]
             at = end
         if whole[at:].strip():
-            found.append(Segment(whole[at:], written=False))
-        return found
+            segments.append(Segment(whole[at:], written=False))
+        return segments
+
+    def _span(
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str
+    ) -> tuple[int, int, int] | None:
+        """Where a reply begins and ends in the rendering `whole`, and where its content ends.
+
+        None if the template removes reasoning in the reply or before it, because later messages follow.
+        """
+        message = messages[index]
+        if index == 0:
+            raise DataError(
+                "message 1 is of the assistant, but a prompt begins with a message of the system or the user: remove"
+                " it, or give it weight 0, so that the model only reads it"
+            )
+        before, after = self.prompt(messages[:index], tools), self.conversation(messages[: index + 1], tools)
+        begin = len(before)
+        end = said = None
+        if whole.startswith(before) and after.startswith(before) and whole.startswith(after):
+            said = begin + _said(message, after[begin:])
+            end = begin + self._end(after[begin:], whole[len(after) :], said - begin)
+        elif whole.startswith(before) and index + 1 < len(messages):
+            said = self._end_of_values(messages, index, tools, whole)
+            end = self._end_in_history(messages, index, tools, whole, said)
+        if said is not None and end is not None:
+            thought = _opened(before) or begin
+            missing = _missing_text(message, whole[thought:end])
+            if not missing:
+                return begin, end, said
+            if index + 1 == len(messages) or _missing_text(message, after[thought:]):
+                raise DataError(
+                    f"the tokenizer's chat template does not render {missing} of message {index + 1} as it is: remove"
+                    " what the template removes, or use another template"
+                )
+            answer = _THOUGHT_END.split(message["content"])[-1]
+            if not _missing_text({"content": answer}, whole[begin:end]):
+                return None
+        elif (
+            index + 1 < len(messages)
+            and _REASONING.search(before)
+            and _without_reasoning(whole).startswith(_without_reasoning(before))
+        ):
+            return None
+        elif _opened(before) and after.startswith(before[: _opened(before)]):
+            raise DataError(
+                f"the tokenizer's chat template begins each reply with reasoning, but message {index + 1} has none that"
+                " it renders: add reasoning_content, or use a template whose prompts do not end inside of reasoning"
+            )
+        raise DataError(
+            f"the tokenizer's chat template renders a prompt differently if a response follows (message {index + 1}),"
+            " so the model would be trained on prompts that it never gets in generation: use a named template, or train"
+            " on single turns"
+        )
+
+    def unrendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int | None, str] | None:
+        """Index of the first message with a value that the template does not render, and the value's key.
+
+        The index of `tools` is None. Each value is replaced by a text that occurs nowhere else. Reasoning and text
+        beside tool calls may be missing once later messages follow.
+        """
+        marked, marked_tools = _Marked(), [dict(tool) for tool in tools]
+        changed = [marked.message(index, message) for index, message in enumerate(messages)]
+        for tool in marked_tools:
+            function = tool.get("function")
+            holder = tool if not isinstance(function, dict) else dict(function)
+            if isinstance(holder.get("name"), str):
+                holder["name"] = marked.mark(None, "tools", holder["name"])
+            if isinstance(function, dict):
+                tool["function"] = holder
+        try:
+            text = self.conversation(changed, marked_tools)
+        except DataError:  # the template requires certain values
+            marked.by_value()
+            changed, marked_tools = list(messages), [dict(tool) for tool in tools]
+            text = self.conversation(changed, marked_tools)
+        for index, key in marked.missing(text):
+            message = messages[index] if index is not None else {}
+            is_optional = key == "reasoning_content" or (key == "content" and "tool_calls" in message)
+            if index is None or not is_optional or message["role"] != "assistant" or index + 1 == len(messages):
+                return index, key
+            if (index, key) in marked.missing(self.conversation(changed[: index + 1], marked_tools)):
+                return index, key
+        return None
+
+    def _end_of_values(
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str
+    ) -> int:
+        """Where the last value of a reply ends in the rendering `whole`: what follows is the same for any value."""
+        replies = [with_last_value(messages[index], text) for text in SENTINELS]
+        others = [self.conversation([*messages[:index], reply, *messages[index + 1 :]], tools) for reply in replies]
+        return len(whole) - len(common_end([whole, *others]))
 
     def _end(self, response: str, rest: str, said: int) -> int:
         """Length of the text that the model writes, to its end-of-turn token. `response` is the template's rendering of
@@ -253,13 +366,30 @@ class JinjaTemplate:
                     return len(response) + len(mark)
         return max(said, len(response.rstrip()))
 
-    def _end_in_history(self, message: Message, text: str, said: int) -> int | None:
-        """Like `_end`, for a template that renders a last reply in another way than an earlier one, for example with an
-        empty block of reasoning. None if the reply's content or reasoning is not in `text`, or its end is unknown."""
-        eos = str(self.tokenizer.eos_token)
-        length = text.find(eos, said) + len(eos) if eos in text[said:] else 0
-        parts = (message.get("content") or "", message.get("reasoning_content") or "")
-        return length if length and all(part.strip() in text[:length] for part in parts) else None
+    def _end_in_history(
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str, said: int
+    ) -> int | None:
+        """Where a reply ends in the rendering `whole` of a template that renders a last reply in another way: it ends
+        only a last reply by the end-of-sequence token, or gives it an empty block of reasoning.
+
+        None if no special token is between the reply's last value at `said` and the next message's content.
+        """
+        following = messages[index + 1]
+        if following["role"] == "assistant":
+            others = [self.prompt(messages[: index + 1], tools)]
+        else:
+            others = [
+                self.conversation(
+                    [*messages[: index + 1], {**following, "content": text}, *messages[index + 2 :]], tools
+                )
+                for text in SENTINELS
+            ]
+        closing = _common_begin([whole, *others])[said:]
+        eos = self.marks[0]
+        if eos in closing:
+            return said + closing.index(eos) + len(eos)
+        ends = [(closing.index(mark), -len(mark)) for mark in self.marks if mark in closing]
+        return said + min(ends)[0] - min(ends)[1] if ends else None
 
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None
@@ -282,6 +412,108 @@ class JinjaTemplate:
                 return str(render([_given(message, parsed=False) for message in messages]))
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the tokenizer's chat template cannot render the messages: {error}") from error
+
+
+SENTINELS = ("a1z", "b2y")
+"""Two texts without a common first or last character."""
+_REASONING = re.compile(
+    "|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in MARKS.items())
+    + r"|<\|channel>thought.*?(?:<channel\|>|\Z)"
+    + r"|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?",
+    re.DOTALL,
+)
+"""Reasoning as chat templates render it. A prompt may end inside of it."""
+_THOUGHT_END = re.compile("|".join(map(re.escape, MARKS.values())))
+_THOUGHT_OPEN = re.compile(rf"(?:{'|'.join(map(re.escape, MARKS))})\s*\Z")
+
+
+def _without_reasoning(text: str) -> str:
+    """A rendering without reasoning and white space."""
+    return "".join(_REASONING.sub("", text).split())
+
+
+def _opened(prompt: str) -> int:
+    """Where a prompt that ends inside of reasoning begins it; 0 for other prompts."""
+    found = _THOUGHT_OPEN.search(prompt)
+    return found.start() if found else 0
+
+
+def with_last_value(message: Mapping[str, Any], text: str) -> Message:
+    """A reply whose last value, an argument of its last tool call or its content, is `text`."""
+    if not (calls := message.get("tool_calls")):
+        return {**message, "content": text}
+    function = {**calls[-1]["function"], "arguments": {"value": text}}
+    return {**message, "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]}
+
+
+def common_end(texts: Sequence[str]) -> str:
+    """The longest text that all texts end with."""
+    return _common_begin([text[::-1] for text in texts])[::-1]
+
+
+def _common_begin(texts: Sequence[str]) -> str:
+    columns = enumerate(zip(*texts, strict=False))
+    length = next((at for at, characters in columns if len(set(characters)) > 1), min(map(len, texts)))
+    return texts[0][:length]
+
+
+class _Marked:
+    """Replaces the values of messages by marks, and finds those that a rendering lacks."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[str, str, int | None, str]] = []
+        """Mark, value, index of the message, and key."""
+
+    def mark(self, index: int | None, key: str, value: str) -> str:
+        """A mark for a value; an empty value stays."""
+        if not value.strip():
+            return value
+        mark = f"zq{len(self._places)}v"
+        self._places.append((mark, value, index, key))
+        return mark
+
+    def message(self, index: int, message: Mapping[str, Any]) -> Message:
+        """The message with marks for its values. Ids and the names of tool results link messages and stay."""
+        keys = ("content", "reasoning_content", *(() if message["role"] == "tool" else ("name",)))
+        marked = {**message, **{key: self.mark(index, key, message[key]) for key in keys if message.get(key)}}
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "name": self.mark(index, "tool_calls", call["function"]["name"]),
+                        "arguments": self._scalars(index, _arguments(call["function"], parsed=True)),
+                    },
+                }
+                for call in calls
+            ]
+        return marked
+
+    def _scalars(self, index: int, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._scalars(index, item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._scalars(index, item) for item in value]
+        return value if value is None else self.mark(index, "tool_calls", str(value))
+
+    def by_value(self) -> None:
+        """Look for the values themselves, without white space, instead of the marks."""
+        self._places = [("".join(value.split()), value, index, key) for _, value, index, key in self._places]
+
+    def missing(self, text: str) -> list[tuple[int | None, str]]:
+        """Index and key of each value that the rendering lacks."""
+        squeezed = "".join(text.split())
+        return [(index, key) for mark, _, index, key in self._places if mark not in squeezed]
+
+
+def _missing_text(message: Mapping[str, Any], text: str) -> str:
+    """Key of a reply's text that a rendering lacks, apart from white space; empty if it has them all."""
+    squeezed = "".join(text.split())
+    for key in ("reasoning_content", "content"):
+        if "".join(str(message.get(key) or "").split()) not in squeezed:
+            return key
+    return ""
 
 
 def _said(message: Mapping[str, Any], text: str) -> int:
@@ -319,4 +551,5 @@ def _arguments(function: Mapping[str, Any], *, parsed: bool) -> Any:
 
 Template: TypeAlias = Turns | JinjaTemplate
 """`prompt(messages)` is the text after which the model generates its response. `segments(messages)` are the segments of
-a whole conversation; their joined text before each response equals `prompt` of the messages before it."""
+a whole conversation; their joined text before each response equals `prompt` of the messages before it. `unrendered`
+finds values that a template leaves out."""
