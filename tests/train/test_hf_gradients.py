@@ -19,6 +19,7 @@ from roll_modeling.optimizer import schedule
 from roll_modeling.task_model import finite_loss
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
+from roll_testing.models import MIXERS
 
 
 def summed_gradient(strategy, micros, loss):
@@ -357,3 +358,21 @@ def test_dropout_in_the_config_does_not_reach_training(build, sequences, model_t
         again, loss_again = summed_gradient(strategy, pack(sequences), sft_objective())
         assert loss_again == loss
         assert relative(again, gradient) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_a_model_with_float32_residuals_trains_in_bfloat16(build, sequences, name, task):
+    gradients = {}
+    for dtype in ("fp32", "bf16"):
+        strategy = build(random_init=MIXERS[name], dtype=dtype, task=task)
+        gradients[dtype], _ = summed_gradient(strategy, pack(sequences), OBJECTIVES[task])
+    assert relative(gradients["bf16"].float(), gradients["fp32"]) < 0.1
+    if task == "causal_lm":
+        model = load_model(ModelSpec(random_init=MIXERS[name], dtype="bf16", seed=3))
+        row = sequences[2]
+        tokens = torch.from_numpy(row.tokens)
+        with torch.no_grad():
+            logp = torch.log_softmax(model(input_ids=tokens[None], use_cache=False).logits[0].float(), dim=-1)
+        found = strategy.forward(pack([row])[0], WantedOutputs(logprobs=True)).logprobs_T
+        torch.testing.assert_close(found[1:], logp[:-1].gather(1, tokens[1:, None])[:, 0], rtol=0, atol=0.1)

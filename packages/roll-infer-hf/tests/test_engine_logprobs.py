@@ -1,10 +1,12 @@
 """The engine's logprobs are those of a plain forward pass of transformers over the whole sequence."""
 
 import asyncio
+import functools
 
 import numpy as np
 import pytest
 import torch
+from transformers import BambaForCausalLM
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.model import MeshInfo, ModelSpec
@@ -13,7 +15,8 @@ from roll_infer_hf import decoder
 from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
 from roll_modeling.model import load_model
-from roll_testing.models import MULTIMODAL, write_multimodal
+from roll_testing.errors import raises_error
+from roll_testing.models import MIXERS, MULTIMODAL, write_multimodal
 
 SMALL = {
     "hidden_size": 32,
@@ -182,6 +185,38 @@ def test_text_of_models_with_images_has_the_logprobs_of_a_plain_forward_pass(tmp
     spec = write_multimodal(tmp_path, model_type)
     requests = some_requests(vocabulary=61)
     assert largest_difference(load_model(spec), requests, run(spec, requests)) < 1e-5
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_have_the_logprobs_of_a_plain_forward_pass(name):
+    spec = ModelSpec(random_init=MIXERS[name], dtype="fp32", seed=3)
+    requests = some_requests(vocabulary=61, temperature=1.3)
+    tolerance = 1e-2 if name == "nemotron_h" else 1e-5  # the decoding of transformers differs from its own pass
+    assert largest_difference(load_model(spec), requests, run(spec, requests)) < tolerance
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_start_in_bfloat16(name):
+    run(ModelSpec(random_init=MIXERS[name], dtype="bf16", seed=3), some_requests(vocabulary=61))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_that_decodes_other_logits_is_refused(monkeypatch, dtype):
+    forward = BambaForCausalLM.forward
+
+    @functools.wraps(forward)
+    def without_positions(self, *args, position_ids=None, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(BambaForCausalLM, "forward", without_positions)
+    with raises_error(UnsupportedError, "bamba"):
+        run(ModelSpec(random_init=MIXERS["bamba"], dtype=dtype, seed=3), [])
+
+
+def test_models_of_few_positions_start():
+    keys = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 97}
+    for num_positions in (1, 2, 3, 8):
+        run(ModelSpec(random_init=keys | {"n_positions": num_positions}, dtype="fp32", seed=3), [])
 
 
 SMALL_RECURRENT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97}

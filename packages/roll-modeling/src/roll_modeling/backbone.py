@@ -348,7 +348,8 @@ class LanguageHead:
         """Logprobs of the targets and of the given ids, and the other outputs of `request`."""
         if self.is_linear:
             head = self._linear(self.model.get_output_embeddings())
-            return head_outputs(head, hidden_NH, targets_N, request, gather_ids_NK)
+            # Mamba's hidden states are float32 for every dtype of the model.
+            return head_outputs(head, hidden_NH.to(head.weight.dtype), targets_N, request, gather_ids_NK)
         vocab_size = self.model.config.get_text_config().vocab_size
         return any_head_outputs(self._own_logits, vocab_size, hidden_NH, targets_N, request, gather_ids_NK)
 
@@ -365,6 +366,7 @@ class LanguageHead:
         if self._other is None or self._other[0] != comparison.head:
             self._other = comparison.head, read_head(comparison.head, hidden_NH.device)
         head = self._linear(self.model.get_output_embeddings())
+        hidden_NH = hidden_NH.to(head.weight.dtype)
         return compared(head, hidden_NH, self._other[1], other_NH, comparison.function, request, weights_N)
 
     def write(self, path: Path, whole: Callable[[Tensor], Tensor], *, writes: bool) -> None:

@@ -156,7 +156,8 @@ class TaskModel:
         is_value = self.task == "value"
         wanted_T = micro.positions_T > 0 if is_value else torch.ones_like(micro.loss_mask_T)
         places_N, rows_N = self._here(wanted_T, before=int(is_value))
-        values_T: Tensor = scalar_head(self.model)(hidden_TH)[:, 0].float()
+        head = scalar_head(self.model)
+        values_T: Tensor = head(hidden_TH.to(head.weight.dtype))[:, 0].float()
         return self._spread(values_T.index_select(0, rows_N), places_N, micro.num_tokens)
 
 
