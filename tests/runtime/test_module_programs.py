@@ -88,6 +88,7 @@ def worker(training: TrainingSpec | None = None, **model) -> TrainWorker:
     made = object.__new__(TrainWorker)
     made.strategy = HFTrainStrategy(HFTrainConfig(), training)
     made.strategy.build(replace(FLOW, **model), MeshInfo(role="flow"))
+    made.role, made.deterministic = "flow", True
     made.limits = BatchLimits(train_sequences=2, infer_sequences=3)
     return made
 

@@ -49,12 +49,22 @@ def kernels(computed, monkeypatch):
     monkeypatch.setattr(
         decode, "cuda_library", lambda: extensions.declare(computed, decode.functions(cuda=True), result=ctypes.c_int)
     )
+    monkeypatch.setattr(decode, "select_device", lambda device: None)
     monkeypatch.setattr(decode, "current_stream", lambda device: None)
     return make
 
 
 def near(found, expected):
     return torch.allclose(found.float(), expected.float(), rtol=BOUND[found.dtype], atol=BOUND[found.dtype])
+
+
+def test_kernels_launch_on_the_device_of_their_tensors(kernels, monkeypatch):
+    selected = []
+    monkeypatch.setattr(decode, "select_device", selected.append)
+    monkeypatch.setattr(decode, "current_stream", lambda device: selected.append((device, "stream")))
+    for each in kernels(torch.float32):
+        each.begin(torch.empty(1, 2, 1, 16), np.zeros(1, dtype=np.int64))
+    assert selected == [torch.device("cuda"), (torch.device("cuda"), "stream")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

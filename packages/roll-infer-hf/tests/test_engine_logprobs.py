@@ -248,6 +248,17 @@ def test_kernels_for_large_weights_give_the_logprobs_of_a_plain_forward_pass(pac
     assert largest_difference(load_model(spec), requests, completions) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", list(FAST))
+def test_half_precision_decodes_as_on_an_accelerator(name, dtype, monkeypatch):
+    """Queries and keys have the model's dtype there, before and after their norms."""
+    monkeypatch.setattr(decoder, "math_dtype", lambda device, dtype: dtype)
+    spec = ModelSpec(random_init=FAST[name], dtype=dtype, seed=3)
+    requests = some_requests()
+    completions = run(spec, requests, kernels="torch")
+    assert largest_difference(load_model(spec), requests, completions) < 0.03
+
+
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("pack", [False, True])
 def test_bfloat16_logprobs_are_as_near_to_float32_as_those_of_transformers(pack, kernels):

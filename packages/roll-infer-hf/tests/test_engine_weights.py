@@ -1,6 +1,9 @@
 """Replacing the weights of a running engine."""
 
 import asyncio
+import threading
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +11,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
-from roll_core.spec.model import ModelSpec
+from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_infer_hf.config import HFInferConfig
+from roll_infer_hf.engine import HFInferStrategy
 from roll_modeling.layout import adjacent, make_adjacent
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
@@ -231,6 +236,40 @@ def test_a_sleeping_engine_holds_neither_weights_nor_keys_and_values(with_engine
     assert all(alive)
     assert all(gone)
     assert numbers == len(exported(trainer))  # one each, which stands for its shape
+
+
+def test_sleep_returns_memory_to_other_processes(with_engine, trainer, monkeypatch):
+    """The allocator of a device keeps freed memory until it is told to return it."""
+    alive_at_return = []
+
+    async def act(engine):
+        await engine.generate(request("before", range(30)))
+        held = held_by(engine, trainer)
+        monkeypatch.setattr(
+            torch.accelerator, "empty_cache", lambda: alive_at_return.append(sum(not each.expired() for each in held))
+        )
+        engine._mesh = replace(engine._mesh, device="meta")
+        await engine.sleep()
+
+    with_engine(act)
+    assert alive_at_return == [0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta:2"])
+def test_the_engines_thread_selects_its_device(tiny_spec, monkeypatch, device):
+    selected = []
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: selected.append((threading.current_thread().name, index))
+    )
+
+    async def act():
+        engine = HFInferStrategy(HFInferConfig(kernels="torch"))
+        with suppress(NotImplementedError, RuntimeError):  # the device `meta` computes nothing
+            await engine.start(tiny_spec, MeshInfo(role="actor_infer", device=device))
+        await engine.stop()
+
+    asyncio.run(act())
+    assert selected == ([] if device == "cpu" else [("roll-engine", 2)])
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from roll_core.types import SamplingParams
 from roll_infer_hf.sampler import invert_cdf, sample, sampling_row, shaped_rows
+from shared_tests.deterministic_cuda import deterministic_cuda
 
 NUM = 4000
 
@@ -168,3 +169,17 @@ def test_logits_that_are_not_finite_give_logprobs_that_are_not_finite():
     drawn = draw_rows(logits, [SamplingParams()] * 2, [0.5, 0.5])
     assert not np.isfinite(drawn.logprobs_N[0])
     assert drawn.logprobs_N[1] == pytest.approx(-np.log(200))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.97), SamplingParams(min_p=0.1)],
+    ids=["plain", "top_k", "top_p", "min_p"],
+)
+def test_sampling_has_deterministic_kernels_on_cuda(params):
+    """Executor `local` samples in the trainer's process, in which a step may request them."""
+    logits, uniforms = random_logits(1000, scale=0.1)[None], [0.7]
+    expected = draw_rows(logits, [params], uniforms)
+    with deterministic_cuda():
+        found = draw_rows(logits, [params], uniforms)
+    assert found.tokens_N.tolist() == expected.tokens_N.tolist()

@@ -27,6 +27,7 @@ from roll_pipeline_distill.divergences import (
     with_tail,
 )
 from roll_testing.errors import raises_error
+from shared_tests.deterministic_cuda import deterministic_cuda
 
 KINDS = get_args(Divergence)
 P, Q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
@@ -51,6 +52,14 @@ def logs(*rows):
 def test_divergences_by_hand(kind):
     found = divergence(logs(P), logs(Q), kind, skew=0.2)
     assert found.tolist() == pytest.approx([BY_HAND[kind]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergences_have_deterministic_kernels_on_cuda(kind):
+    student = logs(Q).requires_grad_()
+    with deterministic_cuda():
+        divergence(logs(P), student, kind).sum().backward()
+    assert student.grad.isfinite().all()
 
 
 def test_the_adaptive_kl_weighs_both_directions_by_the_gaps_of_head_and_tail():

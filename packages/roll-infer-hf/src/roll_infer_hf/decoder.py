@@ -65,6 +65,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
     return None
 
 
+def math_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which queries and keys are weighted and rotated: float32 on a CPU, otherwise that of the model."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 class Projection:
     """Linear layer `x @ weight.T + bias`.
 
@@ -128,8 +133,7 @@ class Decoder(Runner):
         self.num_kv_heads = int(config.num_key_value_heads)
         self.scale = float(attention.scaling)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
-        self._math_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        """Dtype in which queries and keys are normed and rotated."""
+        self._math_dtype = math_dtype(self.device, self.dtype)
         cache_dtype = self.cache_dtype()
 
         def cache() -> KVCache:
@@ -360,7 +364,8 @@ class Decoder(Runner):
         turned = self.num_heads + self.num_kv_heads
         qk, value = heads[:, :turned], heads[:, turned:]
         if layer.qk_norm_HD is not None:
-            qk = (qk * self._inverse_rms(qk, self._qk_epsilon)).mul_(layer.qk_norm_HD)
+            # The norm is float32; as in transformers, it is rounded before the weight is applied.
+            qk = (qk * self._inverse_rms(qk, self._qk_epsilon)).to(self._math_dtype).mul_(layer.qk_norm_HD)
         swapped = torch.roll(qk, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk * cos_T1D, swapped, sin_T1D), value
 

@@ -133,6 +133,7 @@ class HFInferStrategy(InferStrategy):
     async def sleep(self) -> None:
         """Release the KV cache, the weights and all copies made of them, between two steps.
 
+        Other processes can allocate the released memory of a device.
         With adapters the base weights stay loaded. Waking allocates nothing; the next weight update and requests do.
         Raises `RuntimeError` if requests are running.
         """
@@ -241,9 +242,11 @@ class HFInferStrategy(InferStrategy):
         from roll_infer_hf.module_runner import ModuleRunner
         from roll_modeling.layout import make_adjacent
         from roll_modeling.model import end_token_ids, load_model
+        from roll_modeling.process_group import select_device
 
         if self._mesh.num_threads:
             torch.set_num_threads(self._mesh.num_threads)
+        select_device(torch.device(self._mesh.device))
         model = load_model(self._spec, device=self._mesh.device)
         model.requires_grad_(False)
         make_adjacent(model)
@@ -314,12 +317,17 @@ class HFInferStrategy(InferStrategy):
         return receipt
 
     def _release(self) -> None:
+        import torch
+
+        from roll_modeling.offload import release_cached
+
         core = self._ready_core
         if core.busy:
             raise RuntimeError("requests are running: abort them before `sleep`")
         if self._weights is not None and not self._weights.released:
             core.release()
             self._weights.release()
+            release_cached(torch.device(self._mesh.device))
 
     # -- admission -----------------------------------------------------------------------------------------------------
 

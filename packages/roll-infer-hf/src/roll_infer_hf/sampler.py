@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from roll_core.algorithms._segments import running_sums
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -130,15 +132,15 @@ def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
     sums = weights_NV[:, :body].reshape(rows, -1, BLOCK).sum(-1) if body else weights_NV.new_zeros(rows, 0)
     if body < size:
         sums = torch.cat([sums, weights_NV[:, body:].sum(-1, keepdim=True)], dim=1)
-    cumulative = sums.double().cumsum(-1)
+    cumulative = running_sums(sums)
     target = u_N.unsqueeze(1) * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
     columns = block * BLOCK + torch.arange(min(BLOCK, size), device=weights_NV.device)
-    inside = weights_NV.gather(1, columns.clamp(max=size - 1)).double()
+    inside = weights_NV.gather(1, columns.clamp(max=size - 1))
     if body < size:
         inside.masked_fill_(columns >= size, 0.0)
-    within = inside.cumsum(-1)
+    within = running_sums(inside)
     # Block sums are rounded to float32, so the remaining target may exceed the block's sum by a rounding error.
     rest = torch.minimum(target - before, within[:, -1:] * (1 - 1e-12))
     place = torch.searchsorted(within, rest, right=True).clamp_(max=within.shape[1] - 1)
@@ -213,9 +215,9 @@ def _sample_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, m
 
 
 def _sample_candidates(values_SK: Tensor, indices_SK: Tensor, u_S: Tensor, mass_S: Tensor, min_p_S: Tensor) -> Tensor:
-    before = values_SK.cumsum(-1) - values_SK
+    before = running_sums(values_SK) - values_SK
     kept = (before < mass_S.unsqueeze(1)) & (values_SK >= min_p_S.unsqueeze(1) * values_SK[:, :1])
-    cumulative = torch.where(kept, values_SK, 0.0).cumsum(-1)
+    cumulative = running_sums(torch.where(kept, values_SK, 0.0))
     target = u_S.unsqueeze(1) * cumulative[:, -1:]
     place = torch.searchsorted(cumulative, target, right=True).clamp_(max=values_SK.shape[1] - 1)
     return indices_SK.gather(1, place).squeeze(1)

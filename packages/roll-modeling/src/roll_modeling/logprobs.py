@@ -322,8 +322,9 @@ def read_head(path: str, device: torch.device) -> LinearHead:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        # Read to the host: safetensors knows no device of other packages' platforms.
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 (no mapping)
             numbers = {name: float(value) for name, value in file.metadata().items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: the other model's head cannot be read: {error}") from error

@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,7 +25,7 @@ from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
 
 log = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -51,7 +53,44 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
         model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
     if (own := tokenizer or _own_tokenizer(spec)) is not None:
         _set_token_ids(model, own, spec)
-    return model.to(device).eval()
+    return moved(model, device).eval()
+
+
+def moved(module: ModuleT, device: str) -> ModuleT:
+    """Move a module to a device. Parameters that were tied remain tied.
+
+    `nn.Module.to` creates new parameters on devices whose tensors cannot replace those of the host in place, a new one
+    for each name (pytorch issue 116255).
+    """
+    ties = tied_names(module)
+    module.to(device)
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            parent, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, parameter)
+    check_ties(module, ties)
+    return module
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def check_ties(module: nn.Module, ties: Iterable[Sequence[str]]) -> None:
+    """Raise `ModelError` if names that shared a parameter have different ones: an export would lose all but one."""
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            if module.get_parameter(name) is not parameter:
+                raise ModelError(
+                    f"{name} was tied to {first}, and is a parameter of its own on {parameter.device}: this device or"
+                    " strategy does not keep ties; please report it"
+                )
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:

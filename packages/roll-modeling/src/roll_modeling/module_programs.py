@@ -17,6 +17,7 @@ from torch import nn
 
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
 from roll_core.spec.module_program import ModelLibrary
+from roll_modeling.model import moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +49,7 @@ def load_module(library: ModelLibrary, spec: ModelSpec, *, device: str = "cpu") 
     module = library.load(spec)
     if not isinstance(module, nn.Module):
         raise ModelError(f"library {spec.library!r}: load returned {type(module).__name__}, expected a torch module")
-    return module.to(device).eval()
+    return moved(module, device).eval()
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:

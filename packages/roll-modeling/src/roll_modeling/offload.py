@@ -67,8 +67,7 @@ class Offloader:
         for storage in filter(self._can_offload, storages(scratch)):
             freed.append(OffloadedStorage(storage, storage.nbytes(), None))
             storage.resize_(0)
-        if pin:
-            torch.accelerator.empty_cache()
+        release_cached(self._device)
 
     def onload(self, part: StateKind) -> None:
         """Copy an offloaded part back to the device. Idempotent."""
@@ -111,15 +110,25 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 def host_copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copy tensors to the host (pinned, if they are on a device), and wait until the copies are complete."""
     copies: dict[Key, Tensor] = {}
-    waits = False
+    sources: set[torch.device] = set()
     for key, tensor in tensors.items():
         away = tensor.device.type != "cpu"
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=away)
         copies[key] = copy.copy_(tensor.detach(), non_blocking=away)
-        waits = waits or away
-    if waits:
-        torch.accelerator.synchronize()
+        if away:
+            sources.add(tensor.device)
+    for device in sources:  # without an argument, torch waits only for the calling thread's current device
+        torch.accelerator.synchronize(device)
     return copies
+
+
+def release_cached(device: torch.device) -> None:
+    """Return freed memory of the device to its driver, so that other processes can allocate it.
+
+    torch's allocator otherwise keeps it for the next tensor of this process. Does nothing on the host.
+    """
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -24,6 +24,15 @@ _num_alone = 0
 """Number of single-rank roles in this process. They share one group: a process has only one default group."""
 
 
+def select_device(device: torch.device) -> None:
+    """Make `device` the current one of this thread: compiled kernels launch there, and collectives of objects use it.
+
+    The current device is a property of each thread, and at first device 0. Does nothing for the host.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
 class ProcessGroup:
     """Membership of this rank, from construction to `close`. Single ranks get a group too: some engines need one."""
 
@@ -36,7 +45,7 @@ class ProcessGroup:
         self._store: Store | None = None
         options: dict[str, Any] = {}
         if self.device.type != "cpu":
-            torch.accelerator.set_device_index(self.device.index or 0)
+            select_device(self.device)
             options["device_id"] = torch.device(self.device.type, self.device.index or 0)
         if dist.is_initialized():
             if self.size > 1 or not _num_alone:

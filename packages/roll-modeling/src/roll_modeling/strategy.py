@@ -16,6 +16,7 @@ from roll_modeling.module_programs import StrategyModule, load_module, model_lib
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import write_gathered
 from roll_modeling.portable_state import check_same, stored_buffers
+from roll_modeling.process_group import select_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,9 +50,10 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
     """None for a role that only scores."""
 
     def _begin_build(self, model: ModelSpec, mesh: MeshInfo) -> None:
-        """Keep the arguments of `build`, create the library, and set the number of threads."""
+        """Keep the arguments of `build`, create the library, and set this thread's device and number of threads."""
         if mesh.num_threads:
             torch.set_num_threads(mesh.num_threads)
+        select_device(torch.device(mesh.device))
         self._mesh, self.spec = mesh, model
         self.library = model_library(model)
         self.offloader = Offloader(mesh.role, torch.device(mesh.device))

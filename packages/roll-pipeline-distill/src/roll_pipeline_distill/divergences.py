@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from roll_core.algorithms._segments import reverse_discounted_sum
+from roll_core.algorithms._segments import reverse_discounted_sum, running_sums
 from roll_core.algorithms.aggregate import stream_weights, weighted_sum
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.train import Comparison, LossOutput, WantedOutputs
@@ -103,7 +103,7 @@ def _mixture(logp_TJ: Tensor, logq_TJ: Tensor, share: float) -> Tensor:
 def _head_share(p_TJ: Tensor, q_TJ: Tensor, head_mass: float) -> Tensor:
     """Share of the head in the sum of |p - q|. The head has the fewest columns with mass `head_mass` of p."""
     sorted_TJ, order_TJ = p_TJ.sort(dim=1, descending=True)
-    in_head_TJ = sorted_TJ.cumsum(dim=1) - sorted_TJ < head_mass
+    in_head_TJ = running_sums(sorted_TJ) - sorted_TJ < head_mass
     gaps_TJ = (p_TJ - q_TJ).abs().gather(1, order_TJ)
     return (gaps_TJ * in_head_TJ).sum(dim=1) / gaps_TJ.sum(dim=1).clamp(min=torch.finfo(p_TJ.dtype).tiny)
 

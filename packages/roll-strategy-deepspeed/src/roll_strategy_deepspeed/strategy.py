@@ -17,6 +17,7 @@ from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import StepStats, WantedOutputs
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.fused import fuse
+from roll_modeling.model import check_ties, tied_names
 from roll_modeling.module_passes import ModulePasses
 from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.offload import keep_freed_memory, num_bytes
@@ -87,6 +88,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             else:
                 checkpoint_layers(self.model)
         self.engine: Any = None
+        ties = tied_names(self.model)
         if self.training is not None:
             trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
             self._start_engine(settings, adamw(trained.values(), self.training))
@@ -96,6 +98,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             self.schedule, self.peak_learning_rate = schedule(self.training), self.training.learning_rate
         elif self.stage == 3:
             self._start_engine(settings, None)
+        check_ties(self.model, ties)
         self.compute: Any = self.engine or self.computation or self.model
         self.passes = Passes(self.compute, self.engine, self.ranks, self.stage)
         # At stage 0, ranks meet only in the optimizer step.

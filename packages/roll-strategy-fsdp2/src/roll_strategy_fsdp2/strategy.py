@@ -16,7 +16,7 @@ from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.types import DataRank
 from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.context_parallel import ContextParallel, Ulysses
-from roll_modeling.model import DTYPES, layer_configs
+from roll_modeling.model import DTYPES, check_ties, layer_configs, tied_names
 from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.process_group import ProcessGroup
@@ -87,9 +87,11 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
         experts: list[nn.Module] = []
         if self.meshes.expert is not None and self.meshes.alone is not None:
             experts = exchange_tokens(self.model, self.meshes.expert, self.meshes.alone)
+        ties = tied_names(self.model)
         self.root: Root = shard(self.model, self.meshes, config, self.compute_dtype, experts, blocks)
         if opened:
             fill(self.root, opened[1], model, device="cpu" if config.offload_policy else mesh.device)
+        check_ties(self.model, ties)
         self.weights = Weights(self.model, model, self.adapters, self.compute_dtype, mesh.device)
         context = self._context()
 

@@ -229,7 +229,7 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
 
         Raises `CheckpointError` if files are missing or invalid, or belong to another model or format.
         """
-        step_count = torch.zeros(1, dtype=torch.int64)
+        step_count = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
         if self.replicas.rank == 0:
             with reading(path):
                 state = read_state(path, FORMAT)

@@ -341,7 +341,7 @@ class DeviceBroadcastGroup(BroadcastGroup):
                     raise RuntimeError("the publish was called off")
             time.sleep(POLL_S)
         work.wait(timeout(deadline))  # completed, but raises its error; nccl does so only with a timeout
-        torch.get_device_module(torch.device(self._device).type).synchronize()
+        torch.get_device_module(torch.device(self._device).type).synchronize(self._device)
 
     @override
     def _limit(self, deadline: Deadline) -> timedelta:

@@ -30,6 +30,15 @@ def reverse_discounted_sum(values_N: Tensor, segments_N: Tensor, discount: float
     return total_N
 
 
+def running_sums(masses: Tensor) -> Tensor:
+    """Cumulative sums of non-negative numbers along the last dimension, in float64; totals stay below 2048.
+
+    Adds integers, in units of 2**-52. The order of a sum of floats on a GPU depends on the timing of its blocks, so
+    torch refuses a float `cumsum` there while deterministic kernels are requested.
+    """
+    return (masses.double() * 2**52).long().cumsum(-1).double() * 2**-52
+
+
 def next_in_segment(values_N: Tensor, segments_N: Tensor) -> Tensor:
     """Each element's successor in its segment; 0 for a segment's last element."""
     following_N = torch.zeros_like(values_N)

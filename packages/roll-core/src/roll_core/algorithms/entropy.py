@@ -29,7 +29,7 @@ def top_entropy(entropy_T: Tensor, mask_T: Tensor, quantile: float) -> Tensor:
     num_kept = math.ceil(quantile * entropy_N.numel())
     if num_kept == 0:
         return torch.zeros_like(mask_T)
-    threshold = entropy_N.kthvalue(entropy_N.numel() - num_kept + 1).values
+    threshold = entropy_N.topk(num_kept, sorted=False).values.min()  # CUDA has no deterministic kthvalue
     return mask_T & (entropy_T >= threshold)
 
 

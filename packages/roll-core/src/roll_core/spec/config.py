@@ -1023,8 +1023,8 @@ class RunConfig(Config):
     guards: GuardsConfig = GuardsConfig()
     """Actions when a run goes wrong without failing, by guard id."""
     deterministic: bool = True
-    """Request deterministic kernels from the libraries, so that a resumed run equals an uninterrupted one bit for
-    bit."""
+    """Request deterministic kernels from the libraries while training roles compute, so that a resumed run equals an
+    uninterrupted one bit for bit. An operator without one on the device is an error that names it."""
 
     _follow_latest = field_validator("resume_from_checkpoint", "pretrain")(_follow_latest)
 

@@ -18,6 +18,7 @@ import torch
 from roll_core.errors import ExtensionError
 from roll_modeling.elementwise import CFLAGS, HEADER
 from roll_modeling.extensions import Extension, declare
+from roll_modeling.process_group import select_device
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,6 +129,8 @@ class DecodeKernels:
             self._shape.threads = self._queue
             self._attend_queue: tuple[int | None, ...] = ()
         else:
+            # The runtime launches on the thread's current device, and refuses the stream of another one.
+            select_device(self._device)
             self._queue = current_stream(self._device)
             self._attend_queue = (self._queue,)
 

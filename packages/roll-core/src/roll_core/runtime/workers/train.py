@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import numpy as np
 
 from roll_core.data.module_rows import checked_loss, checked_program, module_batches, output_rows
 from roll_core.data.pack import pack, pack_evenly
+from roll_core.errors import UnsupportedError
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
 from roll_core.runtime.weights.plan import device_facts
@@ -18,7 +21,8 @@ from roll_core.runtime.workers.strategy import make_strategy, mesh_info
 from roll_core.spec.pipeline import ScoredSequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -63,6 +67,49 @@ OUTPUTS = {
 values."""
 
 
+class DeterministicPasses:
+    """Requests deterministic kernels while at least one worker of this process computes.
+
+    torch has one switch for all threads of a process. An engine or a reward model may share the process; only operators
+    of training roles may be refused for lack of a deterministic kernel.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._usual = False
+
+    @contextmanager
+    def of(self, role: str) -> Iterator[None]:
+        """Compute passes of `role`. Raises `UnsupportedError` for an operator without a deterministic kernel."""
+        import torch
+
+        with self._lock:
+            if self._num_running == 0:
+                self._usual = torch.are_deterministic_algorithms_enabled()
+                torch.use_deterministic_algorithms(True)
+                # Filling new memory guards against uninitialised reads, at a cost. No code here reads such memory.
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            self._num_running += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if "does not have a deterministic implementation" not in str(error):
+                raise
+            raise UnsupportedError(
+                f"{role}: {str(error).splitlines()[0].split(', but you set')[0]}; set `deterministic: false`, after"
+                " which a resumed run may differ from an uninterrupted one"
+            ) from error
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    torch.use_deterministic_algorithms(self._usual)
+
+
+_deterministic_passes = DeterministicPasses()
+
+
 class TrainWorker(SendingWorker):
     """Worker of one rank.
 
@@ -96,12 +143,7 @@ class TrainWorker(SendingWorker):
 
     def start(self) -> DataRank:
         """Build the model. Collective over the role's ranks."""
-        import torch
-
-        torch.use_deterministic_algorithms(self.deterministic)
         self.watch = MemoryWatch(self.place.device)
-        # Filling new memory guards against uninitialised reads, at a cost. No code here reads uninitialised memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.strategy.build(self.model, self.mesh)
         return self.strategy.data_rank
 
@@ -110,27 +152,30 @@ class TrainWorker(SendingWorker):
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
         wanted = {name: output for name, (selector, output) in OUTPUTS.items() if getattr(want, selector)}
         rows: dict[str, dict[str, Any]] = {name: {} for name in wanted}
-        for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
-            ends = np.cumsum(micro.lengths)[:-1]
-            for name, output in wanted.items():
-                tensor_T = getattr(outputs, output)
-                if tensor_T is not None:
-                    rows[name].update(zip(micro.ids, np.split(tensor_T.detach().cpu().numpy(), ends), strict=True))
+        with self._passes():
+            for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
+                ends = np.cumsum(micro.lengths)[:-1]
+                for name, output in wanted.items():
+                    tensor_T = getattr(outputs, output)
+                    if tensor_T is not None:
+                        rows[name].update(zip(micro.ids, np.split(tensor_T.detach().cpu().numpy(), ends), strict=True))
         return ScoredSequences(**{name: [found[sequence.id] for sequence in sequences] for name, found in rows.items()})
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step. Collective over the role's ranks: a rank without sequences takes part too."""
         micros = self._micros(sequences, self.limits.train_sequences, self.limits.train_tokens, totals)
-        metrics = combine(self.strategy.forward_backward(micros, loss))
-        return metrics, self.strategy.optimizer_step()
+        with self._passes():
+            metrics = combine(self.strategy.forward_backward(micros, loss))
+            return metrics, self.strategy.optimizer_step()
 
     def run_program(self, rows: Sequence[ModuleRow], program: ModuleProgram) -> list[Mapping[str, NDArray[np.generic]]]:
         """Run a program over this rank's share; returns the outputs of each row."""
         batches = module_batches(rows, max_rows=self.limits.infer_sequences)
         found: dict[int, Mapping[str, NDArray[np.generic]]] = {}
-        outputs = self.strategy.run_module([batch for _, batch in batches], checked_program(program))
-        for (indices, _), each in zip(batches, outputs, strict=True):
-            found.update(zip(indices, output_rows(each, len(indices)), strict=True))
+        with self._passes():
+            outputs = self.strategy.run_module([batch for _, batch in batches], checked_program(program))
+            for (indices, _), each in zip(batches, outputs, strict=True):
+                found.update(zip(indices, output_rows(each, len(indices)), strict=True))
         return [found[at] for at in range(len(rows))]
 
     def update_program(
@@ -138,8 +183,15 @@ class TrainWorker(SendingWorker):
     ) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step, like `update`."""
         batches = module_batches(rows, max_rows=self.limits.train_sequences, total_rows=total_rows, epoch=epoch)
-        metrics = combine(self.strategy.forward_backward_module([batch for _, batch in batches], checked_loss(loss)))
-        return metrics, self.strategy.optimizer_step()
+        with self._passes():
+            metrics = combine(
+                self.strategy.forward_backward_module([batch for _, batch in batches], checked_loss(loss))
+            )
+            return metrics, self.strategy.optimizer_step()
+
+    def _passes(self) -> AbstractContextManager[None]:
+        """Context of forward and backward passes and optimizer steps."""
+        return _deterministic_passes.of(self.role) if self.deterministic else nullcontext()
 
     def move_averages(self) -> None:
         """Move the moving average after the last optimizer step of a batch. Collective over the role's ranks."""
