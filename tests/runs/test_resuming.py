@@ -4,11 +4,16 @@ import json
 from dataclasses import asdict
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.run.checkpointing import SavedRole, SavedRun
-from roll_testing.errors import mentions
+from roll_core.spec.config import TokenizerConfig
+from roll_testing.errors import check_error, mentions
+from roll_testing.runs import TINY
 
 
 @pytest.fixture
@@ -101,3 +106,73 @@ def test_a_checkpoint_of_another_strategy_is_refused_with_the_way_out(local_runs
     assert isinstance(result.error, CheckpointMismatchError)
     assert mentions(str(result.error), "sft_train", "other_train", "hf_train")
     assert "sft_train.strategy_args.strategy_name=other_train and portable_checkpoints=true" in str(result.error)
+
+
+def stored_model(folder, **keys):
+    """A model directory with the weights of the first one that a test writes, and other keys in its config."""
+    tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789>"), (), folder)
+    config = AutoConfig.for_model(**(TINY | keys), vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "value"),
+    [
+        ("random_init", "rope_theta", 5000.0),
+        ("random_init", "hidden_act", "relu"),
+        ("directory", "rope_theta", 5000.0),
+        ("directory", "rms_norm_eps", 0.1),
+        ("overrides", "rope_theta", 5000.0),
+    ],
+)
+def test_a_checkpoint_of_another_model_function_is_refused(local_runs, source, key, value):
+    def config(changed, **given):
+        made = local_runs.sft(save_steps=1, max_steps=2, **given)
+        model = made["sft_train"]["model_args"]
+        if source != "random_init":
+            del model["random_init"], made["tokenizer"]
+            made["pretrain"] = stored_model(local_runs.folder / f"model-{changed}", **({key: value} if changed else {}))
+        if changed and source == "random_init":
+            model["random_init"] = TINY | {key: value}
+        if changed and source == "overrides":
+            made["pretrain"] = str(local_runs.folder / "model-False")
+            model["model_config_kwargs"] = {key: value}
+        return made
+
+    if source == "directory" and key == "rope_theta":
+        key, value = "rope_parameters", {"rope_type": "default", "rope_theta": value}
+    first = local_runs.ok(config(False))
+    second = local_runs.run(config(True, resume_from_checkpoint=True), "max_steps=3")
+    check_error(second.error, CheckpointMismatchError, "sft_train", key)
+    assert second.error.exit_code == 2
+    again = local_runs.ok(config(False, resume_from_checkpoint=str(first.run_dir.path)), "max_steps=3")
+    assert resumed_from(again) == 2
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(local_runs):
+    local_runs.ok(local_runs.sft(save_steps=1, max_steps=1))
+    reordered = {"kind": "char", "alphabet": ">9876543210"}
+    result = local_runs.run(local_runs.sft(tokenizer=reordered, resume_from_checkpoint=True))
+    check_error(result.error, CheckpointMismatchError)
+
+
+def test_what_else_changed_is_logged_once(local_runs):
+    first = local_runs.ok(local_runs.sft(save_steps=1, max_steps=1))
+    config = local_runs.sft(seed=4, resume_from_checkpoint=True)
+    config["sft_train"]["training_args"]["learning_rate"] = 0.02
+    with (local_runs.folder / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": 99, "prompt": "123>", "response": "123", "ground_truth": "123"}) + "\n")
+    log = local_runs.ok(config).run_dir.log.read_text(encoding="utf-8")
+    (line,) = [line for line in log.splitlines() if "learning_rate" in line]
+    keys = ("seed", "sft_train.training_args.learning_rate", "max_steps", "train.jsonl", str(first.run_dir.checkpoints))
+    assert mentions(line, *keys)
+    assert not mentions(line, "exp_name", "val.jsonl")
+
+
+def test_an_unchanged_continuation_logs_no_changes(local_runs):
+    local_runs.ok(local_runs.sft(save_steps=1, exp_name="same"))
+    checkpoint = "output/same/001/checkpoints/step-2"
+    result = local_runs.ok(local_runs.sft(save_steps=1, exp_name="same", resume_from_checkpoint=checkpoint))
+    assert "→" not in result.run_dir.log.read_text(encoding="utf-8")

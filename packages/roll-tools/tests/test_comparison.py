@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli.main import main
+from roll_core.config.dump import flat
 from roll_core.errors import RunFileError
 from roll_core.runtime.records.record import RunFacts, RunRecord
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
-from roll_tools.comparison import better, config_differences, flat, write_comparison
+from roll_tools.comparison import better, config_differences, write_comparison
 from roll_tools.domains import by_domain, by_turn
 from roll_tools.hub import model_card
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from roll_core.config.dump import flat
 from roll_core.config.secrets import Redactor
 from roll_core.runtime.records.record import write_atomically
 from roll_core.runtime.records.tracking import is_lower_better
@@ -122,17 +123,6 @@ def config_differences(configs: Sequence[Mapping[str, Any] | None]) -> list[tupl
         for key in keys
         if len({_text(config.get(key, _MISSING)) for config in readable}) > 1
     ]
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys. Lists stay values."""
-    if not isinstance(value, dict) or (not value and prefix):
-        return {prefix: value}
-    return {
-        key: each
-        for name, inner in value.items()
-        for key, each in flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
 
 
 def _compared(runs: Sequence[RunDir]) -> list[ComparedRun]:

@@ -32,6 +32,17 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
     return found
 
 
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys. Lists stay values."""
+    if not isinstance(value, dict) or (not value and prefix):
+        return {prefix: value}
+    return {
+        key: leaf
+        for name, inner in value.items()
+        for key, leaf in flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}

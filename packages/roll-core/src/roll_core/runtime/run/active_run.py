@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.data.encode import encode_prompts, encode_sft
-from roll_core.data.rows import read_rows
+from roll_core.data.rows import file_names, read_rows
 from roll_core.errors import DataError, PluginError, RollError
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.runtime.cluster.leases import SlotLeases
@@ -61,12 +61,15 @@ class DatasetCache:
 
     def __init__(self) -> None:
         self._rows: dict[str, Rows] = {}
+        self.files: dict[str, None] = {}
+        """Names of the files that were read, in order."""
 
     def rows(self, data: DataArguments) -> Rows:
         """The rows of `data`, read on first use."""
         key = data.model_dump_json()
         if key not in self._rows:
             self._rows[key] = read_rows(data)
+            self.files.update(dict.fromkeys(file_names(data)))
         return self._rows[key]
 
 
@@ -113,6 +116,11 @@ class ActiveRun(Run):
         self._metrics: dict[str, float] = {}
         self._retries = 0
         """Retried reward calls up to the last batch."""
+
+    @property
+    def data_files(self) -> list[str]:
+        """Names of the files whose rows the run has read."""
+        return list(self._data.files)
 
     @override
     def train_role(self, name: str) -> GroupTrainRole:

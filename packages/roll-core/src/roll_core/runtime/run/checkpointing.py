@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.checkpoints import BestCheckpoint, CheckpointStore
     from roll_core.runtime.run.active_run import ActiveRun
+    from roll_core.runtime.run.identity import RunIdentity
     from roll_core.runtime.run.roles import GroupTrainRole
     from roll_core.spec.config import RunConfig
     from roll_core.spec.model import ModelSpec
@@ -65,6 +66,8 @@ class SavedRun:
     roles: Mapping[str, SavedRole]
     evaluation_due: bool = False
     """True if a signal interrupted the evaluation of this step. The resuming run evaluates before its first step."""
+    identity: Mapping[str, Any] | None = None
+    """Models, tokenizer and data of the run: a `RunIdentity` as a mapping."""
     best: Mapping[str, Any] | None = None
     """The best checkpoint up to this step, which may be this one: a `BestCheckpoint` as a mapping."""
 
@@ -78,6 +81,7 @@ class SavedRun:
                 pipeline_state=state["pipeline_state"],
                 roles={name: SavedRole(**role) for name, role in state["roles"].items()},
                 evaluation_due=state.get("evaluation_due", False),
+                identity=state.get("identity"),
                 best=state.get("best"),
             )
             records: list[SavedRun | SavedRole] = [saved, *saved.roles.values()]
@@ -163,10 +167,12 @@ class RunSaver:
         store: CheckpointStore,
         completed: Callable[[Checkpoint, BestCheckpoint | None], None],
         best: BestCheckpoint | None = None,
+        identity: RunIdentity | None = None,
     ) -> None:
         """`completed` is called with each complete checkpoint and the best one so far. `best`: that of the resumed
         run."""
         self._run, self._pipeline, self._store, self._completed = run, pipeline, store, completed
+        self._identity = None if identity is None else identity.as_json()
         self._finishing: asyncio.Task[None] | None = None
         self.best = best
         """The best checkpoint by `save_best`; None if there is none. It may be in progress."""
@@ -213,6 +219,7 @@ class RunSaver:
                 for name, role in trained.items()
             },
             evaluation_due=evaluation_due,
+            identity=self._identity,
             best=asdict(self.best) if self.best is not None else None,
         )
         async with AsyncExitStack() as writing:

@@ -60,10 +60,12 @@ from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
 from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
-from roll_core.runtime.run.checkpointing import RunSaver, check_fits, load_run
+from roll_core.runtime.run.checkpointing import RunSaver, SavedRun, check_fits, load_run
+from roll_core.runtime.run.identity import RunIdentity, changes, check_identity, log_changes
 from roll_core.runtime.run.profiling import StepProfiler
 from roll_core.runtime.run.stopping import StopSignals, ignoring_stop_signals
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
+from roll_core.runtime.workers.build import model_spec
 from roll_core.spec.providers import TrackerProvider
 
 if TYPE_CHECKING:
@@ -265,6 +267,7 @@ class _Driver:
             )
             self._check_work_is_left(checkpoint, num_steps)
             self._open_metrics(checkpoint, stack)
+            identity = self._identity(run, checkpoint)
             stack.push_async_callback(self.pipeline.close)  # after the roles are closed, so that no program runs
             stack.callback(self._remove_incomplete_export)  # after the roles are closed, so that no worker writes it
             with ledger.stage("build roles"):
@@ -290,7 +293,7 @@ class _Driver:
                     if self.uploader is not None:
                         await self.uploader.probe()
                         await saving.enter_async_context(self.uploader)
-                    saver = RunSaver(run, self.pipeline, self.store, self._completed, best)
+                    saver = RunSaver(run, self.pipeline, self.store, self._completed, best, identity)
                     await saving.enter_async_context(saver)
                     await self._steps(run, num_steps, executor, saver, checkpoint)
                 await self._export(run)
@@ -392,6 +395,19 @@ class _Driver:
             images=images,
             recorder=Recorder(run_dir.path, history=history, resumed_step=resumed_step),
         )
+
+    def _identity(self, run: ActiveRun, checkpoint: Checkpoint | None) -> RunIdentity:
+        """Facts that a run shares with its continuation. Compares them with those of `checkpoint`, and logs once what
+        else changed. Raises `CheckpointMismatchError`."""
+        trained = [role for role in self.pipeline.roles() if role.kind == "train"]
+        models = {role.name: model_spec(role, self.config, self.run_dir.tokenizer) for role in trained}
+        here = RunIdentity.of(models, run.tokenizer if self.provider.tokenizer else None, run.data_files)
+        if checkpoint is not None:
+            saved = RunIdentity.read(SavedRun.of(checkpoint).identity)
+            if saved is not None:
+                check_identity(checkpoint, saved, here)
+            log_changes(changes(checkpoint, saved, here, self.run_dir.config), checkpoint)
+        return here
 
     def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int) -> None:
         """Trip `zero_steps` if the checkpoint leaves no work.
