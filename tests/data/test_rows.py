@@ -6,6 +6,8 @@ import bz2
 import gzip
 import json
 import lzma
+import struct
+import time
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -381,3 +383,133 @@ def test_brackets_in_text_are_no_nesting_and_compressed_files_are_read(tmp_path)
     for name in ("a.jsonl", "a.json", "a.gz"):
         found = read_rows(DataArguments(file_name=str(tmp_path / name), dataset_type="json"))
         assert [dict(row.values) for row in found] == rows
+
+
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_a_flipped_bit_of_an_offset_names_its_row(tmp_path, ending):
+    texts = [str(number) * 7 for number in range(10)]
+    path = tmp_path / f"a.{ending}"
+    table = pa.table({"prompt": texts})
+    if ending == "arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        offset = struct.pack("<i", 21)
+    else:
+        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+        offset = struct.pack("<i", 7) + b"3333333"
+    content = path.read_bytes()
+    assert content.count(offset) == 1
+    at = content.index(offset) + 3
+    path.write_bytes(content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
+    with raises_error(DataError, f"a.{ending}", *(["row 3"] if ending == "arrow" else [])):
+        read_rows(DataArguments(file_name=str(path)))
+
+
+@pytest.mark.parametrize("text", ['"' + "\\[" * 40_000, '{"a": "' + "[" * 40_000 + "\\", '"[' * 40_000])
+def test_long_texts_that_are_no_json_are_refused_at_once(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    begin = time.process_time()
+    with raises_error(DataError, "a.jsonl", "row 1"):
+        read_rows(DataArguments(file_name=str(tmp_path / "a.jsonl")))
+    assert time.process_time() - begin < 2
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd), ("", zstd)],
+)
+@pytest.mark.parametrize("format", ["jsonl", "json", "csv", "tsv"])
+def test_the_ending_before_that_of_a_compressed_file_is_its_format(tmp_path, ending, compress, format):
+    rows = [{"prompt": "é", "response": "b"}, {"prompt": "c", "response": "d"}]
+    mark = {"csv": ",", "tsv": "\t"}.get(format, "")
+    text = "".join(mark.join(each) + "\n" for each in [rows[0].keys(), *(row.values() for row in rows)])
+    text = text if mark else json.dumps(rows) if format == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / f"a.{format}{ending}"
+    path.write_bytes(compress(text.encode()))
+    assert [dict(row.values) for row in read_rows(DataArguments(file_name=str(path)))] == rows
+    path.write_bytes(compress(text.encode())[:-5])
+    with raises_error(DataError, path.name):
+        read_rows(DataArguments(file_name=str(path)))
+
+
+def test_row_numbers_are_no_ids_of_other_rows(tmp_path):
+    names = [write(tmp_path / "a.jsonl", [{"id": "2"}, {"id": "1"}]), write(tmp_path / "b.jsonl", [{"a": 1}] * 2)]
+    ids = [row.id for row in read_rows(DataArguments(file_name=names))]
+    assert ids[:2] == ["2", "1"]
+    assert len(set(ids)) == 4
+    assert [row.id for row in read_rows(DataArguments(file_name=names[1]))] == ["0", "1"]
+
+
+def test_nulls_of_a_padded_table_are_no_values(tmp_path):
+    """As `Dataset.to_json` writes a table whose structs have the fields of all rows."""
+
+    def chat(arguments, **padding):
+        call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+        return [
+            {"role": "user", "content": "q", **padding},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+
+    def tools(properties):
+        return [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+
+    padded = {"a": {"type": "string", "enum": None}, "b": None}
+    rows = [
+        {"chat": chat({"a": "x", "b": None}, tool_calls=None), "tools": tools(padded)},
+        {"chat": chat({"a": "x", "b": None}), "tools": tools({"a": {"default": None}})},
+    ]
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", rows), messages="chat", tools="tools")
+    found = read_rows(data)
+    calls = [messages_of(row, data, found, response=True)[1]["tool_calls"][0]["function"] for row in found]
+    assert [call["arguments"] for call in calls] == [{"a": "x"}, {"a": "x", "b": None}]
+    assert [tools_of(row, data, found) for row in found] == [tools({"a": {"type": "string"}}), rows[1]["tools"]]
+
+
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audios"])
+def test_rows_with_media_are_refused_by_column(tmp_path, column):
+    rows = [{"prompt": "a", "chat": CHAT, column: []}, {"prompt": "a", "chat": CHAT, column: ["a.png"]}]
+    path = write(tmp_path / "a.jsonl", rows)
+    for data in (DataArguments(file_name=path), DataArguments(file_name=path, messages="chat")):
+        found = read_rows(data)
+        messages_of(found[0], data, found, response=False)
+        with raises_error(DataError, "a.jsonl", "row 2", f"'{column}'"):
+            messages_of(found[1], data, found, response=False)
+
+
+MEDIA = ["<image>", "<video>what?", "<|vision_start|><|image_pad|>", "<image 1>", "<|image_1|>", "[IMG]", "<image_1>"]
+
+
+@pytest.mark.parametrize("text", MEDIA)
+def test_places_of_media_in_prompts_are_refused(tmp_path, text):
+    rows = [{"prompt": text, "chat": [{"role": "user", "content": text}]}]
+    path = write(tmp_path / "a.jsonl", rows)
+    for data in (DataArguments(file_name=path), DataArguments(file_name=path, messages="chat")):
+        found = read_rows(data)
+        with raises_error(DataError, "a.jsonl", "row 1"):
+            messages_of(found[0], data, found, response=False)
+
+
+def test_tags_and_replies_about_media_are_text(tmp_path):
+    texts = ["<image><url>x</url></image>", '<image href="a"/>', "an [IMG_1] <images>", "<video controls></video>"]
+    rows = [{"prompt": text, "response": "<image>"} for text in texts]
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", rows))
+    found = read_rows(data)
+    assert [messages_of(row, data, found, response=True)[0]["content"] for row in found] == texts
+
+
+@pytest.mark.parametrize(
+    ("part", "fact"), [({"type": "image_url", "image_url": "a"}, "image_url"), ({"type": "text", "text": "a"}, "text")]
+)
+def test_contents_of_parts_are_refused(tmp_path, part, fact):
+    chat = [{"role": "user", "content": [part]}, CHAT[1]]
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": chat}]), messages="chat")
+    rows = read_rows(data)
+    with raises_error(DataError, "a.jsonl", "row 1", "message 1", fact):
+        messages_of(rows[0], data, rows, response=True)

@@ -17,7 +17,7 @@ from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
 from roll_core.data.encode import Encoder, tokenizer_texts
 from roll_core.data.end_tokens import saved_end_ids
-from roll_core.data.rows import ENDINGS, first_rows, has_response, messages_of, read_rows, tools_of
+from roll_core.data.rows import first_rows, format_of, has_response, messages_of, read_rows, tools_of
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
@@ -58,7 +58,7 @@ def show_audit(
     `source` is a config, or a file of rows: then `overrides` are keys of `data_args`, `prompt_length` and
     `response_length`, and `tokenizer` is a model's directory or hub id (default: bytes). Raises `RollError`.
     """
-    is_data = source.suffix.lower() in ENDINGS or source.suffix.lower() == ".tsv"
+    is_data = format_of(source) is not None
     with tempfile.TemporaryDirectory() as folder:
         from roll_core.runtime.run.active_run import DatasetCache
         from roll_core.runtime.run.tokenizer import prepare_tokenizer

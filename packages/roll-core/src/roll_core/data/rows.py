@@ -25,6 +25,8 @@ from roll_core.errors import DataError, closest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pyarrow import RecordBatch
+
     from roll_core.spec.config import DataArguments
 
 ENDINGS = {
@@ -36,16 +38,27 @@ ENDINGS = {
 }
 MAX_NESTING = 100
 """Maximum nesting of lists and objects in a JSON row. Deeper rows overflow the stack when they are sent to workers."""
-_COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
-"""First bytes of compressed files, and the modules that open them."""
+_COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes of compressed files, and the modules that open them; pyarrow opens zstd."""
+_COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 _ARROW_FILE = b"ARROW1"
 """First bytes of an Arrow file. A stream has none."""
 _CORRUPTION = {"zlib": "error", "lzma": "LZMAError"}
 """Errors of corrupt compressed files that are no `OSError`, by their modules."""
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# Possessive, and a string may lack its end: the time is linear in texts that are not JSON, too.
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder(strict=False)
 
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of images, video and audio in data of vision-language models."""
+_MEDIA = re.compile(
+    r"<(image|video|audio)>(?!.*</\1>)"
+    r"|<\|(?:image|video|audio|image_pad|video_pad|audio_pad|vision_start|image_\d+|audio_\d+)\|>"
+    r"|<(?:image|video|audio)[_ ]?\d+>|<image_placeholder>|<start_of_image>|<ImageHere>|<IMG_CONTEXT>|\[IMG\]",
+    re.DOTALL,
+)
+"""Places of images, video and audio in a prompt. A pair of tags, as in SVG, is text."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's reasoning. Messages have it under the first."""
 WEIGHT_KEYS = ("weight", "loss_weight")
@@ -72,11 +85,14 @@ class Rows(list[Row]):
     def __init__(self, files: Iterable[tuple[str, Sequence[Values]]], data: DataArguments) -> None:
         """`files` are pairs of a file's path and its rows."""
         columns: dict[str, None] = {}
+        files = list(files)
+        # The number of a row without an id may be the id of another row.
+        numbered = any(values.get(data.id) is not None for _, rows in files for values in rows)
         for name, rows in files:
             for number, values in enumerate(rows, start=1):
                 columns.update(dict.fromkeys(values))
                 id, tag = values.get(data.id), values.get(data.tag)
-                id = str(len(self) if id is None else id)
+                id = (f"row {len(self)}" if numbered else str(len(self))) if id is None else str(id)
                 tag = "" if tag is None else str(tag)
                 self.append(Row(id=id, tag=tag, where=f"{name} row {number}", values=values))
         self.columns = tuple(columns)
@@ -150,7 +166,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
         messages = [{"role": "user", "content": _prompt_text(row, data, rows)}]
         if response:
             messages.append({"role": "assistant", "content": text_of(row, data.response, rows)})
-        return _with_system(messages, row, data, rows)
+        return _text_alone(_with_system(messages, row, data, rows), row)
     messages = stored_messages(row, data, rows)
     if response and messages[-1]["role"] != "assistant":
         raise DataError(f"{row.where}: column {data.messages!r} must end with a message of the assistant")
@@ -202,8 +218,23 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
         value = _from_json(value, f"{row.where}: column {column!r}")
     if not isinstance(value, list) or not value:
         raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {_short(value)}")
+    if any(isinstance(each, dict) and None in {**each, "content": ""}.values() for each in value):
+        value = _without_nulls(value)
     messages = [_message(each, f"{row.where}: message {at} of column {column!r}") for at, each in enumerate(value, 1)]
-    return _with_system(messages, row, data, rows)
+    return _text_alone(_with_system(messages, row, data, rows), row)
+
+
+def _text_alone(messages: list[Message], row: Row) -> list[Message]:
+    """The messages of a row. Raises `DataError` if it has images, video or audio, which no model would see."""
+    hint = "models read text alone (docs/data.md): remove the rows with images, video or audio"
+    for column in MEDIA_COLUMNS:
+        if row.values.get(column):
+            raise DataError(f"{row.where}: column {column!r} has {_short(row.values[column])}, but {hint}")
+    for number, message in enumerate(messages, 1):
+        found = None if message["role"] == "assistant" else _MEDIA.search(message["content"])
+        if found is not None:
+            raise DataError(f"{row.where}: message {number} ({message['role']}) has {found[0]!r}, but {hint}")
+    return messages
 
 
 def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
@@ -217,7 +248,7 @@ def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
     value = row.values.get(data.tools)
     if isinstance(value, str):
         value = _from_json(value, f"{row.where}: column {data.tools!r}")
-    tools = value or []
+    tools = _without_nulls(value) if _has_nulls(value) else value or []
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         raise DataError(f"{row.where}: column {data.tools!r} must be a list of tools' schemas, but has {_short(value)}")
     return tools
@@ -267,7 +298,7 @@ def _parts_hint(content: object) -> str:
         return ""
     kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} - {"text"}
     if kinds:
-        return f": parts of type {', '.join(sorted(kinds))} are not supported, only text; see docs/data.md"
+        return f": models read text alone (docs/data.md), but it has parts of type {', '.join(sorted(kinds))}"
     return ": write the text of its parts as one text"
 
 
@@ -305,12 +336,12 @@ def _rows_of(path: Path, data: DataArguments) -> Iterator[Values]:
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     if kind == "auto":
-        if path.suffix.lower() not in ENDINGS:
+        kind = format_of(path) or ""
+        if not kind:
             raise DataError(
                 f"{path}: the ending {path.suffix!r} does not indicate a format: set data_args.dataset_type to json,"
                 " parquet, csv or arrow"
             )
-        kind = ENDINGS[path.suffix.lower()]
     try:
         if kind in ("parquet", "arrow"):
             chats = {data.messages, data.tools, data.prompt, data.chosen, data.rejected}
@@ -320,6 +351,16 @@ def _rows_of(path: Path, data: DataArguments) -> Iterator[Values]:
             yield from _json_rows(path) if kind == "json" else _csv_rows(path)
     except _read_errors() as error:
         raise DataError(f"{path} cannot be read as {kind}: {error}") from error
+
+
+def format_of(path: Path) -> str | None:
+    """Format of a file by its ending, before that of a compressed file; None if the ending is unknown."""
+    return ENDINGS.get(_ending(path))
+
+
+def _ending(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in _COMPRESSED_ENDINGS else suffix
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
@@ -332,7 +373,12 @@ def _open(path: Path) -> IO[str]:
     """Open a text file that may be compressed. Bytes that are not UTF-8 become surrogates."""
     first = _first_bytes(path)
     module = next((module for magic, module in _COMPRESSION.items() if first.startswith(magic)), "io")
-    file = importlib.import_module(module).open(path, "rb")
+    if module == "zstd":
+        import pyarrow
+
+        file = pyarrow.input_stream(str(path), compression="zstd")
+    else:
+        file = importlib.import_module(module).open(path, "rb")
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -402,7 +448,7 @@ def _csv_rows(path: Path) -> Iterator[Values]:
     """Rows of a file with a header. All values are text: 007 is not a number, and NA is not missing."""
     csv.field_size_limit(sys.maxsize)
     with _open(path) as file:
-        records = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        records = csv.reader(file, delimiter="\t" if _ending(path) == ".tsv" else ",")
         try:
             header: list[str] = []
             for number, record in enumerate(record for record in records if record):
@@ -446,23 +492,40 @@ def _arrow_rows(path: Path, kind: str) -> Iterator[Values]:
             _check_header(path, header)
             for batch in batches:
                 try:
-                    rows = iter(batch.to_pylist())
-                except UnicodeDecodeError:  # find the row
-                    rows = (batch.slice(at, 1).to_pylist()[0] for at in range(len(batch)))
-                for row in rows:
-                    number += 1
-                    yield row
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: row {number + 1} is not UTF-8: {error.reason}") from error
+                    batch.validate(full=True)  # pyarrow reads memory that is not its own where offsets are wrong
+                except pyarrow.ArrowInvalid as error:
+                    row = number + 1 + next(_invalid_rows(batch), 0)
+                    raise DataError(f"{path}: row {row} is corrupt: {str(error).splitlines()[0]}") from error
+                yield from batch.to_pylist()
+                number += len(batch)
     except DataError:
         raise
-    except (ValueError, OverflowError) as error:  # ArrowInvalid; a timestamp that Python's datetime cannot hold
+    except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # also a timestamp that Python cannot hold
         raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+
+
+def _invalid_rows(batch: RecordBatch) -> Iterator[int]:
+    """Rows of a batch that are invalid by themselves."""
+    import pyarrow
+
+    for at in range(len(batch)):
+        try:
+            batch.slice(at, 1).validate(full=True)
+        except pyarrow.ArrowInvalid:
+            yield at
+
+
+def _has_nulls(value: Any) -> bool:
+    """True if a schema has null keywords or properties, which a padded table gives it. A default may be null."""
+    if isinstance(value, dict):
+        nulls = {key for key, item in value.items() if item is None} - {"default", "const"}
+        return bool(nulls) or any(map(_has_nulls, value.values()))
+    return isinstance(value, list) and any(map(_has_nulls, value))
 
 
 def _without_nulls(value: Any) -> Any:
     """A value whose structs have no null fields. All structs of a column have the fields of all its rows, so that an
-    argument of another row's tool would be a null argument of this row's."""
+    argument of another row's tool would be a null argument of this row's. JSON lines of such a table have the nulls."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
