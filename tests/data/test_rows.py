@@ -136,6 +136,21 @@ def test_a_missing_column_names_the_nearest(tmp_path):
         need_column("zzz", rows)
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_dotted_name_is_a_column_in_a_mapping(tmp_path, ending):
+    stored = [{"extra": {"question": f"{at}+1=", "answer": {"text": str(at + 1)}}, "a.b": "own"} for at in range(2)]
+    name = write(tmp_path / f"rows.{ending}", stored)
+    data = DataArguments(file_name=name, prompt="extra.question", response="extra.answer.text")
+    rows = read_rows(data)
+    assert [each["content"] for each in messages_of(rows[1], data, rows, response=True)] == ["1+1=", "2"]
+    assert rows[0].values["a.b"] == "own"
+    assert list(rows[0].values) == ["extra", "a.b"]
+    assert "extra.answer.txt" not in rows[0].values
+    missing = DataArguments(file_name=name, prompt="extra.query")
+    with raises_error(DataError, "'extra.query'"):
+        need_column(missing.prompt, read_rows(missing))
+
+
 def test_a_value_that_is_no_text_names_its_row(tmp_path):
     rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": None}])))
     with raises_error(DataError, "a.jsonl", "row 2", "'prompt'"):

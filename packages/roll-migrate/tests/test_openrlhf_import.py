@@ -326,6 +326,41 @@ def test_every_flag_of_a_script_is_reported_once_at_its_place(name, registry):
             "unsupported",
             {"dual_clip": None, "actor.dual_clip": 3},
         ),
+        *(
+            (
+                f"{BASE} --algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 0.5 4{kind}",
+                "algo.advantage.is_correction_enable",
+                status,
+                written,
+            )
+            for kind, status, written in (
+                ("", "changed", {"train_infer_correction.is_weight.outside": None}),
+                (
+                    " --algo.advantage.is_correction_type icepop",
+                    "changed",
+                    {
+                        "train_infer_correction.is_weight": {
+                            "enabled": True,
+                            "weight_type": "token",
+                            "lower_bound": 0.5,
+                            "upper_bound": 4,
+                            "outside": "mask",
+                        }
+                    },
+                ),
+                (
+                    " --algo.advantage.is_correction_type seq-mask-tis",
+                    "differs",
+                    {
+                        "train_infer_correction.filters": [
+                            {"enabled": True, "agg_type": "geometric", "ratio_low": 0.5, "ratio_high": 4}
+                        ]
+                    },
+                ),
+                (" --algo.advantage.is_correction_type other", "unsupported", {"train_infer_correction": None}),
+            )
+        ),
+        (f"{BASE} --actor.colour blue", "actor.colour", "unknown", {"actor.colour": "blue"}),
         (
             f"{BASE} --algo.advantage.is_correction_level seq --algo.advantage.is_correction_threshold 0.9 1.1",
             "algo.advantage.is_correction_level",
@@ -411,7 +446,7 @@ def test_every_flag_of_a_script_is_reported_once_at_its_place(name, registry):
         (f"{BASE} --eval.steps 5", "eval.steps", "not needed", {"eval_steps": 0}),
         (f"{BASE} --ds.lora.alpha 8", "ds.lora.alpha", "not needed", {"actor_train.model_args.lora_alpha": None}),
         (f"{BASE} --train.enable_ema", "train.enable_ema", "unsupported", {}),
-        (f"{BASE} --train.num_episodes 2", "train.num_episodes", "unsupported", {"max_steps": None}),
+        (f"{BASE} --train.num_episodes 2", "train.num_episodes", "unsupported", {"max_steps": "???"}),
         (f"{BASE} --algo.kl.init_coeff 0", "algo.kl.init_coeff", "unknown", {"init_kl_coef": 0.01}),
         (f"{BASE} --colour", "colour", "unknown", {}),
     ],

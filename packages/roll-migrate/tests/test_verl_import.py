@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.registry import load_registry
@@ -16,6 +18,7 @@ from roll_migrate.verl import import_verl
 from roll_testing.errors import raises_error
 
 FILES = Path(__file__).parent / "verl"
+PPO = "python3 -m verl.trainer.main_ppo"
 EXPECTED = {
     "grpo_fsdp_vllm.yaml": {
         "exp_name": "first-try",
@@ -59,6 +62,7 @@ EXPECTED = {
         "validation.generating_args.num_return_sequences": 2,
         "validation.data_args.file_name": "data/test.parquet",
         "rewards.verl.function": "scoring.rules:score",
+        "max_steps": 200,
     },
     "dapo.sh": {
         "max_steps": 300,
@@ -155,10 +159,17 @@ def test_the_run_has_the_settings_of_verl(name, registry, tmp_path):
     assert {path: at(config, path) for path in EXPECTED[name]} == EXPECTED[name]
 
 
-def test_an_unknown_key_is_located_and_only_this_one(registry):
-    keys = import_verl(FILES / "grpo_fsdp_vllm.yaml", registry).keys
-    unknown = [(each.where, each.key) for each in keys if each.status == "unknown"]
-    assert unknown == [(f"{FILES / 'grpo_fsdp_vllm.yaml'}:53:3", "trainer.colour")]
+@pytest.mark.parametrize("path", ["trainer.colour", "critic.infer_batch_size", "colours.sky", "trainer.colours.sky"])
+def test_an_unknown_key_stays_and_check_rejects_it(path, registry, tmp_path):
+    text = settings(trainer__total_training_steps=5, **{path.replace(".", "__"): "blue"})
+    new = imported(text, registry, tmp_path)
+    (unknown,) = [each for each in new.keys if each.status == "unknown"]
+    assert unknown.key == path
+    assert value_at(new.config, tuple(unknown.to[0].split("."))) == "blue"
+    out = tmp_path / "ours.yaml"
+    assert import_config("verl", tmp_path / "theirs.yaml", out, registry, as_json=False, verbose=False) == 1
+    with raises_error("ROLL-C010", unknown.to[0].split(".")[0]):
+        load(out, (), registry)
 
 
 def test_every_key_of_a_file_is_reported_once(registry):
@@ -344,7 +355,45 @@ def test_every_key_of_a_file_is_reported_once(registry):
             )
         ),
         ({"trainer__val_only": True}, "trainer.val_only", "unsupported", {}),
-        ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": None}),
+        ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": "???"}),
+        ({"model_engine": "veomni"}, "model_engine", "unsupported", {"model_engine": "veomni"}),
+        ({"data__image_key": "images"}, "data.image_key", "unsupported", {"data.image_key": "images"}),
+        (
+            {"data__image_key": "images", "data__video_key": "videos"},
+            "data.image_key",
+            "not needed",
+            {"data.image_key": None},
+        ),
+        ({"data__video_key": "clips"}, "data.video_key", "unsupported", {"data.video_key": "clips"}),
+        *(
+            (
+                {"arr__model__override_config": {name: 0.0, "a": 1}},
+                f"actor_rollout_ref.model.override_config.{name}",
+                "not needed",
+                {"actor_train.model_args.model_config_kwargs": {"a": 1}},
+            )
+            for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
+        ),
+        ({"reward_model__reward_manager": "dapo"}, "reward_model.reward_manager", "differs", {}),
+        (
+            {"reward_model__reward_manager": "dapo", "custom_reward_function__path": "a.py"},
+            "reward_model.reward_manager",
+            "not needed",
+            {},
+        ),
+        *(
+            (
+                {
+                    "data__train_batch_size": size,
+                    "data__gen_batch_size": 4,
+                    "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 3},
+                },
+                "data.train_batch_size",
+                "renamed",
+                {"rollout_batch_size": size},
+            )
+            for size in (0, -1)
+        ),
     ],
 )
 def test_a_key(changes, key, status, to, registry, tmp_path):
@@ -378,9 +427,9 @@ def test_a_config_name_of_two_words_selects_megatron(words, registry, tmp_path):
 
 def test_a_script_with_an_unknown_variable_is_located(registry, tmp_path):
     with pytest.raises(ConfigError) as error:
-        imported("set -x\npython3 -m verl data.train_files=$DATA/a.parquet\n", registry, tmp_path, "run.sh")
+        imported(f"set -x\n{PPO} data.train_files=$DATA/a.parquet\n", registry, tmp_path, "run.sh")
     (problem,) = error.value.problems
-    assert (problem.where, problem.key) == (f"{tmp_path / 'run.sh'}:2:17", "data.train_files")
+    assert (problem.where, problem.key) == (f"{tmp_path / 'run.sh'}:2:{len(PPO) + 2}", "data.train_files")
 
 
 def test_a_key_that_waits_for_a_value_counts_as_missing(registry, tmp_path):
@@ -419,3 +468,173 @@ def test_a_script_that_deletes_a_key_is_refused_with_its_place(registry, tmp_pat
         import_verl(file, registry)
     file.write_text(f"{launch}\n")
     assert import_verl(file, registry).config["pretrain"] == "A"
+
+
+def script(text, registry, folder, **variables):
+    file = folder / "run.sh"
+    file.write_text(text)
+    return import_verl(file, registry, {key.removeprefix("_"): value for key, value in variables.items()})
+
+
+KEYS = "data.train_files=a.parquet actor_rollout_ref.model.path=A"
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "python3 -m verl.trainer.main_ppo",
+        "python -u verl/trainer/main_ppo.py",
+        "PYTHONUNBUFFERED=1 nohup python3 -m recipe.dapo.main_dapo",
+        "ray job submit --working-dir . --runtime-env=e.yaml -- python3 -m recipe.dapo.src.main_dapo",
+        'L=(uv run python3)\n"${L[@]}" -m verl.trainer.main_ppo --config-path=config --config-name=ppo_trainer.yaml',
+    ],
+)
+def test_scripts_of_the_ppo_trainer_are_recognised(launch, registry, tmp_path):
+    assert script(f"{launch} {KEYS} 2>&1 | tee log\n", registry, tmp_path).pipeline == "rlvr"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "-m verl.trainer.main_generation_server",
+        "-m verl.trainer.main_eval",
+        "-m recipe.gkd.main_gkd",
+        "-m recipe.prime.main_prime",
+        "-m recipe.sppo.main_sppo",
+        "-m recipe.flowrl.main_flowrl",
+        "-m recipe.reward_queue.main",
+        "-m verl.experimental.fully_async_policy.fully_async_main",
+        "-m recipe.one_step_off_policy.main_ppo",
+        "recipe/dance_grpo/main.py",
+        "train.py",
+        "base.sh",
+    ],
+)
+def test_scripts_of_other_programs_are_refused_by_name(program, registry, tmp_path):
+    with raises_error(UnsupportedError, program.removeprefix("-m "), f"{tmp_path / 'run.sh'}:2"):
+        script(f"set -x\npython3 {program} {KEYS}\n", registry, tmp_path)
+
+
+def test_a_script_that_starts_nothing_is_refused(registry, tmp_path):
+    with raises_error(UnsupportedError, "verl.trainer.main_ppo"):
+        script("pip install verl\npython3 prepare.py --out data\n", registry, tmp_path)
+    with raises_error("ROLL-C024", "--set", at=f"{tmp_path / 'run.sh'}:1"):
+        script(f"[ $# -gt 0 ] || exit 1\n{PPO} {KEYS} trainer.nnodes=$1\n", registry, tmp_path)
+
+
+def test_overrides_after_a_broken_line_are_refused(registry, tmp_path):
+    with raises_error("ROLL-C024", "data.train_batch_size=8", at=f"{tmp_path / 'run.sh'}:3:3"):
+        script(f"{PPO} {KEYS} \\\n  # comment\n  data.train_batch_size=8\n", registry, tmp_path)
+
+
+@pytest.mark.parametrize("word", ["algorithm", "--config-name=my_trainer", "data.train_files.x=1"])
+def test_a_word_that_is_no_override_is_refused(word, registry, tmp_path):
+    with raises_error(
+        (ConfigError, UnsupportedError), word.partition("=")[2] if "--" in word else word.partition("=")[0]
+    ):
+        script(f"{PPO} {KEYS} {word}\n", registry, tmp_path)
+
+
+def test_epochs_that_cannot_be_counted_ask_for_max_steps(registry, tmp_path):
+    for text in (f"{PPO} {KEYS}", f"{PPO} {KEYS} trainer.total_epochs=3"):
+        assert script(text, registry, tmp_path).config["max_steps"] == "???"
+    with raises_error("ROLL-C011", key="max_steps"):
+        file = tmp_path / "ours.yaml"
+        import_config("verl", tmp_path / "run.sh", file, registry, as_json=False, verbose=False)
+        load(file, (), registry)
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"a": 1}\n' * 2048)
+    counted = script(f"{PPO} data.train_files={rows} actor_rollout_ref.model.path=A", registry, tmp_path)
+    assert counted.config["max_steps"] == 60  # verl's 30 epochs of 1024 prompts
+
+
+def test_a_branch_of_devices_is_followed(registry, tmp_path):
+    text = f"""DEVICE=${{DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}}
+case $DEVICE in
+  gpu) n=8;;
+  npu) n=16;;
+esac
+{PPO} {KEYS} trainer.n_gpus_per_node=$n
+"""
+    assert script(text, registry, tmp_path, DEVICE="npu").config["num_gpus_per_node"] == 16
+    with raises_error("ROLL-C024", "DEVICE", at=f"{tmp_path / 'run.sh'}:2", key="trainer.n_gpus_per_node"):
+        script(text, registry, tmp_path)
+
+
+SFT = {
+    # the trainer of 0.9: chats, micro-batches filled by tokens
+    "torchrun --standalone --nproc_per_node=$1 -m verl.trainer.sft_trainer data.train_files=a.parquet"
+    " data.train_batch_size=64 engine=fsdp engine.ulysses_sequence_parallel_size=2 model.path=m optim.lr=2e-5"
+    " optim.lr_warmup_steps_ratio=0.1 optim.lr_scheduler_type=cosine trainer.total_epochs=2": {
+        "pretrain": "m",
+        "seed": 1,
+        "sft_train.data_args.messages": "messages",
+        "sft_train.training_args.learning_rate": 2e-5,
+        "sft_train.training_args.lr_scheduler_type": "cosine",
+        "sft_train.training_args.warmup_ratio": 0.1,
+        "sft_train.training_args.num_train_epochs": 2,
+        # 64 rows over 8 GPUs in pairs
+        "sft_train.training_args.gradient_accumulation_steps": 16,
+        "sft_train.max_tokens_per_microbatch_in_train": 16384,
+        "sft_train.strategy_args.strategy_config": {"ulysses_size": 2},
+        "sft_train.device_mapping": "list(range(0,8))",
+    },
+    # the older one: a question and an answer in a column of mappings
+    "torchrun --nnodes=1 --nproc_per_node $1 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet"
+    " data.val_files=b.parquet data.prompt_key=extra_info data.response_key=extra_info"
+    " +data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] data.micro_batch_size_per_gpu=2"
+    " model.partial_pretrain=m trainer.total_training_steps=7 data.truncation=right": {
+        "pretrain": "m",
+        "max_steps": 7,
+        "overlong": "truncate",
+        "sft_train.data_args.prompt": "extra_info.question",
+        "sft_train.data_args.response": "extra_info.answer",
+        "validation.data_args.response": "extra_info.answer",
+        "sft_train.training_args.learning_rate": 1e-5,
+        "sft_train.training_args.lr_scheduler_type": "cosine",
+        "sft_train.training_args.adam_beta2": 0.95,
+        "sft_train.training_args.num_train_epochs": None,
+        # 256 rows over 8 GPUs, 2 at a time
+        "sft_train.training_args.gradient_accumulation_steps": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("text", SFT)
+def test_a_script_of_the_sft_trainer_becomes_sft(text, registry, tmp_path):
+    new = script(text, registry, tmp_path, _1="8")
+    assert new.pipeline == "sft"
+    assert {path: value_at(new.config, tuple(path.split("."))) for path in SFT[text]} == SFT[text]
+    out = tmp_path / "ours.yaml"
+    given = {"1": "8"}
+    assert import_config("verl", tmp_path / "run.sh", out, registry, as_json=False, verbose=False, variables=given) == 0
+
+
+def test_rows_of_verl_pass_check_as_they_are(registry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "1+1"}]
+    row = {"data_source": "gsm8k", "prompt": chat, "reward_model": {"style": "rule", "ground_truth": "2"}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    text = (
+        f"{PPO} data.train_files=rows.jsonl actor_rollout_ref.model.path=A data.train_batch_size=4"
+        " trainer.total_epochs=2 algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
+        " actor_rollout_ref.rollout.name=hf actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.n_gpus_per_node=1 trainer.logger=console"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    assert main(["import", "verl", "run.sh", "-o", "ours.yaml"]) == 0
+    model = ["~pretrain", "tokenizer.kind=byte", "actor_train.model_args.random_init={model_type: qwen3}"]
+    check = ["check", "ours.yaml", *model, "actor_train.data_args.template=plain"]
+    assert main(check) == 0
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat, "reward_model": {"style": "rule"}}))
+    assert main(check) == 2
+
+
+def test_variables_are_given_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(f"{PPO} {KEYS} trainer.nnodes=$1 trainer.total_training_steps=$STEPS\n")
+    assert main(["import", "verl", "run.sh", "--set", "1=2", "--set", "STEPS=30", "-o", "ours.yaml"]) == 0
+    assert yaml.safe_load((tmp_path / "ours.yaml").read_text())["max_steps"] == 30
+    for words in (["--set", "1"], ["--set", "1=2"], ["--set", "1=2", "--set", "STEPS=3", "--set", "OTHER=1"]):
+        assert main(["import", "verl", "run.sh", *words]) == 2
+    (tmp_path / "run.yaml").write_text("pipeline: rlvr\n")
+    assert main(["import", "roll", "run.yaml", "--set", "X=1"]) == 2

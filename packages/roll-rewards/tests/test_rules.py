@@ -30,6 +30,16 @@ def value(reward, requesting):
     return score
 
 
+def test_a_ground_truth_may_be_in_a_column_with_a_mapping(reward, requesting):
+    name = "reward_model.ground_truth"
+    made = reward(*ANSWERS["exact_match"], "exact_match", ground_truth=name)
+    row = {"style": "rule", "ground_truth": "2"}
+    assert made.score(requesting("answer: 2", reward_model=row)).value == 1
+    assert made.score(requesting("answer: 2", reward_model=row, **{name: "3"})).value == 0
+    with pytest.raises(DataError):
+        made.score(requesting("answer: 2", reward_model={"style": "rule"}))
+
+
 def test_the_last_balanced_box_is_the_answer():
     assert boxed(r"\boxed{1} then \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert boxed(r"\boxed{1} then \boxed{2") == "1"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 import tempfile
 import textwrap
@@ -19,7 +21,7 @@ from roll_core.cli.run import summary, warnings_of
 from roll_core.config import load
 from roll_core.config.dump import Dumper, escape
 from roll_core.config.schema import members
-from roll_core.errors import ConfigError, PluginError, RunDirectoryError
+from roll_core.errors import ConfigError, ConfigProblem, PluginError, RunDirectoryError, UnsupportedError
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import ImporterProvider, PipelineProvider
@@ -27,7 +29,7 @@ from roll_migrate.conversion import Verbatim
 from roll_migrate.rules import IMPORT_STATUSES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pydantic import BaseModel
 
@@ -60,16 +62,53 @@ def command(words: Sequence[str], registry: Registry) -> int:
     parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL, verl or openrlhf")
     parser.add_argument("file", metavar="FILE", type=Path, help="config or script of the other framework")
     parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to write (default: stdout)")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="variable that a shell script takes from elsewhere, or its argument NAME: 1, 2, …; may be repeated",
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="also list keys that are kept or not needed")
     parser.add_argument("--json", action="store_true", help="print report and config as JSON")
     options = parser.parse_args(words)
+    variables = _variables(options.set)
     return import_config(
-        options.name, options.file, options.out, registry, as_json=options.json, verbose=options.verbose
+        options.name,
+        options.file,
+        options.out,
+        registry,
+        variables=variables,
+        as_json=options.json,
+        verbose=options.verbose,
     )
 
 
-def import_config(name: str, file: Path, out: Path | None, registry: Registry, *, as_json: bool, verbose: bool) -> int:
+def _variables(words: list[str]) -> dict[str, str]:
+    """Variables of `--set`. Raises `ConfigError` for a word without a name."""
+    variables: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*|[1-9]\d?", name):
+            message = f"found {word}, expected NAME=VALUE with the name of a variable or the number of an argument"
+            raise ConfigError([ConfigProblem("command line", "--set", message, code="ROLL-C013")])
+        variables[name] = value
+    return variables
+
+
+def import_config(
+    name: str,
+    file: Path,
+    out: Path | None,
+    registry: Registry,
+    *,
+    as_json: bool,
+    verbose: bool,
+    variables: Mapping[str, str] | None = None,
+) -> int:
     """Convert `file` with the importer `name`, and write the new config to `out`, or to stdout if `out` is None.
+
+    `variables` are those that a shell script takes from elsewhere, and its arguments by number.
 
     The report goes to stdout, or to stderr if stdout has the config. With `as_json`, stdout gets both as one object.
     Returns the exit code: 1 if `roll-core check` would refuse the new config. Raises `RunDirectoryError` if `out`
@@ -79,7 +118,9 @@ def import_config(name: str, file: Path, out: Path | None, registry: Registry, *
         raise RunDirectoryError(f"{out} exists: give --out another file")
     record = registry.find(ImporterProvider, name)
     importer: Importer = load_target(record.target, owner=registry.owner(record))
-    imported = importer(file, registry)
+    if variables and "variables" not in inspect.signature(importer).parameters:
+        raise UnsupportedError(f"--set: the importer {name} reads no shell scripts")
+    imported = importer(file, registry, **({"variables": variables} if variables else {}))
     provider = registry.find(PipelineProvider, imported.pipeline)
     schema = schema_of(provider, RunConfig, owner=registry.owner(provider))
     text = written(imported.config, schema, heading=f"Imported from {file.name} by roll-core import {name}.")

@@ -16,30 +16,29 @@ from roll_migrate import openrlhf_flags as launch
 from roll_migrate import openrlhf_keys as rlhf
 from roll_migrate.conversion import Conversion, ImportedConfig, has
 from roll_migrate.rules import Outcome, dotted, value_at
-from roll_migrate.scripts import words_of
+from roll_migrate.scripts import read_script
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
     from roll_migrate.rules import KeyRule, Table
-    from roll_migrate.scripts import Word
+    from roll_migrate.shell_reader import Word
 
-_MODULE = re.compile(r"(?:\w+=[\"']?)?(?:.*/)?openrlhf[./]cli[./](\w+?)(?:\.py)?")
+_MODULE = re.compile(r"(?:.*/)?openrlhf[./]cli[./](\w+?)(?:\.py)?")
 _FLAG = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _GPUS = re.compile(r"--(?:num_gpus|nproc[_-]per[_-]node)=([1-9]\d*)")
-_OPERATOR = re.compile(r"\d?>.*|[&|;<].*")
 
 
-def import_openrlhf(path: Path, registry: Registry) -> ImportedConfig:
-    """Convert the script at `path`.
+def import_openrlhf(path: Path, registry: Registry, variables: Mapping[str, str] | None = None) -> ImportedConfig:
+    """Convert the script at `path`, with `variables` from elsewhere and its arguments by number.
 
     Raises `ConfigError` if it cannot be read, or a flag has no value or a wrong one. Raises `UnsupportedError` unless
     it starts one trainer that is supported.
     """
-    trainer, words, gpus = _launch(path)
+    trainer, words, gpus = _launch(path, variables or {})
     flags = {name: (value, where) for name, value, where in _flags(trainer, words)}
     source: dict[str, Any] = {launch.TRAINER: trainer, **({launch.GPUS: gpus} if gpus else {})}
     for name, (value, _) in flags.items():
@@ -55,42 +54,25 @@ def import_openrlhf(path: Path, registry: Registry) -> ImportedConfig:
     return conversion.run({name: value for name, (value, _) in flags.items()})
 
 
-def _launch(path: Path) -> tuple[str, list[Word], int]:
+def _launch(path: Path, variables: Mapping[str, str]) -> tuple[str, tuple[Word, ...], int]:
     """The trainer, the words after it, and the launcher's number of GPUs (0 if it is not written)."""
-    found: list[tuple[str, list[Word]]] = []
-    others: list[str] = []
-    gpus, before, command = 0, "", -1
-    for word in words_of(path):
-        module = _MODULE.fullmatch(word.text)
-        if word.command == command and _OPERATOR.fullmatch(word.text):
-            command = -1
-        elif word.command == command:
-            found[-1][1].append(word)
-        elif module and module[1] in launch.TRAINERS:
-            found.append((module[1], []))
-            command = word.command
-        elif module:
-            others.append(module[1])
-        elif (match := _GPUS.fullmatch(f"{before}={word.text}")) or (match := _GPUS.fullmatch(word.text)):
-            gpus = int(match[1])
-        before = word.text
-    if found and not others and all(_texts(each) == _texts(found[0]) for each in found):
-        return (*found[0], gpus)
-    started = ", ".join([*(name for name, _ in found), *others]) or "nothing of openrlhf.cli"
-    raise UnsupportedError(f"{path} starts {started}: expected one of {', '.join(launch.TRAINERS)}")
+    script, expected = read_script(path, variables), " or ".join(launch.TRAINERS)
+    found = script.one([each for each in script.launches() if _MODULE.fullmatch(each.program)], expected)
+    trainer = _MODULE.sub(r"\1", found.program)
+    if trainer not in launch.TRAINERS:
+        raise UnsupportedError(f"{found.where}: the script starts {trainer}: expected {expected}")
+    pairs = (f"{before}={text}" for before, text in zip(("", *found.before), found.before, strict=False))
+    gpus = [match[1] for text in (*pairs, *found.before) if (match := _GPUS.fullmatch(text))]
+    return trainer, found.words, int(gpus[0]) if gpus else 0
 
 
-def _texts(found: tuple[str, list[Word]]) -> tuple[str, list[str]]:
-    return found[0], [each.text for each in found[1]]
-
-
-def _flags(trainer: str, words: list[Word]) -> Iterator[tuple[str, Any, str]]:
+def _flags(trainer: str, words: Sequence[Word]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, value and position of each flag. Raises `ConfigError` for a word that belongs to none."""
     table, at = rlhf.TABLES[trainer], 0
     while at < len(words):
         word = words[at]
         at += 1
-        flag = _FLAG.fullmatch(word.text)
+        flag = _FLAG.fullmatch(word.value("", word.text) if not word.text.startswith("--") else word.text)
         if flag is None:
             raise _wrong(word, "", f"{word.text} is the value of no flag", "ROLL-C013")
         name, known = flag[1], flag[1] in table
@@ -100,7 +82,7 @@ def _flags(trainer: str, words: list[Word]) -> Iterator[tuple[str, Any, str]]:
         takes = flag[2] is None and not (known and meaning in launch.SWITCHES)
         while takes and at < len(words) and not words[at].text.startswith("--") and (not limit or len(given) < limit):
             text = words[at].text
-            given.append(text if meaning in launch.SECRETS else words[at].value(name, text))
+            given.append("given" if meaning in launch.SECRETS else words[at].value(name, text))
             at += 1
         yield name, _value(name, meaning, given, word) if known else " ".join(given) or True, word.where
 
@@ -162,8 +144,8 @@ class _OpenRLHFConversion(Conversion):
 
     def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
         hint = suggest_key(path, sorted(table), [])[0]
-        note = f"not a flag of OpenRLHF 0.7 to 0.11{f'; {hint}' if hint else ''}"
-        self._record(path, value, Outcome("unknown", (), note))
+        note = f"not a flag of OpenRLHF 0.7 to 0.11{f'; {hint}' if hint else ''}; left in the config"
+        self._record(path, value, Outcome("unknown", ((path, value),), f"{note}, which `check` rejects"))
 
     def _defaults(self) -> list[tuple[KeyPath, object, str]]:
         """OpenRLHF's default behaviour where roll-core's differs."""

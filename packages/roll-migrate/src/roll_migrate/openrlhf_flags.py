@@ -28,7 +28,8 @@ TRAINER, FLAT, GPUS = "trainer", "flat", "gpus"
 _SWITCHES = (
     "actor.freeze_visual_encoder actor.gradient_checkpointing_enable actor.gradient_checkpointing_reentrant"
     " actor.muon.nesterov actor.muon.no_nesterov critic.muon.nesterov critic.muon.no_nesterov muon.nesterov"
-    " muon.no_nesterov algo.advantage.no_std_norm algo.dynamic_filtering_enable algo.kl.unbiased_gradient"
+    " muon.no_nesterov algo.advantage.is_correction_enable algo.advantage.no_std_norm algo.dynamic_filtering_enable"
+    " algo.kl.unbiased_gradient"
     " algo.kl.use_loss ckpt.disable_ds ckpt.load_enable ckpt.save_hf critic.save_value_network"
     " data.apply_chat_template data.disable_fast_tokenizer data.multiturn ds.adam_offload ds.deepcompile"
     " ds.enable_sleep ds.load_in_4bit ds.overlap_comm ds.packing_samples ds.use_liger_kernel ds.use_universal_ckpt"
@@ -52,7 +53,8 @@ _TEXTS = (
     " model.model_name_or_path reward.remote_url train.agent_func_path actor.optim critic.optim optim"
     " actor.lr_scheduler critic.lr_scheduler lr_scheduler actor.policy_loss_type actor.loss_agg_mode"
     " algo.advantage.estimator algo.advantage.is_correction_level algo.advantage.is_correction_mode"
-    " algo.advantage.is_correction_gating algo.kl.estimator ckpt.path ckpt.output_dir ckpt.best_metric_key"
+    " algo.advantage.is_correction_gating algo.advantage.is_correction_type"
+    " algo.kl.estimator ckpt.path ckpt.output_dir ckpt.best_metric_key"
     " data.prompt_dataset data.prompt_probs data.prompt_split data.dataset data.dataset_probs data.dataset_split"
     " data.input_key data.output_key data.label_key data.prompt_key data.chosen_key data.rejected_key"
     " data.input_template data.tokenizer_chat_template data.image_key eval.dataset eval.split ds.attn_implementation"
@@ -388,9 +390,11 @@ def correction(source: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
     """Level, mode and bounds of the correction for the engine's logprobs."""
     level = str(source.get("algo.advantage.is_correction_level", "off"))
     mode = str(source.get("algo.advantage.is_correction_mode", "mask"))
-    if source.get("enable_vllm_is_correction"):
-        kind = source.get("vllm_is_correction_type", "tis")
-        level, mode = "seq" if kind == "seq-mask-tis" else "token", "clip" if kind == "tis" else "mask"
+    if source.get("enable_vllm_is_correction") or source.get("algo.advantage.is_correction_enable"):
+        flat = source.get("vllm_is_correction_type", "tis")
+        kind = str(source.get("algo.advantage.is_correction_type", flat))
+        levels = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+        level, mode = levels.get(kind, ("token", kind))
     bounds = list(fact(source, "algo.advantage.is_correction_threshold"))
     return level, mode, [0.0, *bounds] if len(bounds) == 1 else bounds
 

@@ -454,7 +454,7 @@ def _episodes(value: Any, key: Key) -> Outcome:
     steps, size = steps_per_epoch(key.source), positive(key.source, "rollout.batch_size")
     if steps is None:
         note = f"rlvr counts steps: set max_steps to {value} × rows of the data / rollout_batch_size {size}"
-        return Outcome("unsupported", (), f"{note}; the rows cannot be counted from here")
+        return Outcome("unsupported", ((("max_steps",), "???"),), f"{note}; the rows cannot be counted from here")
     note = f"{value} × ({num_rows(key.source)} rows // {size} prompts per batch); less if longer prompts are dropped"
     return Outcome("changed", ((("max_steps",), max(int(value), 1) * steps),), note)
 
@@ -656,8 +656,10 @@ ACTOR: Table = {
     "algo.advantage.is_correction_level": change("→ `train_infer_correction`", _correction),
     **each(
         "algo.advantage.is_correction_mode algo.advantage.is_correction_gating algo.advantage.is_correction_threshold",
-        unneeded("is_correction_level has it"),
+        unneeded("is_correction_level or is_correction_enable has it"),
     ),
+    "algo.advantage.is_correction_enable": change("→ `train_infer_correction`", _correction),
+    "algo.advantage.is_correction_type": unneeded("is_correction_enable has it"),
     "enable_vllm_is_correction": change("→ `train_infer_correction`", _correction),
     "vllm_is_correction_type": unneeded("enable_vllm_is_correction has it"),
     **each(

@@ -1,105 +1,115 @@
-"""Reads the words of a shell script, with the variables and the integer arithmetic that it sets."""
+"""Finds the programs that a shell script starts, with their words: values of variables are filled in."""
 
 from __future__ import annotations
 
-import ast
-import operator
-import os
 import re
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll_core.errors import ConfigError, ConfigProblem
+from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_migrate.shell_reader import Leave, ShellReader
+from roll_migrate.shell_syntax import ShellSyntaxError, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[@\]|:?-([^}]*))?\}|(\w+))")
-_LIST = re.compile(r'"(\$\{\w+\[@\]\})"')
-_ESCAPED = re.compile(r"\$'((?:[^'\\]|\\.)*)'")
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
-_ESCAPES = {"n": "\n", "t": "\t"}
+    from roll_migrate.shell_reader import Command, Unknown, Word
+
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""Modules that start the program that is named after them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """One word of a script: quotes are removed, and known variables replaced."""
+class Launch:
+    """A program of Python, or another script, that a script starts."""
 
-    text: str
+    program: str
+    """Module, or path of a file; empty if the words of the command name none."""
+    before: tuple[str, ...]
+    """Texts before the program: the launcher and its options."""
+    words: tuple[Word, ...]
+    """Words after the program."""
     where: str
-    """`file:line:column`."""
-    command: int
-    """Number of the command: the same for lines that end with a backslash and the next line."""
+    branch: Unknown | None = None
 
-    def value(self, key: str, text: str) -> str:
-        """Return `text`, a part of this word that is the value of `key`. Raises `ConfigError` for a variable in it."""
-        if "$" in text or "`" in text:
-            hint = "set the variable in the script, or write its value"
-            problem = ConfigProblem(self.where, key, f"the value of {text} is unknown", hint, "ROLL-C024")
-            raise ConfigError([problem])
-        return text
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts of the words."""
+        return tuple(word.text for word in self.words)
 
 
-def words_of(path: Path) -> Iterator[Word]:
-    """Yield the words of a script, without comments. Raises `ConfigError` if it cannot be read."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        problem = ConfigProblem(str(path), "", f"cannot be read: {error.strerror}", code="ROLL-C020")
-        raise ConfigError([problem]) from error
-    variables = {"HOME": os.path.expanduser("~")}
-    array: tuple[str, list[str]] | None = None
-    command = 0
-    for number, line in enumerate(lines, 1):
-        for text in _split(line, variables):
-            assignment = _ASSIGNMENT.fullmatch(text)
-            if array is None and assignment and assignment[2].startswith("("):
-                array, text = (assignment[1], []), assignment[2][1:]
-            elif array is None and assignment:
-                variables[assignment[1]] = assignment[2]
-            if array is not None:  # the words of a list, up to its parenthesis
-                if text.removesuffix(")"):
-                    array[1].append(text.removesuffix(")"))
-                if text.endswith(")"):
-                    variables[array[0]], array = shlex.join(array[1]), None
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The programs that a script starts, in their order."""
+
+    path: str
+    commands: tuple[Command, ...]
+    end: str
+    """`file:line` of the `exit` that ends the script; otherwise empty."""
+
+    def launches(self) -> list[Launch]:
+        """The commands as launches of programs."""
+        return [_launch(command) for command in self.commands]
+
+    def one(self, launches: list[Launch], expected: str) -> Launch:
+        """The launch to convert, if `launches` are repetitions of one.
+
+        Raises `ConfigError` or `UnsupportedError` if there is none, or if they differ.
+        """
+        if not launches and self.end:
+            hint = "give the script's arguments: --set 1=VALUE --set 2=VALUE"
+            message = f"the script ends here before it starts {expected}"
+            raise ConfigError([ConfigProblem(self.end, "", message, hint, "ROLL-C024")])
+        if not launches:
+            raise UnsupportedError(f"{self.path} starts no program that is imported: expected {expected}")
+        first = launches[0]
+        for other in launches[1:]:
+            if (other.program, other.texts) == (first.program, first.texts):
                 continue
-            column = line.find(text.partition("=")[0]) + 1
-            yield Word(text, f"{path}:{number}:{max(column, 1)}", command)
-        command += not line.rstrip().endswith("\\")
+            for launch in (other, first):
+                if launch.branch is not None:
+                    raise launch.branch.error(launch.where, "")
+            raise UnsupportedError(
+                f"{other.where}: {other.program or 'the command'} differs from the command at {first.where}: the script"
+                " starts several runs, expected one"
+            )
+        return first
 
 
-def _split(line: str, variables: Mapping[str, str]) -> list[str]:
-    line = _ESCAPED.sub(lambda match: shlex.quote(re.sub(r"\\(.)", _unescaped, match[1])), line.strip())
-    line = _ARITHMETIC.sub(lambda match: _calculated(match[0], match[1], variables), line).rstrip("\\")
-    line = _substituted(_LIST.sub(r"\1", line), variables)
+def _launch(command: Command) -> Launch:
+    texts = [word.text for word in command.words]
+    for at, text in enumerate(texts):
+        is_module = at > 0 and texts[at - 1] in ("-m", "--module") and re.fullmatch(r"[A-Za-z_][\w.]*", text)
+        is_file = text.endswith((".py", ".sh")) and "=" not in text and not (at and texts[at - 1].startswith("--"))
+        if (is_module or is_file) and text not in _LAUNCHERS:
+            return Launch(text, tuple(texts[:at]), command.words[at + 1 :], command.words[at].where, command.branch)
+    return Launch("", (), command.words, command.words[0].where, command.branch)
+
+
+def read_script(path: Path, given: Mapping[str, str]) -> Script:
+    """Follow the script at `path`. `given` has variables from elsewhere, and the script's arguments by number.
+
+    Raises `ConfigError` if it cannot be read, or reads one of `given` nowhere.
+    """
+    reader = ShellReader(path, given)
+    end = ""
     try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # a quoted text of several lines
-        return [word.strip("\"'") for word in line.split()]
+        reader.block(parse(path.read_text(encoding="utf-8", errors="replace")))
+    except OSError as error:
+        raise _refused(str(path), f"cannot be read: {error.strerror}") from error
+    except ShellSyntaxError as error:
+        raise _refused(f"{reader.path}:{error.line}", f"the shell script is not understood: {error}") from error
+    except RecursionError as error:
+        raise _refused(str(path), "the shell script has too many nested commands") from error
+    except Leave as leave:
+        end = leave.where
+    if unused := [name for name in given if name not in reader.used]:
+        message = f"the script reads no variable {', '.join(unused)} before it sets it"
+        hint = "--set is for variables from elsewhere: edit the script to change its own"
+        raise ConfigError([ConfigProblem("command line", "--set", message, hint, "ROLL-C015")])
+    return Script(str(path), tuple(reader.commands), end)
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    return _ESCAPES.get(match[1], match[1])
-
-
-def _substituted(text: str, variables: Mapping[str, str]) -> str:
-    """Replace the variables that are known; the others stay."""
-    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), text)
-
-
-def _calculated(whole: str, text: str, variables: Mapping[str, str]) -> str:
-    """Result of an arithmetic expression of integers; `whole` if it is another."""
-
-    def result(node: ast.expr) -> int:
-        if isinstance(node, ast.BinOp):
-            return int(_OPERATORS[type(node.op)](result(node.left), result(node.right)))
-        return int(variables[node.id] if isinstance(node, ast.Name) else node.value)  # type: ignore[attr-defined]
-
-    try:
-        return str(result(ast.parse(_substituted(text, variables).strip(), mode="eval").body))
-    except (SyntaxError, LookupError, AttributeError, TypeError, ValueError, ZeroDivisionError):
-        return whole
+def _refused(where: str, message: str) -> ConfigError:
+    return ConfigError([ConfigProblem(where, "", message, code="ROLL-C020")])

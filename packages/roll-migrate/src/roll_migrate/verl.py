@@ -1,7 +1,7 @@
-"""Converts a config of verl's PPO trainer to roll-core's, and reports the outcome for each of its keys.
+"""Converts a config of verl's PPO or SFT trainer to roll-core's, and reports the outcome for each of its keys.
 
-A YAML file may have only overrides, or be the whole composed config. Any other file is read as a shell script whose
-words are Hydra overrides: `data.train_batch_size=64`.
+A YAML file may have only overrides, or be the whole composed config. Any other file is a shell script that starts a
+trainer with Hydra overrides: `data.train_batch_size=64`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,50 @@ from roll_core.config.compose import compose
 from roll_core.config.positions import FileLayer, Positions
 from roll_core.config.source import Loader, read_source
 from roll_core.config.unknown_keys import suggest_key
-from roll_core.errors import UnsupportedError
-from roll_core.spec.providers import TrackerProvider
+from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
+from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import RunConfig
+from roll_core.spec.providers import PipelineProvider, TrackerProvider
 from roll_migrate import verl_keys as verl
+from roll_migrate import verl_sft as sft
 from roll_migrate.conversion import Conversion, ImportedConfig, ImportedKey, has, keys, paths, put, with_environment
 from roll_migrate.rules import Outcome, value_at
-from roll_migrate.scripts import words_of
+from roll_migrate.scripts import read_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
     from roll_migrate.rules import Table
+    from roll_migrate.scripts import Launch
 
 OWN = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 """Entries of `defaults` whose values are verl's defaults."""
 
 
-def import_verl(path: Path, registry: Registry) -> ImportedConfig:
-    """Convert the file at `path`.
+def import_verl(path: Path, registry: Registry, variables: Mapping[str, str] | None = None) -> ImportedConfig:
+    """Convert the file at `path`; `variables` are those that a script takes from elsewhere, and its arguments.
 
-    Raises `ConfigError` if it cannot be read or composed, and `UnsupportedError` if no key is one of verl's trainer.
+    Raises `ConfigError` if it cannot be read or composed, and `UnsupportedError` if it is not of a trainer that has an
+    equivalent.
     """
     if path.suffix in (".yaml", ".yml"):
+        if variables:
+            raise UnsupportedError(f"{path} is no shell script: --set has no effect")
         data, where, unneeded = _composed(path, registry)
+        trains = "rlvr" if any(name in data for name in (verl.ROLE, "algorithm")) else "sft" if "optim" in data else ""
     else:
-        (data, where), unneeded = _script(path), ()
-    if not any(name in data for name in (verl.ROLE, "algorithm", "data")):
-        raise UnsupportedError(f"{path} is not a config of verl's PPO trainer: it has no actor_rollout_ref")
-    return _VerlConversion(source=data, pipeline="rlvr", registry=registry, where=where).run(unneeded)
+        trains, data, where = _script(path, variables or {})
+        unneeded = ()
+    if trains == "rlvr":
+        return _VerlConversion(source=data, pipeline="rlvr", registry=registry, where=where).run(unneeded)
+    if trains == "sft":
+        return _VerlSftConversion(source=data, pipeline="sft", registry=registry, where=where).run(unneeded)
+    raise UnsupportedError(
+        f"{path} is no config of verl's PPO or SFT trainer: it has neither actor_rollout_ref nor optim"
+    )
 
 
 def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[[KeyPath], str], tuple[KeyPath, ...]]:
@@ -77,37 +90,119 @@ def _with_null(value: Any) -> Any:
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|model_engine)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+_DELETION = re.compile(r"~\w+(?:\.[\w-]+)*(?:=.*)?", re.DOTALL)
+_TRAINERS = {
+    "rlvr": re.compile(r"(?:.*\.)?(?:verl\.trainer\.main_ppo(?:_sync|_tq|_v0)?|dapo\.(?:src\.)?main_dapo)"),
+    "sft": re.compile(r"(?:.*\.)?verl\.trainer\.(?:fsdp_)?sft_trainer(?:_ray)?"),
+}
+"""Programs by the pipeline that has their equivalent."""
+_EXPECTED = "verl.trainer.main_ppo, recipe.dapo.main_dapo or verl.trainer.sft_trainer"
+_OTHERS = {
+    "generation": "generation without training has no pipeline here",
+    "eval": "scoring of generated responses has no pipeline here",
+    "gkd": "distillation is the pipeline distill, see docs/distillation.md",
+    "opd": "distillation is the pipeline distill, see docs/distillation.md",
+    "distill": "distillation is the pipeline distill, see docs/distillation.md",
+    "one_step_off": "set async_generation_ratio of rlvr instead, see docs/rollouts.md",
+    "async": "set async_generation_ratio of rlvr instead, see docs/rollouts.md",
+    "diffusion": "diffusion models are the pipeline reward_flow",
+    "dance": "diffusion models are the pipeline reward_flow",
+}
+"""What to do about a program with this text in its name."""
+_CONFIGS = re.compile(r"(?:ppo|ppo_megatron|dapo|dapo_megatron|sft)_trainer(?:_engine)?(?:\.ya?ml)?")
+"""Config files of verl itself, whose values are verl's defaults."""
+_GROUPS = {"model_engine": "model_engine", "engine": "model_engine", "optim": "", "model": ""}
+"""Keys of one step that select verl's own files, and the key that has the engine's name; empty for the others."""
+_RANKS = re.compile(r"--(nproc[_-]per[_-]node|nnodes)=([1-9]\d*)")
 
 
-def _script(path: Path) -> tuple[dict[str, Any], Callable[[KeyPath], str]]:
-    """Values and positions of the Hydra overrides in a script. Raises `UnsupportedError` if it starts several runs."""
+def _script(path: Path, variables: Mapping[str, str]) -> tuple[str, dict[str, Any], Callable[[KeyPath], str]]:
+    """Pipeline, values and positions of the Hydra overrides in a script."""
+    script = read_script(path, variables)
+    launches = [launch for launch in script.launches() if _starts_run(launch)]
+    programs = [launch for launch in launches if launch.program]
+    if programs:
+        stray = next((launch for launch in launches if not launch.program), None)
+        if stray is not None:
+            message = f"{stray.texts[0]} belongs to no program: the line before does not end with a backslash"
+            hint = "a comment or a blank after a backslash ends the command too"
+            raise ConfigError([ConfigProblem(stray.where, "", message, hint, "ROLL-C024")])
+        launch = script.one(programs, _EXPECTED)
+        name = launch.program.removesuffix(".py").replace("/", ".").lstrip(".")
+        trains = next((pipeline for pipeline, names in _TRAINERS.items() if names.fullmatch(name)), "")
+        if not trains:
+            hint = next((f": {hint}" for text, hint in _OTHERS.items() if text in name), "")
+            raise UnsupportedError(
+                f"{launch.where}: the script starts {launch.program}, which cannot be imported{hint}. Expected"
+                f" {_EXPECTED}"
+            )
+        words = launch.words
+    else:
+        trains, words = "rlvr", tuple(word for launch in launches for word in launch.words)
+        if not words:
+            script.one([], _EXPECTED)
     data: dict[str, Any] = {}
-    found: dict[KeyPath, str] = {}
-    commands: dict[KeyPath, int] = {}
+    positions: dict[KeyPath, str] = {}
     before = ""
-    for word in words_of(path):
+    for word in words:
         text = word.text
-        if before in ("--config-name", "-cn") or text.startswith(("--config-name=", "-cn=")):
-            if "megatron" in text:
-                data.setdefault("model_engine", "megatron")
-        elif override := _OVERRIDE.fullmatch(text):
-            steps = tuple(override[1].split("."))
-            value = _value(word.value(override[1], override[2]))
-            if commands.get(steps, word.command) != word.command and value_at(data, steps) != value:
-                raise UnsupportedError(
-                    f"{word.where}: {override[1]} has another value in the command at {found[steps]}: the script starts"
-                    " several runs, expected one"
-                )
-            found[steps], commands[steps] = word.where, word.command
-            put(data, steps, value)
-        elif re.fullmatch(r"~\w+(\.\w+)+(=.*)?", text):
+        option, _, value = text.partition("=") if text.startswith("-") else (before, "", text)
+        override = _OVERRIDE.fullmatch(text)
+        if option in ("--config-name", "-cn") and value:
+            _select(word.value(option, value), data, word.where)
+        elif option.startswith("-"):  # --config-path and others of Hydra; a value is the next word
+            pass
+        elif override:
+            steps = tuple(_GROUPS.get(override[1], override[1]).split("."))
+            positions[steps] = word.where
+            if steps != ("",) and not put(data, steps, _value(word.value(override[1], override[2]))):
+                message = f"{override[1]} is a key of a value, not of a mapping"
+                raise ConfigError([ConfigProblem(word.where, override[1], message, code="ROLL-C013")])
+        elif _DELETION.fullmatch(text):
             raise UnsupportedError(
                 f"{word.where}: {text} deletes a key of verl's defaults, which has no equivalent here: remove the word,"
                 " and check in the imported config what it stood for"
             )
-        before = text
-    return data, lambda key: next((found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in found), str(path))
+        else:
+            message = f"{word.value('', text)} is no override of Hydra"
+            raise ConfigError([ConfigProblem(word.where, "", message, "expected key=value", "ROLL-C013")])
+        before = text if text.startswith("-") and "=" not in text else ""
+    if trains == "sft" and (gpus := _gpus(launch.before)):
+        data[sft.GPUS] = gpus
+    return (
+        trains,
+        data,
+        lambda key: next((positions[key[:end]] for end in range(len(key), 0, -1) if key[:end] in positions), str(path)),
+    )
+
+
+def _starts_run(launch: Launch) -> bool:
+    """True for a program of verl, and for one that gets overrides of verl's keys."""
+    name = launch.program.removesuffix(".py").replace("/", ".")
+    if any(names.fullmatch(name.lstrip(".")) for names in _TRAINERS.values()):
+        return True
+    roots = (*verl.VERL, *sft.SFT)
+    overrides = (_OVERRIDE.fullmatch(text) for text in launch.texts)
+    return any(found is not None and "." in found[1] and found[1].split(".")[0] in roots for found in overrides)
+
+
+def _gpus(words: tuple[str, ...]) -> int:
+    """GPUs that `torchrun` uses; 0 if it is not written."""
+    pairs = (f"{before}={text}" for before, text in zip(("", *words), words, strict=False))
+    sizes = {match[1][:5]: int(match[2]) for text in (*pairs, *words) if (match := _RANKS.fullmatch(text))}
+    return sizes["nproc"] * sizes.get("nnode", 1) if "nproc" in sizes else 0
+
+
+def _select(name: str, data: dict[str, Any], where: str) -> None:
+    """Take over what a file of verl's own sets."""
+    if not _CONFIGS.fullmatch(name):
+        raise UnsupportedError(
+            f"{where}: --config-name {name} is no file of verl itself, so its values are unknown here: add `--cfg job`"
+            " to the command, and import the YAML that it prints"
+        )
+    if "megatron" in name:
+        data.setdefault("model_engine", "megatron")
 
 
 def _value(text: str) -> Any:
@@ -121,9 +216,14 @@ def _value(text: str) -> Any:
 
 
 class _VerlConversion(Conversion):
-    """Conversion of one config of verl."""
+    """Conversion of one config of verl's PPO trainer."""
 
     __slots__ = ()
+
+    @property
+    def table(self) -> Table:
+        """Rules for the keys of the trainer."""
+        return verl.VERL
 
     def run(self, unneeded: tuple[KeyPath, ...]) -> ImportedConfig:
         self.config["pipeline"] = "rlvr"
@@ -132,7 +232,7 @@ class _VerlConversion(Conversion):
             self.entries[path] = ImportedKey(self.where(path), ".".join(path), "not needed", note=note)
         source = self.source
         unused = {} if verl.has_critic(source) else {"critic": "only adv_estimator: gae has a critic"}
-        self._mapping(verl.VERL, source, (), unused)
+        self._mapping(self.table, source, (), unused)
         added = self._put_added(self._defaults())
         for role in ("actor_train", "actor_infer", "reference", "critic"):
             if isinstance(value_at(self.config, (role, "strategy_args", "strategy_name")), str):
@@ -147,8 +247,21 @@ class _VerlConversion(Conversion):
         if path[-1] == "_target_":
             self._record(path, value, Outcome("not needed", (), "verl's class"))
             return
-        hint = suggest_key(path, sorted(table), list(paths(verl.VERL)))[0]
-        self._record(path, value, Outcome("unknown", (), f"not a key of verl 0.9.1{f'; {hint}' if hint else ''}"))
+        hint = suggest_key(path, sorted(table), list(paths(self.table)))[0]
+        note = f"not a key of verl 0.9.1{f'; {hint}' if hint else ''}; left in the config, which `check` rejects"
+        # A key of the same name may exist here: below `verl` there is none.
+        provider = self.registry.find(PipelineProvider, self.pipeline)
+        schema = schema_of(provider, RunConfig, owner=self.registry.owner(provider))
+        target = ("verl", *path) if path[0] in schema.model_fields else path
+        self._record(path, value, Outcome("unknown", ((target, value),), note))
+
+    def _steps(self) -> list[tuple[KeyPath, object, str]]:
+        """`max_steps` without `total_epochs`."""
+        if verl.given(self.source, ("trainer", "total_training_steps"), None) is not None:
+            return []
+        found = verl.epochs_as_steps(self.source)
+        note = "verl's default is 30 epochs: set it to 30 × rows of the data / rollout_batch_size"
+        return [(("max_steps",), *(found or ("???", note)))]
 
     def _defaults(self) -> list[tuple[KeyPath, object, str]]:
         """verl's default behaviour where roll-core's differs."""
@@ -201,7 +314,9 @@ class _VerlConversion(Conversion):
         note = "verl selects its rule by data_source: choose the reward of your data, see docs/rewards.md"
         if not has(self.config, ("rewards", verl.REWARD, "reward")):
             added.append((("rewards", verl.REWARD, "reward"), "math_rule", note))
-        return added
+            truth = "the column of verl's rows"
+            added.append((("rewards", verl.REWARD, "ground_truth"), "reward_model.ground_truth", truth))
+        return added + self._steps()
 
     def _in(self, parent: str, values: Mapping[str, object], note: str = "verl's default") -> list[Any]:
         return [((*parent.split("."), name), value, note) for name, value in values.items()]
@@ -258,3 +373,35 @@ class _VerlConversion(Conversion):
         if name in ("vllm", "sglang", "None"):
             added += self._in("actor_infer.strategy_args.strategy_config", {size: 2, memory: 0.5})
         return added
+
+
+class _VerlSftConversion(_VerlConversion):
+    """Conversion of one config of verl's SFT trainer."""
+
+    __slots__ = ()
+
+    @property
+    def table(self) -> Table:
+        """Rules for the keys of the trainer."""
+        return sft.SFT
+
+    def run(self, unneeded: tuple[KeyPath, ...]) -> ImportedConfig:
+        self.config["pipeline"] = "sft"
+        for path in unneeded:
+            self.entries[path] = ImportedKey(self.where(path), ".".join(path), "not needed", note="it has no effect")
+        self._mapping(self.table, {name: value for name, value in self.source.items() if name != sft.GPUS}, (), {})
+        _, how = sft.accumulation(self.source)
+        notes = {"gradient_accumulation_steps": how, "per_device_train_batch_size": how}
+        added = self._put_added(
+            (tuple(path.split(".")), value, notes.get(path.rpartition(".")[2], "verl's default"))
+            for path, value in self._values()
+        )
+        self._strategy((sft.ROLE,))
+        kept = [each for each in added if has(self.config, tuple(each.to[0].split(".")))]
+        return ImportedConfig("sft", self.config, (*self.entries.values(), *kept))
+
+    def _values(self) -> Iterator[tuple[str, object]]:
+        """verl's default behaviour where roll-core's differs, by dotted key."""
+        names = verl.loggers(self.source)
+        yield "track_with", [each for each in names if each in self.registry.names(TrackerProvider)]
+        yield from sft.defaults(self.source).items()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate.rules import (
+    Each,
     Key,
     KeyRule,
     Outcome,
@@ -153,7 +154,9 @@ def switched(note: str, switch: str = "enable") -> KeyRule:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _files(target: str) -> KeyRule:
+def files(target: str) -> KeyRule:
+    """Write the names of data files, without `~`."""
+
     def convert(value: Any, key: Key) -> Outcome:
         names = value if isinstance(value, list) else [value]
         found = [os.path.expanduser(name) if isinstance(name, str) else name for name in names]
@@ -174,6 +177,18 @@ def evaluates(source: Mapping[str, Any]) -> bool:
 
 def _samples(target: str) -> KeyRule:
     return to(target, neutral=(-1,))
+
+
+def media(value: Any, key: Key) -> Outcome:
+    """Keep the key of a column of images, videos or audio."""
+    defaults = {"image_key": "images", "video_key": "videos"}
+    if all(key.beside(name) == default for name, default in defaults.items()) and value in (
+        *defaults.values(),
+        "audios",
+    ):
+        return Outcome("not needed", (), "verl's default, which a composed config has for text too")
+    note = "rows with images, videos or audio are not supported; left in the config, which `check` rejects"
+    return Outcome("unsupported", ((key.path, value),), note)
 
 
 def _truncation(value: Any, key: Key) -> Outcome:
@@ -229,6 +244,8 @@ def _kl_loss_type(value: Any, key: Key) -> Outcome:
     writes: list[tuple[KeyPath, Any]] = [(("kl_loss_penalty",), KL.get(name.removesuffix("+"), value))]
     if name.endswith("+"):
         writes.append((("kl_loss_unbiased",), True))
+        note = "the value is that of the estimator, its gradient the unbiased one of the KL, as in verl"
+        return Outcome("changed", tuple(writes), note)
     return Outcome("changed" if writes[0][1] != value else "renamed", tuple(writes))
 
 
@@ -362,6 +379,8 @@ def _micro_batch(value: Any, key: Key) -> Outcome:
 
 
 def _ours(key: Key) -> str:
+    if key.pipeline == "sft":
+        return "sft_train"
     return "critic" if key.path[0] == "critic" else "reference" if key.path[:2] == REF else "actor_train"
 
 
@@ -530,16 +549,26 @@ def _steps(value: Any, key: Key) -> Outcome:
     return Outcome("renamed", ((("max_steps",), value),))
 
 
+def epochs_as_steps(source: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Steps of `total_epochs`, and the arithmetic; None if the rows cannot be counted from here."""
+    epochs = given(source, ("trainer", "total_epochs"), 30)
+    size = given(source, ("data", "gen_batch_size"), given(source, ("data", "train_batch_size"), 1024))
+    rows = num_rows(source)
+    if rows is None or not all(isinstance(each, int) and each > 0 for each in (epochs, size, rows // _int(size))):
+        return None
+    how = f"{epochs} × ({rows} rows // {size} prompts per batch); less if longer prompts are dropped"
+    return epochs * (rows // size), how
+
+
 def _epochs(value: Any, key: Key) -> Outcome:
     if key.beside("total_training_steps") is not None:
         return Outcome("not needed", (), "total_training_steps takes precedence")
-    size = given(key.source, ("data", "gen_batch_size"), given(key.source, ("data", "train_batch_size"), 1024))
-    rows = num_rows(key.source)
-    if rows is None or not all(isinstance(each, int) and each > 0 for each in (value, size, rows // _int(size))):
-        note = f"rlvr counts steps: set max_steps to {value} × rows of the data / rollout_batch_size {size}"
-        return Outcome("unsupported", (), f"{note}; train_files cannot be counted from here")
-    note = f"{value} × ({rows} rows // {size} prompts per batch); less if longer prompts are dropped"
-    return Outcome("changed", ((("max_steps",), value * (rows // size)),), note)
+    found = epochs_as_steps(key.source)
+    if found is None:
+        size = given(key.source, ("data", "gen_batch_size"), given(key.source, ("data", "train_batch_size"), 1024))
+        note = f"set max_steps to {value} × rows of the data / rollout_batch_size {size}"
+        return Outcome("unsupported", ((("max_steps",), "???"),), f"{note}; train_files cannot be counted from here")
+    return Outcome("changed", ((("max_steps",), found[0]),), found[1])
 
 
 def num_rows(source: Mapping[str, Any]) -> int | None:
@@ -611,8 +640,8 @@ def _max_batches(value: Any, key: Key) -> Outcome:
         return Outcome("not needed", (), "filter_groups is off")
     if not isinstance(value, int) or value < 1:
         return Outcome("differs", (), "verl has no limit; see dynamic_sampling_max_tries, 10 batches")
-    size = given(key.source, ("data", "train_batch_size"), 1024)
-    generated = given(key.source, ("data", "gen_batch_size"), size)
+    size = _int(given(key.source, ("data", "train_batch_size"), 1024))
+    generated = _int(given(key.source, ("data", "gen_batch_size"), size))
     tries = max(value * generated / size, 1.0)
     note = (
         f"{value} × gen_batch_size {generated} / train_batch_size {size}; verl then raises, here the batch is smaller"
@@ -686,9 +715,18 @@ def _function(value: Any, key: Key) -> Outcome:
 
 
 def _manager(value: Any, key: Key) -> Outcome:
-    if value in ("naive", "dapo", "prime", "batch", "rate_limited", "remote"):
-        return Outcome("not needed", (), "rewards are always scored in parallel; dapo's penalty has keys of its own")
-    return Outcome("unsupported", ((key.path, value),), "custom code: write a reward; `check` rejects it")
+    if value not in ("naive", "dapo", "prime", "batch", "rate_limited", "remote"):
+        return Outcome("unsupported", ((key.path, value),), "custom code: write a reward; `check` rejects it")
+    if value == "dapo" and not has_function(key.source):
+        note = "verl's score of math is 1 or -1 for DAPO's data, that of math_rule is 1 or 0"
+        return Outcome("differs", (), f"{note}: a penalty of the same size weighs twice as much")
+    return Outcome("not needed", (), "rewards are always scored in parallel; dapo's penalty has keys of its own")
+
+
+def has_function(source: Mapping[str, Any]) -> bool:
+    """True if a function of the user's scores responses."""
+    paths = (("custom_reward_function", "path"), ("reward", "custom_reward_function", "path"))
+    return any(value_at(source, path) for path in paths)
 
 
 OVERLONG: Table = {
@@ -717,7 +755,7 @@ def _max_resp_len(value: Any, key: Key) -> Outcome:
 def _trust(value: Any, key: Key) -> Outcome:
     if not value:
         return Outcome("not needed", (), "it is off")
-    roles = ("critic",) if key.path[0] == "critic" else ("actor_train", "actor_infer")
+    roles = (_ours(key),) if _ours(key) != "actor_train" else ("actor_train", "actor_infer")
     return Outcome("renamed", tuple(((role, "model_args", "trust_remote_code"), True) for role in roles))
 
 
@@ -725,6 +763,12 @@ def _checkpointing(value: Any, key: Key) -> Outcome:
     if value:
         return Outcome("not needed", (), "it is on by default")
     return changed(f"{_ours(key)}.model_args.disable_gradient_checkpointing", True)
+
+
+def _model_config(value: Any, key: Key) -> Outcome:
+    if key.name.endswith(("dropout", "pdrop")) and value in (0, None):
+        return Outcome("not needed", (), "dropout is off in training")
+    return Outcome("renamed", (((_ours(key), "model_args", "model_config_kwargs", key.name), value),))
 
 
 def _lora(name: str) -> KeyRule:
@@ -750,14 +794,7 @@ MODEL: Table = {
     "target_modules": _lora("lora_target"),
     "enable_gradient_checkpointing": change("→ `disable_gradient_checkpointing`", _checkpointing),
     "use_remove_padding": unneeded("sequences are always packed"),
-    "override_config": KeyRule(
-        "→ `model_args.model_config_kwargs`",
-        lambda value, key: (
-            Outcome("renamed", ((dotted(f"{_ours(key)}.model_args.model_config_kwargs"), value),))
-            if value
-            else Outcome("not needed", (), "it is empty")
-        ),
-    ),
+    "override_config": Each(KeyRule("→ `model_args.model_config_kwargs`; dropout is off", _model_config)),
     **each("hf_config_path tokenizer_path custom_chat_template external_lib", refused("the model's own is used")),
     **each("exclude_modules lora_adapter_path", refused("adapters start new, on the modules of lora_target")),
     **each("use_shm enable_activation_offload use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
@@ -1059,8 +1096,8 @@ ALGORITHM: Table = {
     "pf_ppo": unneeded("use_pf_ppo decides"),
 }
 DATA: Table = {
-    "train_files": _files("actor_train.data_args.file_name"),
-    "val_files": _files("validation.data_args.file_name"),
+    "train_files": files("actor_train.data_args.file_name"),
+    "val_files": files("validation.data_args.file_name"),
     "train_max_samples": _samples("actor_train.data_args.max_samples"),
     **only(evaluates, "there are no val_files", {"val_max_samples": _samples("validation.data_args.max_samples")}),
     "prompt_key": KeyRule("→ `data_args.messages`", _prompt_key),
@@ -1078,9 +1115,7 @@ DATA: Table = {
     "tokenizer": refused("the model's own is used"),
     **each("tool_config_path function_tool_path", refused("turns with tools are the pipeline agentic")),
     **each("apply_chat_template_kwargs mm_processor_kwargs", refused("the template has no arguments", {})),
-    "image_key": refused("only text is supported", "images"),
-    "video_key": refused("only text is supported", "videos"),
-    "audio_key": refused("only text is supported", "audios"),
+    **each("image_key video_key audio_key", change("rejected outside of a composed config", media)),
     **each(
         "use_shm dataloader_num_workers filter_overlong_prompts_workers validation_shuffle image_patch_size"
         " return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",
@@ -1136,7 +1171,7 @@ VERL: Table = {
     "custom_reward_function": FUNCTION,
     "sandbox_fusion": REWARDS["sandbox_fusion"],
     "trainer": TRAINER,
-    "model_engine": unneeded("strategy_name has it"),
+    "model_engine": refused("training is with FSDP or Megatron", "fsdp", "fsdp2", "dp", "megatron"),
     "distillation": switched("teachers are the pipeline distill", "enabled"),
-    **each("global_profiler transfer_queue ray_kwargs skip", unneeded("it does not affect results")),
+    **each("global_profiler transfer_queue ray_kwargs ray_init skip hydra", unneeded("it does not affect results")),
 }

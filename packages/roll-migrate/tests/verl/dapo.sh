@@ -7,9 +7,11 @@ prompts=96
 responses=12
 longest=$((1024 * 6))
 sp=${SP:-2}
+DATA=${DATA_HOME:-"${PWD}"}/train.parquet
+name=${NAME:-"dapo_$(date +%Y)_${high}"}
 budget=$(((1024 + longest) * 2))
 python3 -m verl.trainer.main_ppo \
-    data.train_files="data/train.parquet" \
+    data.train_files="${DATA}" trainer.experiment_name=${name} \
     data.max_prompt_length=1024 data.max_response_length=${longest} \
     data.truncation='left' \
     data.gen_batch_size=$((prompts * 3)) data.train_batch_size=$prompts \

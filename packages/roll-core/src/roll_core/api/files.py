@@ -155,7 +155,7 @@ class FileCheck:
                 mine = [row for row in all_rows if len(rewards) == 1 or row.tag in tags]
                 columns = {column for row in mine for column in row.values}
                 for key, column in reward.columns().items() if columns else ():
-                    if column not in columns:
+                    if not any(column in row.values for row in mine):
                         message = f"the rows have no column {column!r}: they have {', '.join(sorted(columns))}"
                         found.append(Finding((*path, key), message, code="ROLL-C041"))
                 found += _unusable(path, reward, mine)

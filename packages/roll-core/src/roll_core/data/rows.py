@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, closest
+from roll_core.spec.rollout import Columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,6 +78,7 @@ class Row:
     where: str
     """Location such as `data/train.jsonl row 12`, counted from 1, with the path as in `file_name`."""
     values: Mapping[str, Any]
+    """`Columns`: a dotted name finds a value in a column with a mapping."""
 
 
 class Rows(list[Row]):
@@ -89,13 +91,15 @@ class Rows(list[Row]):
         # The number of a row without an id may be the id of another row.
         numbered = any(values.get(data.id) is not None for _, rows in files for values in rows)
         for name, rows in files:
-            for number, values in enumerate(rows, start=1):
+            for number, values in enumerate(map(Columns, rows), start=1):
                 columns.update(dict.fromkeys(values))
                 id, tag = values.get(data.id), values.get(data.tag)
                 id = (f"row {len(self)}" if numbered else str(len(self))) if id is None else str(id)
                 tag = "" if tag is None else str(tag)
                 self.append(Row(id=id, tag=tag, where=f"{name} row {number}", values=values))
-        self.columns = tuple(columns)
+        names = {key: name for key, name in vars(data).items() if key != "file_name"}
+        named = [name for name in names.values() if isinstance(name, str) and "." in name]
+        self.columns = (*columns, *(name for name in named if any(name in row.values for row in self)))
         first: dict[str, Row] = {}
         for row in self if data.id in columns else ():
             if first.setdefault(row.id, row) is not row:

@@ -329,8 +329,9 @@ class Importer(Protocol):
     def __call__(self, path: Path, registry: Any) -> Any:
         """Convert the file at `path`. Returns a `roll_migrate.conversion.ImportedConfig`.
 
-        `registry` is the `roll_core.plugins.registry.Registry` of the installed plugins. Raises `ConfigError` if the
-        file cannot be read, and `UnsupportedError` for a pipeline that has no equivalent.
+        `registry` is the `roll_core.plugins.registry.Registry` of the installed plugins. An importer of shell scripts
+        has a third parameter, `variables`: a mapping with those of `--set`. Raises `ConfigError` if the file cannot be
+        read, and `UnsupportedError` for a pipeline that has no equivalent.
         """
 
 

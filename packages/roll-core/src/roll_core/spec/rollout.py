@@ -105,6 +105,31 @@ class RolloutProgram(ABC):
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
+class Columns(dict[str, Any]):
+    """Columns of a row. A dotted name finds a value in a column with a mapping: `reward_model.ground_truth`.
+
+    A column whose own name has dots comes first. Iteration yields the columns, not what is in them.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        value: Any = self
+        for step in name.split("."):
+            if not isinstance(value, dict) or not dict.__contains__(value, step):
+                raise KeyError(name)
+            value = dict.__getitem__(value, step)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.get(name, self) is not self
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Value of a column; `default` if there is none."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
     """A sample to score, with its text decoded once. The text is only for scoring: it is never tokenised again."""
@@ -125,8 +150,8 @@ class RewardRequest:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """Other columns of the row."""
-        return self.sample.metadata
+        """Other columns of the row. A dotted name finds a value in a column with a mapping."""
+        return Columns(self.sample.metadata)
 
 
 class RewardFunction(ABC):
