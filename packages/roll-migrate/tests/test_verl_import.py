@@ -618,7 +618,8 @@ def test_rows_of_verl_pass_check_as_they_are(registry, tmp_path, monkeypatch):
     text = (
         f"{PPO} data.train_files=rows.jsonl actor_rollout_ref.model.path=A data.train_batch_size=4"
         " trainer.total_epochs=2 algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
-        " actor_rollout_ref.rollout.name=hf actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.n_gpus_per_node=1 trainer.logger=console"
+        " actor_rollout_ref.rollout.name=hf actor_rollout_ref.actor.ppo_mini_batch_size=4"
+        " trainer.n_gpus_per_node=1 trainer.logger=console"
     )
     (tmp_path / "run.sh").write_text(text)
     assert main(["import", "verl", "run.sh", "-o", "ours.yaml"]) == 0
