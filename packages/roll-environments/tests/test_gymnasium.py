@@ -11,10 +11,10 @@ import pytest
 from helpers_environments import called, play
 
 from roll_core.spec.environment import Reply
-from roll_environments.gymnasium_adapter import GymnasiumAdapter
+from roll_environments.gymnasium_adapter import GymnasiumAdapter, numbers
 from roll_environments.targets import WrappedError
 from roll_testing import EnvironmentConformance
-from roll_testing.errors import raises_error
+from roll_testing.errors import mentions, raises_error
 
 NAMES = ["left", "down", "right", "up"]
 engine = pytest.mark.engine("gymnasium")
@@ -80,6 +80,107 @@ def test_a_box_takes_numbers_and_a_tuple_is_shown() -> None:
     assert [turn.metrics["valid"] for turn in turns] == [1.0, 0.0]  # 5 is outside of the space
     opening, _, _ = play(GymnasiumAdapter(id="Blackjack-v1", actions=["stick", "hit"]), ["stick"], seed=1)
     assert opening.messages[0]["content"].endswith("[20, 7, 0]")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "values"),
+    [
+        ("0.5 -0.25", 2, [0.5, -0.25]),
+        (".5 -.25", 2, [0.5, -0.25]),
+        ("[.5, -.25]", 2, [0.5, -0.25]),
+        ("x=.5, y:-.25", 2, [0.5, -0.25]),
+        ("+.5 1.", 2, [0.5, 1.0]),
+        ("\u22120.5 0.5", 2, [-0.5, 0.5]),
+        ("\u2013.5 \uff0d1", 2, [-0.5, -1.0]),
+        ("1,234 5", 2, [1234, 5]),
+        ("1,234", 1, [1234]),
+        ("-1,234.5", 1, [-1234.5]),
+        ("1\u202f234", 1, [1234]),
+        ("1'234'567", 1, [1234567]),
+        ("1,2", 2, [1, 2]),
+        ("100,200", 2, [100, 200]),
+        ("- 0.5\n- 0.25", 2, [0.5, 0.25]),
+        ("In step 2 I choose **3**.", 1, [3]),
+        ("\\boxed{7}", 1, [7]),
+        ("1e-3", 1, [0.001]),
+        ("0,5", 1, None),
+        ("0,5 -0,25", 2, None),
+        ("first 1,234 5 then", 1, None),
+        ("0.5 - 0.25", 2, None),
+        ("3-5", 1, None),
+        ("1/2", 1, None),
+        ("50%", 1, None),
+        ("1_000", 1, None),
+        ("0x10", 1, None),
+        ("1.2.3", 1, None),
+        ("level2", 1, None),
+        ("1" * 40, 1, None),
+        ("", 1, None),
+    ],
+)
+def test_numbers_are_read_as_written_or_not_at_all(text: str, count: int, values: list[float] | None) -> None:
+    assert numbers(text, count) == values
+
+
+class Spaces:
+    """An environment of a user with any action space, which keeps its actions."""
+
+    def __init__(self, space: str) -> None:
+        from gymnasium import spaces
+
+        box = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.action_space = {
+            "bytes": spaces.Box(0, 255, (1,), np.uint8),
+            "floats": box,
+            "tuple": spaces.Tuple((spaces.Discrete(3), box)),
+            "dict": spaces.Dict({"turn": spaces.Discrete(3), "push": box, "say": spaces.Text(5)}),
+            "sequence": spaces.Sequence(spaces.Discrete(3)),
+            "text": spaces.Text(5),
+        }[space]
+        self.actions: list[Any] = []
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "go", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        assert not hasattr(self.action_space, "n") or self.action_space.contains(action)
+        self.actions.append(action)
+        return "end", 0.0, False, False, {}
+
+
+@engine
+@pytest.mark.parametrize(
+    ("space", "reply", "valid"),
+    [
+        ("bytes", "255", True),
+        ("bytes", "-1", False),
+        ("bytes", "300", False),
+        ("floats", "1e-3 .5", True),
+        ("floats", "1e99 .5", False),
+        ("tuple", "I take [2, [0.5, -0.25]].", True),
+        ("tuple", "[3, [0.5, -0.25]]", False),
+        ("tuple", "[2, [0.5]]", False),
+        ("tuple", "[2.5, [0.5, -0.25]]", False),
+        ("tuple", "2 0.5 -0.25", False),
+        ("dict", '```json\n{"turn": 1, "push": [0, 1e-3], "say": "hi"}\n```', True),
+        ("dict", '{"turn": 1, "push": [0, 1]}', False),
+        ("dict", '{"turn": 1, "push": ["a", 1], "say": "hi"}', False),
+        ("dict", "turn left", False),
+        ("sequence", "[1, 2]", False),
+        ("text", "crane", True),
+    ],
+)
+def test_an_action_is_contained_in_its_space(space: str, reply: str, valid: bool) -> None:
+    environment = GymnasiumAdapter(make="test_gymnasium:Spaces", options={"space": space})
+    _, (turn,), _ = play(environment, [reply])
+    assert turn.metrics == {"valid": float(valid)}
+
+
+@engine
+def test_the_prompt_describes_spaces_of_several_parts() -> None:
+    environment = GymnasiumAdapter(make="test_gymnasium:Spaces", options={"space": "dict"})
+    opening = called(environment, "reset", {}, 0)
+    assert mentions(opening.messages[0]["content"], "JSON", "turn", "push", "say")
 
 
 @pytest.mark.engine("gem")

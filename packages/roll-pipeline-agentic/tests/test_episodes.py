@@ -25,12 +25,19 @@ from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Message, Opening, Turn
 from roll_core.spec.rollout import Prompt, RolloutContext
 from roll_core.types import Completion, CompletionOutput, Group, Reward, SamplingParams
-from roll_pipeline_agentic.agentic import AgenticPipeline, EpisodeOrder, episode_metrics, with_echo
+from roll_pipeline_agentic.agentic import (
+    AgenticPipeline,
+    EpisodeOrder,
+    episode_metrics,
+    first_difference,
+    with_echo,
+)
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.config import AgenticEnvConfig, ResponseMaskConfig, ValEnvManagerConfig
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
+from roll_testing.errors import mentions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from wrong_environments import Echo
@@ -176,6 +183,19 @@ def test_a_template_that_changes_a_reply_forks_and_trains_every_token_once(token
     trained = [tokenizer.decode(row.tokens[row.loss_mask].tolist()) for row in rows(sample.rollout)]
     assert trained == ["I say 3<eos>", "8<eos>5<eos>"]
     assert episode_metrics([sample])["rollout/forks"] == 1
+    difference = first_difference(sample.rollout, shared_text(tokenizer))
+    assert mentions(difference, "turn 2", "turn 1")
+    assert "' say 3<eos>higher'" in difference
+
+
+def shared_text(tokenizer: Any) -> Any:
+    return lambda ids: tokenizer.decode(ids.tolist())
+
+
+def test_rows_that_continue_have_no_difference(tokenizer: Any) -> None:
+    (sample,) = asyncio.run(EpisodeGroup(episodes(tokenizer, FIVE)).run(Script(tokenizer, RIGHT), PROMPT)).samples
+    assert sample.rollout is not None
+    assert first_difference(sample.rollout, shared_text(tokenizer)) == ""
 
 
 ALTERNATES = (
@@ -413,6 +433,24 @@ def test_success_is_0_if_no_episode_has_it(tokenizer: Any) -> None:
     (sample,) = asyncio.run(EpisodeGroup(episodes(tokenizer, FIVE)).run(context, PROMPT)).samples
     assert "env/guess/success" not in episode_metrics([sample])
     assert episode_metrics([sample], ["guess"])["env/guess/success"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reported", "success"),
+    [([0.0, 0.0, 1.0], 1.0), ([1.0, 1.0, 0.0], 0.0), ([0.0, 1.0, None], 1.0), ([None] * 3, 0.0)],
+)
+def test_success_is_that_of_the_last_turn(tokenizer: Any, reported: list[float | None], success: float) -> None:
+    class Reports(Five):
+        number = 0
+
+        async def step(self, reply: Any) -> Turn:
+            turn = await super().step(reply)
+            value, Reports.number = reported[Reports.number], Reports.number + 1
+            return replace(turn, metrics={} if value is None else {"success": value})
+
+    shared = episodes(tokenizer, partial(Reports, low=1, high=9))
+    (sample,) = asyncio.run(EpisodeGroup(shared).run(Script(tokenizer, RIGHT), PROMPT)).samples
+    assert episode_metrics([sample], ["guess"])["env/guess/success"] == success
 
 
 def test_an_episode_without_a_trained_token_keeps_its_reward(tokenizer: Any) -> None:

@@ -28,7 +28,7 @@ httpx2: Any = None
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 TOOLS_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\ntools: {{ tools | length }} <tool_call> json</tool_call><|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\ntools: {{ tools | tojson }} <tool_call> json</tool_call><|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": '

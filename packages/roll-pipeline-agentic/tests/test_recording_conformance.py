@@ -73,8 +73,8 @@ def test_only_this_machine_reaches_an_endpoint_unless_the_config_has_a_host() ->
 
 
 class EncodesAgain(Recorder):
-    def _prompt(self, request: Any) -> Any:
-        _, budget, begin, _ = super()._prompt(request)
+    async def _prompt(self, request: Any) -> Any:
+        _, budget, begin, _ = await super()._prompt(request)
         return self._encoder.encode(request.messages), budget, begin, None
 
 

@@ -8,8 +8,10 @@ Observations become text, and replies become actions of the action space.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -19,13 +21,17 @@ from roll_environments.targets import WrappedError, calls_to, load
 from roll_environments.tool_calls import as_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from roll_core.spec.environment import Reply, Task
 
-NUMBER = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:[eE][+-]?\d{1,2})?")
-MAX_INTEGER = 2**31
-"""Bound of numbers that are read as actions of integer spaces."""
+NUMBER = re.compile(r"[+-]?(?:\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})(?:[eE][+-]?\d{1,2})?")
+CHUNK = re.compile(r"[\w.+\-/%^°]+")
+"""A number with all that stands beside it: `3-5` and `1/2` are no numbers."""
+MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-"))
+THOUSANDS = re.compile(r"(?<![\w.,])([+-]?\d{1,3})((?:[,'’\u00a0\u2009\u202f]\d{3})+)(?![\d,])")
+JOINED = re.compile(r"\d[,'’\u00a0\u2009\u202f]\d")
+"""Characters between digits that separate numbers, or thousands, or decimals."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -110,6 +116,9 @@ class GymnasiumAdapter(Environment):
             return f"Reply with {', '.join(self.actions[:-1])} or {self.actions[-1]}."
         if shape and self.parse is None:
             return f"Reply with {math.prod(shape)} numbers."
+        if (parts := getattr(self.space, "spaces", None)) is not None and self.parse is None:
+            names = f"the keys {', '.join(map(str, parts))}" if isinstance(parts, Mapping) else f"{len(parts)} values"
+            return f"Reply with a JSON {'object' if isinstance(parts, Mapping) else 'list'} of {names}."
         if n is not None and not shape:
             first = int(getattr(self.space, "start", 0))
             return f"Reply with a number from {first} to {first + int(n) - 1}."
@@ -127,16 +136,86 @@ class GymnasiumAdapter(Environment):
             names = [each.lower() for each in self.actions]
             return names.index(found[-1].lower()) + int(getattr(self.space, "start", 0)) if found else None
         shape, dtype = getattr(self.space, "shape", None), getattr(self.space, "dtype", None)
-        if dtype is None or dtype.kind not in "iufb":  # spaces of text, and environments without spaces
+        if (parts := getattr(self.space, "spaces", None)) is not None:
+            return _action_of(self.space, _json_of(text, *("{}" if isinstance(parts, Mapping) else "[]")))
+        if dtype is None:  # environments without spaces, and spaces that no text can name
+            return text if getattr(self.space, "contains", lambda _: True)(text) else None
+        if dtype.kind not in "iufb":  # spaces of text
             return text
-        import numpy as np
+        number = math.prod(shape) if shape else 1
+        values = numbers(text, number)
+        return None if values is None else _action_of(self.space, values if shape else values[0])
 
-        found = NUMBER.findall(text)
-        number = int(np.prod(shape)) if shape else 1
-        if len(found) < number:
+
+def numbers(text: str, number: int) -> list[float] | None:
+    """The last `number` numbers of a text; None if there are fewer, or if one of them can be read in several ways.
+
+    `1,2` are two numbers and `1,234` is one, if the text then has exactly `number` numbers.
+    """
+    text = text.translate(MINUS)
+    readings = [_numbers(text)]
+    if JOINED.search(text):
+        joined = THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
+        readings += [_numbers(joined)] if joined != text else []
+        readings = [reading for reading in readings if len(reading) == number]
+    if len(readings) != 1 or len(readings[0]) < number:
+        return None
+    values = [value for value in readings[0][-number:] if value is not None]
+    return values if len(values) == number else None
+
+
+def _numbers(text: str) -> list[float | None]:
+    """The numbers of a text. None stands for digits that are no number, such as `3-5`."""
+    found: list[float | None] = []
+    signed = False
+    for match in CHUNK.finditer(text):
+        chunk = match[0].rstrip(".")
+        if any(character.isdigit() for character in chunk) and not chunk[0].isalpha():
+            found.append(float(chunk) if NUMBER.fullmatch(chunk) and not signed else None)
+        # A sign apart from its number is one of a list at the beginning of a line, and else has no clear meaning.
+        line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        signed = chunk == "-" and bool(line.strip())
+    return found
+
+
+def _action_of(space: Any, value: Any) -> Any:
+    """The action of a space from JSON values; None if they are none of its actions."""
+    action = _typed(space, value)
+    return action if action is not None and (space is None or space.contains(action)) else None
+
+
+def _typed(space: Any, value: Any) -> Any:
+    parts, dtype = getattr(space, "spaces", None), getattr(space, "dtype", None)
+    if isinstance(parts, Mapping):
+        if not isinstance(value, dict) or value.keys() != set(parts):
             return None
-        values = np.array([float(each) for each in found[-number:]])
-        if dtype.kind != "f" and not np.all((values == np.floor(values)) & (np.abs(values) < MAX_INTEGER)):
+        actions = {key: _typed(part, value[key]) for key, part in parts.items()}
+        return None if any(action is None for action in actions.values()) else actions
+    if parts is not None:
+        if not isinstance(value, list) or len(value) != len(parts):
             return None
-        action = values.astype(dtype).reshape(shape) if shape else dtype.type(values[0])
-        return action if self.space is None or self.space.contains(action) else None
+        listed = tuple(map(_typed, parts, value))
+        return None if any(action is None for action in listed) else listed
+    if dtype is None or dtype.kind not in "iufb":
+        return value if isinstance(value, str) else None
+    import numpy as np
+
+    try:
+        given = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    with np.errstate(all="ignore"):  # numbers outside of the type become others, which are no actions
+        cast = given.astype(dtype)
+    exact = np.isfinite(cast).all() if dtype.kind == "f" else np.array_equal(cast.astype(np.float64), given)
+    shape = tuple(getattr(space, "shape", None) or ())
+    if not exact or cast.size != math.prod(shape):
+        return None
+    return cast.reshape(shape) if shape else dtype.type(cast.item())
+
+
+def _json_of(text: str, begin: str, end: str) -> Any:
+    """The JSON value between the first `begin` and the last `end`; None if there is none."""
+    try:
+        return json.loads(text[text.index(begin) : text.rindex(end) + 1])
+    except (ValueError, RecursionError):
+        return None

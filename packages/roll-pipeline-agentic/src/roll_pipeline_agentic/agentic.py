@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -20,7 +21,7 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
-from roll_core.data.rollouts import rows
+from roll_core.data.rollouts import rows, tokens_of
 from roll_core.errors import ContractError, DataError, PluginLoadError
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, mean_counts
 from roll_core.pipelines.rlvr import RLVRPipeline
@@ -38,14 +39,16 @@ from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording_server import RecordingServer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from roll_core.data.rows import Rows
     from roll_core.pipelines.experience import Experience
     from roll_core.spec.pipeline import RolloutPlan, Run
     from roll_core.spec.providers import Isolation
-    from roll_core.types import Group, Sample
+    from roll_core.types import Group, Rollout, Sample, TokenIds
     from roll_pipeline_agentic.config import AgenticConfig, EnvManagerConfig
+
+log = logging.getLogger(__name__)
 
 
 class EpisodeOrder(PromptOrder):
@@ -79,6 +82,7 @@ class AgenticPipeline(RLVRPipeline):
     def prepare(self, run: Run) -> int:
         config = self.config
         tags = list(config.custom_envs)
+        self.warned_of_forks: set[str] = set()
         self.with_success: set[str] = set()
         """Tags whose environments report success."""
         self.hosts = {tag: self._host(run, tag) for tag in tags if config.custom_envs[tag].environment}
@@ -204,7 +208,27 @@ class AgenticPipeline(RLVRPipeline):
         metrics = episode_metrics(samples, self.with_success) | self._host_metrics()
         metrics |= {f"env/{tag}/{what}": float(number) for (tag, what), number in self.episodes.counts.items()}
         self.episodes.counts.clear()
+        self._warn_of_forks(samples)
         return super()._batch_metrics(groups) | metrics
+
+    def _warn_of_forks(self, samples: Sequence[Sample]) -> None:
+        """Log once per tag that turns do not continue earlier ones, with the first text that differs."""
+        for tag in {sample.tag for sample in samples} - self.warned_of_forks:
+            rollouts = [sample.rollout for sample in samples if sample.tag == tag and sample.rollout]
+            later = sum(len(rollout.turns) - 1 for rollout in rollouts)
+            forks = sum(len(rows(rollout)) - 1 for rollout in rollouts)
+            if later and forks / later > FORK_SHARE:
+                self.warned_of_forks.add(tag)
+                found = (first_difference(rollout, self.encoders[tag].text) for rollout in rollouts)
+                log.warning(
+                    "custom_envs.%s: %d of %d later turns begin a new training row, because their prompts do not"
+                    " continue an earlier conversation%s. Set thinking: keep if the template removes reasoning, or keep"
+                    " what the agent sends unchanged",
+                    tag,
+                    forks,
+                    later,
+                    next(filter(None, found), ""),
+                )
 
     def _host_metrics(self) -> dict[str, float]:
         """Durations of the environments' calls, and counts of the agents' recorders, since the last call."""
@@ -255,6 +279,36 @@ def with_echo(experience: Experience) -> Experience:
         for each, mask in zip(experience.sequences, masks, strict=True)
     )
     return replace(experience, sequences=sequences)
+
+
+FORK_SHARE = 0.1
+"""Share of the turns after the first that may begin a new row without a warning."""
+NUM_SHOWN = 32
+"""Tokens of a difference in a warning."""
+
+
+def first_difference(rollout: Rollout, text: Callable[[TokenIds], str]) -> str:
+    """Where the first prompt that continues no turn leaves the earlier turn with which it has most tokens in common.
+
+    Empty if there is none: the prompts are equal, or continue each other.
+    """
+    sequences = [tokens_of(rollout, index) for index in range(len(rollout.turns))]
+    for index, turn in enumerate(rollout.turns):
+        prompt = sequences[index][: len(sequences[index]) - len(turn.sampled_ids)]
+        common = [_num_common(prompt, other) for other in sequences[:index]]
+        if index and all(number < min(len(prompt), len(each)) for number, each in zip(common, sequences, strict=False)):
+            other = int(np.argmax(common))
+            at = common[other]
+            before, after = (text(ids[at : at + NUM_SHOWN]) for ids in (sequences[other], prompt))
+            return f": turn {index + 1} has {after!r:.120} where turn {other + 1} has {before!r:.120}"
+    return ""
+
+
+def _num_common(ids: TokenIds, other: TokenIds) -> int:
+    """Number of tokens with which both begin."""
+    length = min(len(ids), len(other))
+    differs = np.flatnonzero(ids[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 NUM_TURNS = 8
@@ -308,7 +362,8 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
                 for name, value in turn.metrics.items():
                     values[name].append(value)
             for name, each in values.items():
-                means[name].append(statistics.fmean(each))
+                # `success` is a state of the episode, which its last turn has.
+                means[name].append(each[-1] if name == "success" else statistics.fmean(each))
         if tag in with_success:
             means["success"] += []
         # An episode that ends without `success`, for example after its last turn, is none.

@@ -94,6 +94,8 @@ class ChatEncoder:
         """Ids of tokens that mark turns and are no part of a message."""
         self._atoms = tuple(str(token) for token in added.values()) or tuple(tokenizer.all_special_tokens)
         """Tokens at which the tokenizer splits any text before it encodes the parts."""
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters of the longest token."""
         self._check_template()
 
     def _check_template(self) -> None:
@@ -163,6 +165,11 @@ class ChatEncoder:
         if len(ids) == 0:
             raise DataError(f"{self._where}: the chat template renders the messages as an empty text")
         return EncodedChat(messages=tuple(messages), text=text, ids=ids, tools=tuple(tools))
+
+    def least_tokens(self, messages: Sequence[Message]) -> int:
+        """A number of tokens that the messages have at least, in a time that does not depend on the template."""
+        read = sum(len(str(message.get("content") or "")) for message in messages if message["role"] != "assistant")
+        return read // self._longest_token
 
     def parse(self, ids: TokenIds, chat: EncodedChat | None = None) -> ParsedReply:
         """Content, tool calls and reasoning of a sampled reply, whose prompt is `chat`. Never raises."""

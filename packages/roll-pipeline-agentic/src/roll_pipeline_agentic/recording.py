@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+STREAM_GROWTH = 1 / 64
+"""Share by which a reply grows before a stream shows more of it."""
 
 
 class RequestError(Exception):
@@ -100,6 +102,8 @@ class Call:
     number: int
     """Number of the call in its rollout."""
     task: asyncio.Task[list[ChatReply]]
+    num_shown: list[int] = field(default_factory=list)
+    """Tokens of each streamed reply that `parts` contain."""
     parts: list[SettledParts] = field(default_factory=list)
     """Parts of each streamed reply so far, which further tokens do not change."""
     progressed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -147,7 +151,7 @@ class Recorder:
         """Recorded replies by the digest of the conversation that ends with them."""
         self._known: set[str] = set()
         """Digests of the assistant messages that were sampled here or given with the first call."""
-        self._num_started = self._num_outputs = self._num_running = 0
+        self._num_prompts = self._num_started = self._num_outputs = self._num_running = 0
         self.problem = ""
         """Why the record is incomplete; empty if it is complete."""
         self.truncated = False
@@ -193,70 +197,102 @@ class Recorder:
 
     async def _generate(self, request: ChatRequest) -> list[ChatReply]:
         """Sample the replies to a request and record them."""
-        try:
-            chat, budget, begin, continued = self._prompt(request)
-        except DataError as error:
-            raise RequestError(str(error)) from error
-        number, params = self._num_started, self._context.params
-        self._num_started += 1
         self._count_running(1)
         try:
+            try:
+                chat, budget, begin, continued = await self._prompt(request)
+            except DataError as error:
+                raise RequestError(str(error)) from error
+            number, params = self._num_started, self._context.params
+            self._num_started += 1
             call = next(call for call in self._calls if call.task is asyncio.current_task())
-            completion = await self._context.generate(
-                chat.ids,
-                n=request.n,
-                params=replace(params, max_new_tokens=budget, stop=(*params.stop, *request.stop)),
-                key=f"{self._key}/{number}",
-                on_progress=partial(self._progress, call, request, chat) if request.stream else None,
-            )
-            state = state_of(None, request.messages[begin:])
-            return [
-                self._record(call, request, chat, at, output, continued, state)
-                for at, output in enumerate(completion.outputs)
-            ]
-        except Exception as error:  # of the engine or the runtime; it ends the run
-            self.error = self.error or error
-            self.failed.set()
-            raise
+            try:
+                completion = await self._context.generate(
+                    chat.ids,
+                    n=request.n,
+                    params=replace(params, max_new_tokens=budget, stop=(*params.stop, *request.stop)),
+                    key=f"{self._key}/{number}",
+                    on_progress=partial(self._progress, call, request, chat) if request.stream else None,
+                )
+                state = state_of(None, request.messages[begin:])
+                return [
+                    self._record(call, request, chat, at, output, continued, state)
+                    for at, output in enumerate(completion.outputs)
+                ]
+            except Exception as error:  # of the engine or the runtime; it ends the run
+                self.error = self.error or error
+                self.failed.set()
+                raise
         finally:
             self._count_running(-1)
 
     def _progress(
         self, call: Call, request: ChatRequest, chat: EncodedChat, outputs: Sequence[CompletionOutput | None]
     ) -> None:
-        """Show the clients of a stream what further tokens do not change."""
-        empty = SettledParts("", "")
-        before = call.parts or [empty] * len(outputs)
-        ids = [None if each is None else each.token_ids for each in outputs]
-        found = [empty if each is None else self._encoder.settled(each, chat, request.stop) for each in ids]
-        call.parts = [new if new.extends(old) else old for new, old in zip(found, before, strict=True)]
+        """Show the clients of a stream what further tokens do not change.
+
+        A reply is decoded again only after it grew by a share, so that all times take time linear in its length.
+        """
+        call.parts = call.parts or [SettledParts("", "")] * len(outputs)
+        call.num_shown = call.num_shown or [0] * len(outputs)
+        before = list(call.parts)
+        for index, output in enumerate(outputs):
+            if output is None or len(output.token_ids) <= (1 + STREAM_GROWTH) * call.num_shown[index]:
+                continue
+            call.num_shown[index] = len(output.token_ids)
+            settled = self._encoder.settled(output.token_ids, chat, request.stop)
+            if settled.extends(before[index]):
+                call.parts[index] = settled
         if call.parts != before:
             progressed, call.progressed = call.progressed, asyncio.get_running_loop().create_future()
             progressed.set_result(None)
 
-    def _prompt(self, request: ChatRequest) -> tuple[EncodedChat, int, int, int | None]:
+    async def _prompt(self, request: ChatRequest) -> tuple[EncodedChat, int, int, int | None]:
         """The encoded conversation, the maximum number of new tokens, and the turn whose reply it continues.
 
-        The third value is the number of messages up to that reply.
+        The third value is the number of messages up to that reply. The request counts from here on, unless it fails.
         """
-        limits, messages = self._limits, request.messages
+        messages = request.messages
         if not messages or messages[-1].get("role") == "assistant":
             raise RequestError("the last message is the assistant's: the endpoint does not continue replies")
-        if self._num_outputs + request.n > limits.calls:
+        if self._num_outputs + request.n > self._limits.calls:
             self.truncated = True
-            raise LimitReached(f"the rollout has {limits.calls} calls, its maximum", code="max_turns")
-        states = _digests(messages, request.tools)
-        known = [(at + 1, self._replies[digest]) for at, digest in enumerate(states) if digest in self._replies]
-        begin, reply = known[-1] if known else (0, None)
-        self._check_replies(messages[begin:], first=not self._num_started)
+            raise LimitReached(f"the rollout has {self._limits.calls} calls, its maximum", code="max_turns")
+        if (least := max(len(messages), self._encoder.least_tokens(messages))) > self._limits.tokens:
+            raise self._too_long(f"at least {least}")
+        first, self._num_prompts = not self._num_prompts, self._num_prompts + 1
+        self._num_outputs += request.n
+        try:
+            # Rendering and encoding a long conversation takes seconds, in which the loop serves all other episodes.
+            states = await asyncio.to_thread(_digests, messages, request.tools)
+            known = [(at + 1, self._replies[digest]) for at, digest in enumerate(states) if digest in self._replies]
+            begin, reply = known[-1] if known else (0, None)
+            self._check_replies(messages[begin:], first=first)
+            chat = await asyncio.to_thread(self._encoded, reply, messages[begin:], request.tools)
+            budget = self._budget(request, chat)
+        except BaseException:
+            self._num_prompts -= 1
+            self._num_outputs -= request.n
+            raise
+        for name in request.sampling:
+            self.counts[f"replaced_{name}"] += 1
+        return chat, budget, begin, None if reply is None else reply.turn
+
+    def _encoded(
+        self, reply: _Reply | None, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> EncodedChat:
+        """The conversation of the messages, which continue a recorded reply if there is one. Runs in a thread."""
         if reply is None:
-            self._encoder.check_tools(messages, request.tools)
-            chat = self._encoder.encode(messages, request.tools)
-        else:
-            before, ids = reply.chat, self._turns[reply.turn].sampled_ids
-            extended = self._encoder.extend(before, ids, messages[begin:])
-            history = (*before.messages, self._encoder.reply(ids, before), *messages[begin:])
-            chat = extended or self._encoder.encode(history, before.tools)
+            self._encoder.check_tools(messages, tools)
+            return self._encoder.encode(messages, tools)
+        before, ids = reply.chat, self._turns[reply.turn].sampled_ids
+        extended = self._encoder.extend(before, ids, messages)
+        history = (*before.messages, self._encoder.reply(ids, before), *messages)
+        return extended or self._encoder.encode(history, before.tools)
+
+    def _budget(self, request: ChatRequest, chat: EncodedChat) -> int:
+        """Maximum number of new tokens. Raises `LimitReached` if there is none."""
+        limits = self._limits
         budget = min(limits.reply_tokens, limits.tokens - len(chat.ids), request.max_tokens or limits.tokens)
         if limits.sampled_tokens is not None:
             left = limits.sampled_tokens - sum(len(turn.sampled_ids) for turn in self._turns)
@@ -267,15 +303,15 @@ class Recorder:
                 )
             budget = min(budget, left)
         if budget <= 0:
-            self.truncated = True
-            raise LimitReached(
-                f"the conversation has {len(chat.ids)} tokens, and may have {limits.tokens} with the reply",
-                code="context_length_exceeded",
-            )
-        for name in request.sampling:
-            self.counts[f"replaced_{name}"] += 1
-        self._num_outputs += request.n
-        return chat, budget, begin, None if reply is None else reply.turn
+            raise self._too_long(str(len(chat.ids)))
+        return budget
+
+    def _too_long(self, number: str) -> LimitReached:
+        self.truncated = True
+        return LimitReached(
+            f"the conversation has {number} tokens, and may have {self._limits.tokens} with the reply",
+            code="context_length_exceeded",
+        )
 
     def _check_replies(self, messages: Sequence[Message], *, first: bool) -> None:
         """Find assistant messages that were not sampled here. Those of the first call are examples of its prompt."""

@@ -8,9 +8,10 @@ that the endpoint cannot honour are rejected.
 from __future__ import annotations
 
 import json
+import re
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from typing_extensions import override
 
@@ -27,6 +28,7 @@ Body = dict[str, Any]
 Event = tuple[str, Any]
 """Name of a server-sent event, empty for none, and its data."""
 
+BILLING_HEADER = "x-anthropic-billing-header:"
 SAMPLING = (
     "temperature",
     "top_p",
@@ -40,15 +42,20 @@ SAMPLING = (
     "reasoning_effort",
     "reasoning",
     "thinking",
+    "output_config",
 )
 """Parameters that the run's own replace: the trainer computes logprobs for these only."""
+
+
+Harmless: TypeAlias = "tuple[Any, ...] | Mapping[str, Harmless] | None"
+"""Values of a parameter that the endpoint can honour or ignore: a list, those of each key of an object, or all."""
 
 
 class Dialect(ABC):
     """One API."""
 
     path: ClassVar[str]
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]]
+    unsupported: ClassVar[Mapping[str, Harmless]]
     """Parameters that would change the reply in a way that the endpoint cannot, with the values that are harmless."""
 
     def parse(self, body: Any, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
@@ -56,7 +63,7 @@ class Dialect(ABC):
         if not isinstance(body, dict):
             raise RequestError(f"the body is {type(body).__name__}, expected a JSON object")
         for name, harmless in self.unsupported.items():
-            if body.get(name) is not None and body[name] not in harmless:
+            if not _is_harmless(body.get(name), harmless):
                 raise RequestError(f"{name} {body[name]!r:.80} is not supported by this endpoint", code="unsupported")
         try:
             return self._parse(body, conversations)
@@ -83,9 +90,9 @@ class ChatCompletions(Dialect):
     """OpenAI's `POST /v1/chat/completions`."""
 
     path = "/v1/chat/completions"
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[Mapping[str, Harmless]] = {
         "tool_choice": ("auto", "none"),
-        "response_format": ({"type": "text"},),
+        "response_format": {"type": ("text",)},
         "logprobs": (False,),
         "top_logprobs": (0,),
         "audio": (),
@@ -132,9 +139,9 @@ class Responses(Dialect):
     """OpenAI's `POST /v1/responses`."""
 
     path = "/v1/responses"
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[Mapping[str, Harmless]] = {
         "tool_choice": ("auto", "none"),
-        "text": ({}, {"format": {"type": "text"}}),
+        "text": {"format": {"type": ("text",)}, "verbosity": None},
         "top_logprobs": (0,),
         "background": (False,),
         "conversation": (),
@@ -214,18 +221,19 @@ class Messages(Dialect):
     """Anthropic's `POST /v1/messages`."""
 
     path = "/v1/messages"
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    unsupported: ClassVar[Mapping[str, Harmless]] = {
+        "tool_choice": {"type": ("auto", "none"), "disable_parallel_tool_use": None},
         "mcp_servers": ([],),
         "container": (),
-        "output_config": ({},),
+        "output_config": {"effort": None},
+        "output_format": (),
     }
 
     @override
     def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
         messages: list[Message] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": _text(body["system"])})
+        if system := _system(body.get("system") or ""):
+            messages.append({"role": "system", "content": system})
         for each in body["messages"]:
             messages += _blocks(each["role"], each["content"])
         tools = [
@@ -274,6 +282,16 @@ class Messages(Dialect):
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 """All APIs of the endpoint."""
+
+
+def _is_harmless(value: Any, harmless: Harmless) -> bool:
+    if value is None or harmless is None:
+        return True
+    if isinstance(harmless, tuple):
+        return value in harmless
+    if not isinstance(value, dict):
+        return False
+    return all(_is_harmless(each, harmless.get(key, ())) for key, each in value.items())
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -604,6 +622,16 @@ def _text(content: Any) -> str:
         if part["type"] not in ("text", "input_text", "output_text"):
             raise ValueError(f"content parts of type {part['type']!r} are not supported")
     return "".join(part["text"] for part in content)
+
+
+def _system(content: Any) -> str:
+    """Text of a system message, without the header that Claude Code changes in each request.
+
+    It is for Anthropic's accounts. With it, no conversation would continue an earlier one.
+    """
+    if isinstance(content, str):
+        return re.sub(rf"\A{BILLING_HEADER}[^\n]*\n*", "", content)
+    return _text([part for part in content if not str(part.get("text", "")).startswith(BILLING_HEADER)])
 
 
 def _function_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

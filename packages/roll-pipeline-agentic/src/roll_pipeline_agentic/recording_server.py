@@ -14,27 +14,38 @@ import asyncio
 import hashlib
 import json
 import logging
+import resource
 import secrets
 import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
+
+from typing_extensions import override
 
 from roll_core.errors import UnsupportedError
 from roll_pipeline_agentic.recording import RequestError
 from roll_pipeline_agentic.recording_dialects import DIALECTS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from aiohttp import web
 
-    from roll_pipeline_agentic.recording import Call, ChatReply, Recorder
+    from roll_core.spec.environment import Message
+    from roll_pipeline_agentic.recording import Call, ChatReply, ChatRequest, Recorder
     from roll_pipeline_agentic.recording_dialects import Dialect, Event, ReplyStream
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 1 << 26
+MAX_BODY = 1 << 24
 """Maximum bytes of a request."""
+KEY_S, GRACE_S = 10.0, 1.0
+"""Seconds in which a new connection sends its first request, with a valid key. The second number lets a loop that was
+blocked read what has arrived meanwhile."""
+KEEPALIVE_S = 75.0
+"""Seconds after which a connection without a request is closed."""
+MAX_CONNECTIONS = 1 << 13
+"""Maximum number of connections, if the limit of open files allows them."""
 
 
 class RecordingServer:
@@ -44,7 +55,9 @@ class RecordingServer:
         """`port` 0: a free one. `url` is the address for agents if they reach the endpoint by another one."""
         self._host, self._port, self._url = host, port, url
         self._recorders: dict[str, Recorder] = {}
+        self._connections = _Connections(_max_connections())
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
     @property
@@ -77,16 +90,32 @@ class RecordingServer:
             app.router.add_post(dialect.path, self._handler(dialect))
         app.router.add_get("/v1/models", self._models)
         # A handler whose client disconnects is cancelled; its call continues.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_SILENT,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=1.0,
+        )
         await runner.setup()
-        await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+        http = cast("Callable[[], asyncio.Protocol]", runner.server)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Admission(http(), self._connections),
+            self._host,
+            self._port,
+            backlog=max(1, self._connections.limit // 4),  # accepted at once, before any can be closed
+        )
         host = f"[{self._host}]" if ":" in self._host else self._host
-        self._url = self._url or f"http://{host}:{runner.addresses[0][1]}/v1"
+        self._url = self._url or f"http://{host}:{self._server.sockets[0].getsockname()[1]}/v1"
         self._runner = runner
         log.info("agents reach the policy at %s", self._url)
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -107,6 +136,7 @@ class RecordingServer:
         if recorder is None:
             message = "the API key belongs to no running rollout"
             raise RequestError(message, status=401, kind="authentication_error", code="invalid_api_key")
+        self._connections.has_key(request.transport)
         return recorder
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -125,6 +155,11 @@ class RecordingServer:
 
             try:
                 return await self._answer(dialect, request)
+            except web.HTTPRequestEntityTooLarge:
+                error = RequestError(
+                    f"the body has more than {MAX_BODY} bytes", status=413, kind="request_too_large", code="too_large"
+                )
+                return web.json_response(dialect.error(error), status=error.status)
             except RequestError as error:
                 return web.json_response(dialect.error(error), status=error.status)
             except ConnectionError as error:  # the client disconnected
@@ -140,14 +175,10 @@ class RecordingServer:
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         recorder = self._recorder(request)
         raw = await request.read()
-        try:
-            body: Any = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is not JSON: {error}") from error
-        parsed = dialect.parse(body, recorder.conversations)
+        body, parsed, digest = await asyncio.to_thread(_read, dialect, raw, recorder.conversations)
         call = recorder.begin(
             parsed,
-            digest=hashlib.blake2b(dialect.path.encode() + raw, digest_size=16).hexdigest(),
+            digest=digest,
             key=request.headers.get("Idempotency-Key", ""),
             retried=request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
         )
@@ -210,6 +241,16 @@ class RecordingServer:
         return response
 
 
+def _read(dialect: Dialect, raw: bytes, conversations: Mapping[str, Sequence[Message]]) -> tuple[Any, ChatRequest, str]:
+    """A request's body, what it asks for, and its digest. Raises `RequestError`."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    digest = hashlib.blake2b(dialect.path.encode() + raw, digest_size=16).hexdigest()
+    return body, dialect.parse(body, conversations), digest
+
+
 def _policy_failed(error: BaseException) -> RequestError:
     return RequestError(f"the policy could not reply: {error}", status=500, kind="api_error")
 
@@ -220,3 +261,102 @@ def _encoded(events: Iterable[Event]) -> bytes:
         text = data if isinstance(data, str) else json.dumps(data)
         found += f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n"
     return found.encode()
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+_SILENT = logging.getLogger(f"{__name__}.http")
+"""aiohttp's logger. Its records about malformed requests quote their headers, and with them the API key. The handlers
+log failures of calls themselves."""
+_SILENT.disabled = True
+
+
+def _max_connections() -> int:
+    """Half of the process's open files: the other half is for the run."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
+
+
+class _Connections:
+    """The open connections. Any process of the machine can open one, but only a rollout's agent has a key."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._without_key: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
+        """Connections that sent no valid key so far, oldest first, with the timers that close them."""
+        self._with_key: set[asyncio.BaseTransport] = set()
+
+    def opened(self, transport: asyncio.Transport) -> bool:
+        """Count a connection, if there is space: the oldest one without a key is closed for it."""
+        if len(self._without_key) + len(self._with_key) >= self.limit:
+            oldest = next(iter(self._without_key), None)
+            if oldest is None:
+                log.warning("the endpoint has %d connections, its maximum: raise the limit of open files", self.limit)
+                return False
+            self._close(cast("asyncio.Transport", oldest))
+        loop = asyncio.get_running_loop()
+        self._without_key[transport] = loop.call_later(KEY_S, self._close_soon, transport)
+        return True
+
+    def has_key(self, transport: asyncio.BaseTransport | None) -> None:
+        """Keep a connection: it sent a valid key."""
+        if transport is not None and (timer := self._without_key.pop(transport, None)):
+            timer.cancel()
+            self._with_key.add(transport)
+
+    def closed(self, transport: asyncio.BaseTransport) -> None:
+        """Forget a connection."""
+        self._with_key.discard(transport)
+        if timer := self._without_key.pop(transport, None):
+            timer.cancel()
+
+    def _close_soon(self, transport: asyncio.Transport) -> None:
+        self._without_key[transport] = asyncio.get_running_loop().call_later(GRACE_S, self._close, transport)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        self.closed(transport)
+        transport.abort()
+
+
+class _Admission(asyncio.Protocol):
+    """Passes on a connection to the HTTP protocol, unless there are too many."""
+
+    def __init__(self, http: asyncio.Protocol, connections: _Connections) -> None:
+        self._http, self._connections = http, connections
+        self._transport: asyncio.Transport | None = None
+        """None if the connection was refused."""
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        opened = cast("asyncio.Transport", transport)
+        if self._connections.opened(opened):
+            self._transport = opened
+            self._http.connection_made(opened)
+        else:
+            opened.abort()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._http.data_received(data)
+
+    @override
+    def eof_received(self) -> bool | None:
+        return None if self._transport is None else self._http.eof_received()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is not None:
+            self._connections.closed(self._transport)
+            self._http.connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._http.pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._http.resume_writing()

@@ -82,7 +82,8 @@ class Turn:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of players other than the one who replied, for example of the loser. Added to their last turns."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of this turn. Each is averaged over the turns of an episode that have it, then over episodes."""
+    """Metrics of this turn. Each is averaged over the turns of an episode that have it, then over episodes. Of
+    `success`, the last turn that has it counts."""
 
 
 class Environment(ABC):
