@@ -152,7 +152,7 @@ def test_samples_need_a_reward_only_if_something_reads_it(loaded, keys, kept):
         )
         for at, reward in enumerate(given)
     ]
-    experience = pipeline._experience([Group(id="g", samples=tuple(samples))])
+    experience = pipeline.experience([Group(id="g", samples=tuple(samples))])
     assert [each.id for each in experience.samples] == kept
     assert pipeline._kept(experience).all()
 

@@ -124,7 +124,7 @@ class AgenticPipeline(RLVRPipeline):
             default_max_new_tokens=config.response_length
         )
         self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
-        self._set_up_objective(run)
+        self.set_up_objective(run)
         return config.max_steps
 
     def _host(self, run: Run, tag: str) -> EnvironmentHost:
@@ -186,8 +186,8 @@ class AgenticPipeline(RLVRPipeline):
         )
 
     @override
-    def _set_up_objective(self, run: Run) -> None:
-        super()._set_up_objective(run)
+    def set_up_objective(self, run: Run) -> None:
+        super().set_up_objective(run)
         if coef := self.config.echo_coef:
             given = self.policy_objective
             self.policy_objective = replace(
@@ -199,17 +199,17 @@ class AgenticPipeline(RLVRPipeline):
         return super()._chosen(run, with_echo(experience) if self.config.echo_coef else experience).with_loss()
 
     @override
-    def _rollout_plan(self) -> RolloutPlan:
-        return replace(super()._rollout_plan(), program=partial(EpisodeGroup, self.episodes))
+    def rollout_plan(self) -> RolloutPlan:
+        return replace(super().rollout_plan(), program=partial(EpisodeGroup, self.episodes))
 
     @override
-    def _batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+    def batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         samples = [sample for group in groups for sample in group.samples]
         metrics = episode_metrics(samples, self.with_success) | self._host_metrics()
         metrics |= {f"env/{tag}/{what}": float(number) for (tag, what), number in self.episodes.counts.items()}
         self.episodes.counts.clear()
         self._warn_of_forks(samples)
-        return super()._batch_metrics(groups) | metrics
+        return super().batch_metrics(groups) | metrics
 
     def _warn_of_forks(self, samples: Sequence[Sample]) -> None:
         """Log once per tag that turns do not continue earlier ones, with the first text that differs."""

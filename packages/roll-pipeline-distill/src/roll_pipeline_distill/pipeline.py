@@ -62,7 +62,7 @@ class DistillPipeline(RLVRPipeline):
             self.validation = None
             if config.validation is not None:
                 self.validation = Validation(run, config, config.validation, source="actor_train")
-            self._set_up_objective(run)
+            self.set_up_objective(run)
         if config.reads_rows:
             self._read_rows(run)
         self.teachers = Teachers(run, config, sizes)
@@ -86,8 +86,8 @@ class DistillPipeline(RLVRPipeline):
         self.row_order = RowOrder(len(self.rows), seed=config.seed)
 
     @override
-    def _set_up_objective(self, run: Run) -> None:
-        super()._set_up_objective(run)
+    def set_up_objective(self, run: Run) -> None:
+        super().set_up_objective(run)
         config = self.config
         term = DistillationTerm(
             kind=config.objective,
@@ -157,7 +157,7 @@ class DistillPipeline(RLVRPipeline):
         return rows, [self.sources[i] for i in chosen]
 
     @override
-    def _experience(self, groups: Sequence[Group]) -> Experience:
+    def experience(self, groups: Sequence[Group]) -> Experience:
         """Samples of a batch. They need a reward only if the credit or a mask reads it."""
         config = self.config
         return Experience.of(
@@ -176,12 +176,12 @@ class DistillPipeline(RLVRPipeline):
         return replace(experience, sequences=tuple(taught)), entropy_T
 
     @override
-    def _credit(self, run: Run, experience: Experience) -> Experience:
+    def assign_credit(self, run: Run, experience: Experience) -> Experience:
         """Advantages of task rewards, of the teacher, or of both; none if the divergence is a loss by itself."""
         config = self.config
         advantages_T = torch.zeros(len(experience.mask_T))
         if config.task_coef:
-            experience = super()._credit(run, experience)
+            experience = super().assign_credit(run, experience)
             task_T = experience.flat("advantages")
             advantages_T = advantages_T if task_T is None else config.task_coef * task_T
         if config.placement == "loss":

@@ -81,10 +81,10 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         self.validation = None
         if config.validation is not None:
             self.validation = Validation(run, config, config.validation, source="actor_train")
-        self._set_up_objective(run)
+        self.set_up_objective(run)
         return config.max_steps
 
-    def _set_up_objective(self, run: Run) -> None:
+    def set_up_objective(self, run: Run) -> None:
         """Set up the reward normaliser, advantage estimator, KL controller and policy objective."""
         config = self.config
         self.correction, self.recomputes_logprobs = config.correction, config.recomputes_logprobs
@@ -133,9 +133,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     @override
     async def setup(self, run: Run) -> None:
-        self.rollouts = run.rollouts(self.rollout_role, self._rollout_plan())
+        self.rollouts = run.rollouts(self.rollout_role, self.rollout_plan())
 
-    def _rollout_plan(self) -> RolloutPlan:
+    def rollout_plan(self) -> RolloutPlan:
         """How the batches of groups are made."""
         config = self.config
         return RolloutPlan(
@@ -169,9 +169,9 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             return
         config, samples = self.config, [sample for group in groups for sample in group.samples]
         run.log_samples(samples)
-        run.log(self._batch_metrics(groups))
+        run.log(self.batch_metrics(groups))
         run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
-        experience = self._experience(groups)
+        experience = self.experience(groups)
         if not experience.samples:
             reason = "no response has a reward"
             if config.min_group_size > 1:
@@ -184,7 +184,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
         with run.stage("logprobs"):
             experience, entropy_T = await self._score(run, experience)
         with run.stage("advantages"):
-            experience = self._credit(run, experience)
+            experience = self.assign_credit(run, experience)
             chosen = self._chosen(run, experience if entropy_T is None else self._on_top_entropy(experience, entropy_T))
         with run.stage("train"):
             await self._train(run, experience, chosen)
@@ -215,11 +215,11 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
 
-    def _batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+    def batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics of a batch's samples."""
         return sample_metrics(groups)
 
-    def _experience(self, groups: Sequence[Group]) -> Experience:
+    def experience(self, groups: Sequence[Group]) -> Experience:
         """Samples of a batch to train on."""
         config = self.config
         experience = Experience.of(groups, routed_experts=config.replays_experts, min_group_size=config.min_group_size)
@@ -267,7 +267,7 @@ class RLVRPipeline(Pipeline[RLVRConfig]):
             factor=given.penalty_factor,
         )
 
-    def _credit(self, run: Run, experience: Experience) -> Experience:
+    def assign_credit(self, run: Run, experience: Experience) -> Experience:
         """Compute advantages from scores.
 
         Samples and tokens that a mask excludes later still count in their group's statistics.
