@@ -31,7 +31,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerCall, WorkerGroup, WorkerStub
 from roll_core.spec.providers import ExecutorProvider
 from roll_testing.executor_worker import ProbeWorker
-from roll_testing.packaging import PackagingTests
+from roll_testing.packaging import PUBLIC, PackagingTests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -63,6 +63,7 @@ class ExecutorConformance(PackagingTests):
     """Time limit in seconds for the exit of a closed worker's process, and for the notice of an exit."""
 
     _kind = ExecutorProvider
+    _public = (*PUBLIC, "roll_core.plugins.requirements", "roll_core.runtime.cluster")
 
     @pytest.fixture
     def run(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:

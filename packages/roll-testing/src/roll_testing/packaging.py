@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -22,7 +25,7 @@ from roll_testing.kit import Kit, registry
 from roll_testing.part_checks import check_part
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from roll_core.spec.providers import Provider
 
@@ -41,8 +44,18 @@ print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 """
 
 
+PUBLIC = (
+    *("roll_core.errors", "roll_core.types", "roll_core.spec", "roll_core.algorithms", "roll_core.data"),
+    *("roll_core.pipelines", "roll_core.host", "roll_core.openmp", "roll_core.field_docs", "roll_modeling"),
+    "roll_core.runtime.workers.reward_pool",
+)
+"""Modules of ROLL that plugins may import, with their submodules."""
+
+
 class PackagingTests(Kit):
     """These tests run without the engine, except for `test_the_class_implements_the_contract`."""
+
+    _public: ClassVar[tuple[str, ...]] = PUBLIC
 
     def test_it_is_found_by_its_name(self) -> None:
         """The registry must find the part among the installed plugins by the name that configs use."""
@@ -71,6 +84,17 @@ class PackagingTests(Kit):
             raise AssertionError(
                 f"listing {self.name} imports {', '.join(heavy)}: move these imports to where they are used"
             )
+
+    def test_it_imports_public_names_only(self) -> None:
+        """The part's package may import only public modules of ROLL, and no name with a leading underscore.
+
+        docs/plugins.md lists the modules. Others change in any release.
+        """
+        package = self.provider.target.partition(":")[0].partition(".")[0]
+        if package == "roll_core":
+            pytest.skip(f"{self.name} is part of the core")
+        if private := sorted(_private_imports(package, self._public)):
+            raise AssertionError(f"{package} imports {', '.join(private)}; public are {', '.join(self._public)}")
 
     def test_its_record_can_be_pickled(self) -> None:
         """The record must equal itself after pickling, because records are pickled on their way to the workers."""
@@ -131,6 +155,26 @@ class PackagingTests(Kit):
             for module, packages in modules.items()
             if needed & {package.lower().replace("_", "-") for package in packages}
         } | {name.replace("-", "_") for name in needed}
+
+
+def _private_imports(package: str, public: tuple[str, ...]) -> Iterator[str]:
+    """Imports of ROLL's private modules and names in a package's source files, as `file:line name`."""
+    spec = importlib.util.find_spec(package)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if name.partition(".")[0] not in ("roll_core", "roll_modeling"):
+                    continue
+                known = any(f"{name}.".startswith(f"{module}.") for module in public)
+                if not known or any(part.startswith("_") for part in name.split(".")):
+                    yield f"{file.name}:{node.lineno} {name}"
 
 
 class PackagingConformance(PackagingTests):
