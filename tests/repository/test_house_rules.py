@@ -156,3 +156,41 @@ def test_workers_are_called_through_their_stub():
                 yield node.lineno, ast.unparse(node.func)
 
     assert violations(MODULES, rule) == []
+
+
+VALIDATORS = {"field_validator", "model_validator", "field_serializer", "model_serializer"}
+
+
+def decorators(function: ast.FunctionDef) -> set[str]:
+    calls = (each.func if isinstance(each, ast.Call) else each for each in function.decorator_list)
+    return {ast.unparse(each).rpartition(".")[2] for each in calls}
+
+
+def test_no_validator_replaces_one_of_a_base_by_chance():
+    """pydantic runs a validator of the same name instead of the base's; `@override` marks those that mean it."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for path in sorted(PACKAGES.glob("*/src/**/*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+
+    def validators(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+        functions = (each for each in node.body if isinstance(each, ast.FunctionDef))
+        return {each.name: each for each in functions if decorators(each) & VALIDATORS}
+
+    def bases(node: ast.ClassDef, seen: tuple[str, ...] = ()) -> Iterator[ast.ClassDef]:
+        for base in node.bases:
+            name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+            for found in classes.get(name, []) if name not in seen else []:
+                yield found
+                yield from bases(found, (*seen, name))
+
+    found = [
+        f"{node.name}.{name} of {base.name}"
+        for group in classes.values()
+        for node in group
+        for base in bases(node)
+        for name in validators(node).keys() & {each.name for each in base.body if isinstance(each, ast.FunctionDef)}
+        if "override" not in decorators(validators(node)[name])
+    ]
+    assert not found

@@ -36,6 +36,16 @@ reward_train:
 """
 
 
+@pytest.mark.parametrize("text", [DPO, REWARD_MODEL])
+@pytest.mark.parametrize(
+    ("value", "names"), [("tensorboard", ["tensorboard"]), ("null", []), ("[tensorboard]", ["tensorboard"])]
+)
+def test_trackers_are_named_as_in_other_pipelines(text, value, names, folder):
+    registry = Registry(hf_plugins("roll-pipeline-preference", "roll-trackers"))
+    (folder / "run.yaml").write_text(f"{text}track_with: {value}\n")
+    assert load(folder / "run.yaml", (), registry).config.track_with == names
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -266,6 +266,7 @@ class AgenticConfig(RLVRConfig):
     """Number of episodes in a row that may fail after their last attempt. One more ends the run."""
 
     @model_validator(mode="after")
+    @override
     def _data_and_rewards_are_given(self) -> AgenticConfig:
         for key, remedy in UNUSED.items():
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):

@@ -197,6 +197,7 @@ class DistillConfig(RLVRConfig):
         return value.model_copy(update={"model_args": value.model_args.model_copy(update=model)})
 
     @model_validator(mode="after")
+    @override
     def _data_and_rewards_are_given(self) -> DistillConfig:
         if not self.actor_train.data_args.file_name:
             raise ValueError("actor_train.data_args.file_name is missing: name the files with prompts or responses")

@@ -149,7 +149,7 @@ class PreferenceConfig(RewardRunConfig):
 
     @field_validator("loss_type", "loss_weights", mode="before")
     @classmethod
-    def _one_is_a_list(cls, value: Any) -> Any:
+    def _one_loss_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, (str, int, float)) else value
 
     @field_validator("loss_type", mode="before")
