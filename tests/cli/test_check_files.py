@@ -220,3 +220,17 @@ def test_a_run_makes_the_same_check_before_it_makes_anything(here, capsys):
     assert cli.main(["run", "sft.yaml"]) == 2
     assert "sft.yaml:6:3: ROLL-D001 sft_train.data_args.prompt" in capsys.readouterr().err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_an_override_of_several_configs_names_the_config(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("sft.yaml", "second.yaml"):
+        Path(name).write_text(SFT)
+    words = [command, "--no-files", "sft.yaml", "second.yaml", "actor_train.learning_rte=1"]
+    assert cli.main(words) == 2
+    output = capsys.readouterr().err
+    assert mentions(output, "(sft.yaml)", "actor_train")
+    assert command == "run" or mentions(output, "(second.yaml)")
+    assert cli.main([command, "--no-files", "sft.yaml", "actor_train.learning_rte=1"]) == 2
+    assert "(sft.yaml)" not in capsys.readouterr().err

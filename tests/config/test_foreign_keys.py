@@ -11,6 +11,7 @@ from roll_core.config.unknown_keys import foreign_keys
 from roll_core.errors import ConfigError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import Registry
+from roll_testing.errors import raises_error
 from roll_testing.kit import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
@@ -55,8 +56,8 @@ def hints(tmp_path, text):
 
 def test_every_key_in_the_place_of_a_foreign_one_exists():
     ours = {path for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
-    for foreign, (targets, _) in foreign_keys().items():
-        assert targets, foreign
+    for foreign, (targets, note) in foreign_keys().items():
+        assert targets or note, foreign
         for target in targets.split():
             steps = tuple(target.split("."))
             assert any(path[-len(steps) :] == steps for path in ours), (foreign, target)
@@ -80,11 +81,53 @@ def test_no_foreign_key_is_a_key_of_ours_in_its_place():
         ("train_batch_size", ["rollout_batch_size"]),
         ("n_samples_per_prompt", ["num_return_sequences_in_group"]),
         ("lr", ["actor_train.training_args.learning_rate"]),
+        ("temperature", ["actor_infer.generating_args.temperature"]),
+        ("top_p", ["actor_infer.generating_args.top_p"]),
+        ("top_k", ["actor_infer.generating_args.top_k"]),
+        ("deepspeed", ["actor_train.strategy_args.strategy_name"]),
+        ("fsdp", ["actor_train.strategy_args.strategy_name"]),
+        ("vespo_k_pos", ["pg_options", "pg_variant"]),
+        ("vespo_lambda_neg", ["pg_options", "pg_variant"]),
+        ("sapo_temperature_neg", ["pg_options", "pg_variant"]),
+        ("vllm_importance_sampling_correction", ["train_infer_correction.is_weight.enabled"]),
+        ("vllm_importance_sampling_cap", ["train_infer_correction.is_weight.upper_bound"]),
+        ("adam_epsilon", ["actor_train.training_args.adam_epsilon"]),
+        ("multi_objective_aggregation", ["adv_estimator"]),
+        ("steps_per_generation", ["rollout_batch_size"]),
+        ("load_best_model_at_end", ["save_best"]),
+        ("push_to_hub", []),
     ],
 )
 def test_a_foreign_key_gets_ours(tmp_path, foreign, ours):
     text = RLVR % ("weight_decay: 0.0", "top_k: 0", "top_k: 0", f"{foreign}: 1")
     assert hints(tmp_path, text) == {(14, 1, foreign): ours}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("adv_estimator=grpo",),
+        ("adv_estimator=reinforce", "norm_mean_type=group"),
+        ("adv_estimator=reinforce", "norm_mean_type=group", "norm_std_type=batch"),
+    ],
+)
+def test_what_the_hint_for_scale_rewards_says_is_valid(overrides, tmp_path):
+    file = tmp_path / "run.yaml"
+    key = "actor_train.training_args.gradient_accumulation_steps=128"
+    file.write_text(RLVR % ("per_device_train_batch_size: 8", "top_k: 0", "top_k: 0", "scale_rewards: none"))
+    with pytest.raises(ConfigError) as error:
+        load(file, (), REGISTRY)
+    (hint,) = [each.hint for each in error.value.problems if each.key == "scale_rewards"]
+    for override in overrides:
+        assert all(word in hint for word in override.split("="))
+    assert load(file, ("~scale_rewards", "num_return_sequences_in_group=8", "pretrain=m", key, *overrides), REGISTRY)
+
+
+def test_a_key_of_another_framework_may_be_a_command_here(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RLVR % ("weight_decay: 0.0", "top_k: 0", "top_k: 0", "push_to_hub: true"))
+    with raises_error("ROLL-C010", "`roll-core push`", key="push_to_hub"):
+        load(file, (), REGISTRY)
 
 
 def test_the_place_decides_where_the_meaning_depends_on_it(tmp_path):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.api.files import FileCheck
@@ -92,7 +93,10 @@ def prepare(
     os.environ.update(openmp.environment(os.environ))  # OpenMP reads these when torch is loaded
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
-    loaded = [load(each, overrides, registry, further, needs=True) for each in configs]
+    loaded = []
+    for config in configs:
+        with override_of(config, configs):
+            loaded.append(load(config, overrides, registry, further, needs=True))
     check_extra("train", what="a run")
     return registry, loaded
 
@@ -108,6 +112,24 @@ def overrides_located() -> Iterator[None]:
     except ConfigError as error:
         found = [replace(each, where=each.where.replace(COMMAND_LINE, "overrides")) for each in error.problems]
         raise ConfigError(found) from error.__cause__
+
+
+@contextmanager
+def override_of(config: ConfigSource, configs: Sequence[ConfigSource]) -> Iterator[None]:
+    """Name the config in problems of overrides that apply to several configs."""
+    try:
+        yield
+    except ConfigError as error:
+        found = [replace(each, where=place_of(each.where, config, configs)) for each in error.problems]
+        raise ConfigError(found) from error.__cause__
+
+
+def place_of(where: str, config: ConfigSource, configs: Sequence[ConfigSource]) -> str:
+    """A place in messages about one of several configs, which names the config if the place is an override."""
+    if where != COMMAND_LINE or len(configs) == 1:
+        return where
+    name = config if isinstance(config, (str, Path)) else f"config {configs.index(config) + 1}"
+    return f"{where} ({name})"
 
 
 def _texts(overrides: Overrides) -> list[str]:

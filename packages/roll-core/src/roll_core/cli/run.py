@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from roll_core.api import prepare
+from roll_core.api import override_of, place_of, prepare
 from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError, PluginError, RollError
@@ -61,7 +62,8 @@ def check_configs(
     mistakes = 0
     for config in configs:
         try:
-            loaded = load(config, overrides, registry, further, needs=files)
+            with override_of(config, configs):
+                loaded = load(config, overrides, registry, further, needs=files)
         except ConfigError as error:
             mistakes += len(error.problems)
             _write_mistakes(str(error))
@@ -69,7 +71,8 @@ def check_configs(
             mistakes += 1
             _write_mistakes(f"{config}: {error.described()}")
         else:
-            sys.stderr.writelines(f"{line}\n" for line in warnings_of(loaded))
+            placed = [replace(each, where=place_of(each.where, config, configs)) for each in loaded.warnings]
+            sys.stderr.writelines(f"{line}\n" for line in warnings_of(replace(loaded, warnings=tuple(placed))))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
         for reason in further.take_unchecked() if further is not None else ():
             sys.stdout.write(f"{config}: not checked: {reason}\n")

@@ -29,7 +29,7 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
     nested = (*parent, *name.split("."))
     if "." in name and nested in places:
         return f"{nested[-1]} belongs under {dotted(nested[:-1])}", nested[-1]
-    same = [each for each in places if each[-1] == name]
+    same = _for_training([each for each in places if each[-1] == name], path)
     if same:
         place = best_place(same, parent)[:-1]
         return f"{name} belongs {f'under {dotted(place)}' if place else 'at the top level'}", name
@@ -43,6 +43,13 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
     if 0 < len(siblings) <= MANY:
         return f"keys here are {', '.join(siblings)}", ""
     return "", ""
+
+
+def _for_training(places: list[KeyPath], path: KeyPath) -> list[KeyPath]:
+    """The places outside of `validation`, if there are any and `path` is not in it."""
+    if path[0] == "validation":
+        return places
+    return [place for place in places if place[0] != "validation" or len(place) == 1] or places
 
 
 def best_place(places: list[KeyPath], parent: KeyPath) -> KeyPath:
@@ -87,12 +94,12 @@ def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
     the key. `places` are the paths of all keys of the schema."""
     found = _ours(path, places)
     if found:
-        return f"here it is {found}"
+        return f"here it is {found}" if _entry(path)[0] else f"here {found}"
     shown = []
     for leaf in _leaves(value, path) if isinstance(value, dict) else ():
         ours = _ours(leaf, places) or (leaf[-1] if (leaf[-1],) in places else "")
         if ours:
-            shown.append(f"{'.'.join(leaf[len(path) :])} is {ours}")
+            shown.append(f"{'.'.join(leaf[len(path) :])}{' is' if _entry(leaf)[0] or leaf[-1] == ours else ':'} {ours}")
     more = ["…"] if len(shown) > MAX_SHOWN else []
     lines = [*shown[:MAX_SHOWN], *more]
     return "\n    ".join(["here:", *lines] if len(lines) > 1 else [f"here {line}" for line in lines])
@@ -106,6 +113,8 @@ def meant(path: KeyPath, value: Any) -> set[str]:
 
 def _ours(path: KeyPath, places: Sequence[KeyPath]) -> str:
     targets, note = _entry(path)
+    if not targets:
+        return note
     found = [_place(target, path, places) for target in targets.split()]
     return " and ".join(found) + (f" ({note})" if note else "") if all(found) else ""
 
@@ -120,10 +129,9 @@ def _place(target: str, path: KeyPath, places: Sequence[KeyPath]) -> str:
     """Path of our key `target` that is nearest to the foreign key's path."""
     steps = tuple(target.split("."))
     fits = [place for place in places if place[-len(steps) :] == steps]
-    if path[0] != "validation":  # keys of training take precedence
-        fits = [place for place in fits if place[0] != "validation" or place == steps] or fits
     if steps in fits:
         return dotted(steps)
+    fits = _for_training(fits, path)
     return dotted(best_place(fits, path[:-1])) if fits else ""
 
 
