@@ -114,6 +114,18 @@ def test_keys_and_values_have_room_for_the_longest_rows(planned):
     assert amounts(engine, "generate", "kv cache") == (10 * 64 + 48) * position
 
 
+def test_an_accelerator_holds_the_whole_kv_cache(planned):
+    """Two layers of 32 key widths in float32; growing rows copies one of four regions."""
+    config = "actor_infer.strategy_args.strategy_config"
+    keys = (f"{config}.max_num_seqs=10", f"{config}.max_num_batched_tokens=48")
+    position = 2 * 2 * 32 * 4
+    engine = role(planned(*ACC, *keys), "actor_infer")
+    positions = 10 * 512
+    assert amounts(engine, "generate", "kv cache") == positions * position * 5 // 4 + 48 * position
+    limited = role(planned(*ACC, *keys, f"{config}.kv_cache_gib={1000 * position / 2**30}"), "actor_infer")
+    assert amounts(limited, "generate", "kv cache") == 1000 * position * 5 // 4 + 48 * position
+
+
 def test_phases_are_in_order_and_roles_that_share_a_slot_take_turns(planned, num_parameters):
     plan = planned(*ACC)
     slots = {load.phase: dict(load.by_role) for load in plan.loads if "slot" in load.where}

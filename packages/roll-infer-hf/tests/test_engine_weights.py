@@ -213,7 +213,7 @@ def held_by(engine, except_of):
     """Storages of weights, of keys and values, but for the trainer's: alive as long as anything refers to them."""
     runner = engine._core.runner
     trained = {each.untyped_storage().data_ptr() for each in except_of.parameters()}
-    tensors = [*(each.data for each in engine._model.parameters()), runner._rows._kv, runner._prompts._kv]
+    tensors = [*(each.data for each in engine._model.parameters()), runner._rows._kv]
     return [
         StorageWeakRef(each.untyped_storage()) for each in tensors if each.untyped_storage().data_ptr() not in trained
     ]
@@ -232,7 +232,7 @@ def test_a_sleeping_engine_holds_neither_weights_nor_keys_and_values(with_engine
         return alive, [each.expired() for each in held], numbers
 
     alive, gone, numbers = with_engine(act)
-    assert len(alive) == (2 if shared else 2 + len(exported(trainer)))
+    assert len(alive) == (1 if shared else 1 + len(exported(trainer)))
     assert all(alive)
     assert all(gone)
     assert numbers == len(exported(trainer))  # one each, which stands for its shape

@@ -23,7 +23,7 @@ class HFInferConfig(StrategyConfig):
     chunks."""
     kv_cache_gib: PositiveFloat = 4.0
     """Memory for the KV cache of running sequences, in GiB. Sequences whose longest possible response would not fit
-    wait."""
+    wait. An accelerator allocates it with the first request."""
     min_shared_prefix: NonNegativeInt = 32
     """Minimum number of common leading tokens for which two prompts share the prefill. 0: only equal prompts share."""
     pack_weights: bool = True

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from roll_infer_hf.kv_cache import KVCache
+from roll_infer_hf.kv_cache import KVCache, aligned
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.layout import adjacent
 from roll_modeling.memory import padded_rows
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 """Supported `model_type`s: their decoder layers differ only in biases and query/key norms."""
-IDLE_PROMPT_BYTES = 64 * 2**20
-"""Maximum size of the prompt cache, in bytes, that stays allocated while it holds no prompt."""
 LOGPROB_ROWS = 1024
 """Number of prompt tokens whose logits are materialized at once for prompt logprobs."""
 _PACKS = HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -134,21 +132,9 @@ class Decoder(Runner):
         self.scale = float(attention.scaling)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
         self._math_dtype = math_dtype(self.device, self.dtype)
-        cache_dtype = self.cache_dtype()
-
-        def cache() -> KVCache:
-            return KVCache(
-                num_layers=len(self._model.model.layers),
-                num_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                dtype=cache_dtype,
-                device=self.device,
-            )
-
-        self._rows, self._prompts = cache(), cache()
+        self._rows = self._cache(max_rows, self.max_positions, cache_bytes)
         self._lengths_N = np.zeros(0, dtype=np.int64)
-        self._free_slots: list[int] = []
-        self._zero = torch.zeros(1, dtype=cache_dtype, device=self.device)
+        self._zero = torch.zeros(1, dtype=self.cache_dtype(), device=self.device)
         self._cos = self._sin = torch.empty(0)
         self.refresh()
 
@@ -164,32 +150,39 @@ class Decoder(Runner):
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """True if `num_rows` rows fit, each allocated for the longest row of `num_tokens` tokens."""
-        return num_rows <= self._max_rows and num_rows * num_tokens * self._rows.token_bytes <= self._cache_bytes
+        num_bytes = num_rows * aligned(num_tokens) * self._rows.token_bytes
+        return num_rows <= self._max_rows and num_bytes <= self._cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Allocate the full length at once: on a host, memory pages that are never written use no physical memory."""
+        """Reserve the full length of each row."""
         used = len(self._lengths_N)
         self._rows.reserve(num_rows, num_tokens, used, int(self._lengths_N.max(initial=0)))
         self._need_positions(num_tokens)
 
     def forget(self, prompt: CachedPrompt) -> None:
-        """Free the prompt's slot. The lowest free slot is reused first, so prompts of equal length become adjacent."""
-        if prompt.slot < 0:
-            return
-        self._free_slots.append(prompt.slot)
-        self._free_slots.sort(reverse=True)
-        prompt.slot = -1
-        if len(self._free_slots) == self._prompts.rows and self._prompts.num_bytes > IDLE_PROMPT_BYTES:
-            self._prompts.release()
-            self._free_slots = []
+        """Drop the reference to the prompt's cache, which is freed with its last prompt."""
+        prompt.cache, prompt.slot = None, -1
+
+    def _cache(self, max_rows: int, max_positions: int, max_bytes: int | None = None) -> KVCache:
+        """Cache for `max_rows` rows of `max_positions`, in at most `max_bytes`."""
+        sizes: dict[str, Any] = {
+            "num_layers": len(self._model.model.layers),
+            "num_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.cache_dtype(),
+        }
+        token_bytes = 2 * sizes["num_layers"] * self.num_kv_heads * self.head_dim * sizes["dtype"].itemsize
+        needed = max_rows * aligned(max_positions) * token_bytes
+        limit = needed if max_bytes is None else min(needed, max_bytes)
+        return KVCache(**sizes, device=self.device, max_rows=max_rows, max_bytes=limit)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PromptChunk]) -> Tensor:
         """Compute all chunks as one flat batch: GEMMs over all tokens, attention per chunk."""
+        self._allocate_prompts([chunk.prompt for chunk in chunks if chunk.prompt.cache is None])
         for chunk in chunks:
-            self._need_slot(chunk.prompt)
             self._need_positions(chunk.end)
         tokens_T = torch.from_numpy(np.concatenate([each.prompt.tokens[each.begin : each.end] for each in chunks]))
         positions_T = torch.from_numpy(np.concatenate([np.arange(each.begin, each.end) for each in chunks]))
@@ -210,34 +203,36 @@ class Decoder(Runner):
     def _attend_chunks(
         self, index: int, chunks: Sequence[PromptChunk], bounds: npt.NDArray[np.int64], qk: Tensor, value: Tensor
     ) -> Tensor:
-        keys, values = self._prompts.keys[index], self._prompts.values[index]
         query = qk[:, : self.num_heads]
         for i, chunk in enumerate(chunks):
-            slot, donor = chunk.prompt.slot, chunk.prompt.donor
+            donor = chunk.prompt.donor
+            keys, values = _keys_values(chunk.prompt, index)
             begin, end = int(bounds[i]), int(bounds[i + 1])
             if donor is not None and chunk.begin == chunk.prompt.donated:
-                keys[slot, :, : chunk.begin] = keys[donor.slot, :, : chunk.begin]
-                values[slot, :, : chunk.begin] = values[donor.slot, :, : chunk.begin]
-            keys[slot, :, chunk.begin : chunk.end] = qk[begin:end, self.num_heads :].transpose(0, 1)
-            values[slot, :, chunk.begin : chunk.end] = value[begin:end].transpose(0, 1)
+                for own, donated in zip((keys, values), _keys_values(donor, index), strict=True):
+                    own[:, : chunk.begin] = donated[:, : chunk.begin]
+            keys[:, chunk.begin : chunk.end] = qk[begin:end, self.num_heads :].transpose(0, 1)
+            values[:, chunk.begin : chunk.end] = value[begin:end].transpose(0, 1)
         attended = torch.empty(query.shape, dtype=query.dtype, device=self.device)
         i = 0
         while i < len(chunks):
-            # Pieces of equal bounds in adjacent slots need only one attention call.
+            # Pieces of equal bounds in adjacent rows of one cache need only one attention call.
             j = i + 1
             first = chunks[i]
+            cache: Any = first.prompt.cache
             while (
                 j < len(chunks)
                 and (chunks[j].begin, chunks[j].end) == (first.begin, first.end)
+                and chunks[j].prompt.cache is cache
                 and chunks[j].prompt.slot == first.prompt.slot + j - i
             ):
                 j += 1
             flat = slice(int(bounds[i]), int(bounds[j]))
             slots = slice(first.prompt.slot, first.prompt.slot + j - i)
             attended[flat] = self._attend_prompts(
-                query[flat].to(keys.dtype).view(j - i, -1, self.num_heads, self.head_dim),
-                keys[slots, :, : first.end],
-                values[slots, :, : first.end],
+                query[flat].to(cache.dtype).view(j - i, -1, self.num_heads, self.head_dim),
+                cache.keys[index][slots, :, : first.end],
+                cache.values[index][slots, :, : first.end],
             ).flatten(0, 1)
             i = j
         return attended
@@ -276,7 +271,8 @@ class Decoder(Runner):
         lengths_N = np.append(self._lengths_N, [len(prompt) for prompt in prompts]).astype(np.int64)
         self._rows.expose(len(lengths_N), int(lengths_N.max()))
         for row, prompt in enumerate(prompts, start=len(self._lengths_N)):
-            self._rows.take(self._prompts, prompt.slot, row, len(prompt))
+            assert prompt.cache is not None  # noqa: S101 - it is prefilled
+            self._rows.take(prompt.cache, prompt.slot, row, len(prompt))
         self._lengths_N = lengths_N
 
     @torch.inference_mode()
@@ -409,10 +405,8 @@ class Decoder(Runner):
         self._qk_epsilon = self._epsilon if norm is None else torch.full_like(self._epsilon, norm.variance_epsilon)
 
     def release(self) -> None:
-        """Free both KV caches and drop all views of parameters."""
+        """Free the KV cache and drop all views of parameters."""
         self._rows.release()
-        self._prompts.release()
-        self._free_slots = []
         del self._layers, self._embedding, self._final_norm, self._head
 
     def _layer(self, layer: Any) -> Layer:
@@ -452,14 +446,22 @@ class Decoder(Runner):
         sin = sin_1WD[0].to(self._math_dtype)
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1).unsqueeze(1)
 
-    def _need_slot(self, prompt: CachedPrompt) -> None:
-        if prompt.slot >= 0:
-            return
-        used = self._prompts.rows
-        if not self._free_slots:
-            self._free_slots = list(range(max(4, 2 * used) - 1, used - 1, -1))
-        self._prompts.reserve(max(used, self._free_slots[0] + 1), len(prompt), used, self._prompts.width)
-        prompt.slot = self._free_slots.pop()
+    def _allocate_prompts(self, prompts: Sequence[CachedPrompt]) -> None:
+        """Give prompts of equal length adjacent rows of one cache, so that a long prompt widens no other's row."""
+        by_length: dict[int, list[CachedPrompt]] = {}
+        for prompt in prompts:
+            by_length.setdefault(len(prompt), []).append(prompt)
+        for length, group in by_length.items():
+            cache = self._cache(len(group), length)
+            cache.reserve(len(group), length, 0, 0)
+            for slot, prompt in enumerate(group):
+                prompt.cache, prompt.slot = cache, slot
+
+
+def _keys_values(prompt: CachedPrompt, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a prefilled prompt in one layer, each `[K, W, D]`."""
+    cache: Any = prompt.cache
+    return cache.keys[layer][prompt.slot], cache.values[layer][prompt.slot]
 
 
 def _fused(*linears: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,11 +1,15 @@
 """KV cache with one contiguous region per row, so that a dense batch of rows is a view.
 
+One buffer is allocated once and holds every shape: growing moves the content within it, so that no second buffer is
+alive meanwhile. On a host, memory pages that are never written use no physical memory.
+
 Layout `[layer, key|value, row, head, position, D]`. Rows `[0, N)` and positions `[0, W)` of one layer are N × heads
 matrices `[W, D]` at a constant stride. A batched GEMM reads them without a copy.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,37 +23,59 @@ ALIGNMENT = 16
 """Multiple to which the positions of a row are rounded up."""
 
 
+def aligned(num_positions: int) -> int:
+    """Positions of a row that is allocated for `num_positions`."""
+    return -(-num_positions // ALIGNMENT) * ALIGNMENT
+
+
 class KVCache:
-    """Keys and values of up to `rows` sequences of up to `width` positions; `reserve` grows it, keeping its content."""
+    """Keys and values of up to `rows` sequences of up to `width` positions; `reserve` changes the shape, keeping the
+    content."""
 
     def __init__(
-        self, *, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_bytes: int,
     ) -> None:
+        """`max_bytes` is the size of the buffer, which `reserve` allocates."""
         self.num_layers, self.num_heads, self.head_dim = num_layers, num_heads, head_dim
         self.dtype, self.device = dtype, device
-        self.rows = self.width = 0
-        self._allocate(0, 0)
+        self._max_rows, self._max_bytes = max_rows, max_bytes
+        self.release()
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one position of one row."""
         return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all rows."""
-        return self.rows * self.width * self.token_bytes
-
     def reserve(self, rows: int, width: int, used_rows: int, used_width: int) -> None:
-        """Grow to at least `rows` × `width`; keeps the first `used_rows` rows and `used_width` positions."""
-        width = -(-width // ALIGNMENT) * ALIGNMENT
+        """Make room for `rows` × `width`; keeps the first `used_rows` rows and `used_width` positions.
+
+        Has as many rows of this width as the buffer holds. Raises `ValueError` if these are too few.
+        """
+        width = aligned(width)
         if rows <= self.rows and width <= self.width:
             return
-        old = self._kv
-        self._allocate(max(rows, self.rows if used_rows else 0), max(width, self.width if used_rows else 0))
+        fitting = min(self._max_rows, self._max_bytes // (width * self.token_bytes))
+        if rows > fitting:
+            raise ValueError(f"{rows} rows of {width} positions exceed the {self._max_bytes} bytes of the KV cache")
+        if not self._buffer.numel():
+            self._buffer = torch.empty(self._max_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        old = self._kv.flatten(0, 1)
+        self._view(fitting, width)
         self._finite_rows, self._finite_width = used_rows, used_width
         if used_rows:
-            self._kv[:, :, :used_rows, :, :used_width] = old[:, :, :used_rows, :, :used_width]
+            new = self._kv.flatten(0, 1)
+            # Regions that grow move away from the beginning: the last one first, so that none is overwritten.
+            order = range(len(new)) if new[0].numel() < old[0].numel() else reversed(range(len(new)))
+            for i in order:
+                new[i, :used_rows, :, :used_width] = old[i, :used_rows, :, :used_width].clone()
 
     def expose(self, rows: int, width: int) -> None:
         """Zero-fill unwritten memory up to `rows` and `width`: a dense batch reads past short rows, and needs finite
@@ -89,13 +115,14 @@ class KVCache:
 
     def release(self) -> None:
         """Free the memory."""
-        self._allocate(0, 0)
-
-    def _allocate(self, rows: int, width: int) -> None:
-        self.rows, self.width = rows, width
+        self._buffer: Tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         self._finite_rows = self._finite_width = 0
+        self._view(0, 0)
+
+    def _view(self, rows: int, width: int) -> None:
+        self.rows, self.width = rows, width
         shape = (self.num_layers, 2, rows, self.num_heads, width, self.head_dim)
-        self._kv: Tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._kv: Tensor = self._buffer[: math.prod(shape)].view(shape)
         self.keys: list[Tensor] = [layer[0] for layer in self._kv]
         """Keys by layer, each a view `[row, head, position, D]`; `values` has the same layout."""
         self.values: list[Tensor] = [layer[1] for layer in self._kv]

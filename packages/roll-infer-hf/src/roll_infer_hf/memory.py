@@ -46,6 +46,13 @@ def engine(question: MemoryInput) -> MemoryEstimate:
     room = int(config.kv_cache_gib * GIB)
     rows = max(1, min(config.max_num_seqs, question.outputs or config.max_num_seqs, room // max(1, width * position)))
     prompts = min(config.max_num_batched_tokens, question.prompt_tokens * rows)
+    rows_bytes, rows_formula = rows * width * position, f"{rows} rows × {width} positions"
+    if not question.on_host:
+        # An accelerator backs the whole buffer; the host only the pages that are written. Growing rows copies a layer.
+        widest = -(-(model.max_positions or width) // ALIGNMENT) * ALIGNMENT
+        rows_bytes = min(room, config.max_num_seqs * widest * position)
+        rows_bytes += rows_bytes // (2 * max(1, len(model.layers)))
+        rows_formula = f"{rows_bytes // position} positions within kv_cache_gib"
     layer = max((each.active_width for each in model.layers), default=0)
     live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
     return MemoryEstimate(
@@ -53,8 +60,8 @@ def engine(question: MemoryInput) -> MemoryEstimate:
             *stored,
             MemoryItem(
                 what="kv cache",
-                num_bytes=rows * width * position + prompts * position,
-                formula=f"({rows} rows × {width} positions + {prompts} of prompts) × {position} bytes",
+                num_bytes=rows_bytes + prompts * position,
+                formula=f"({rows_formula} + {prompts} of prompts) × {position} bytes",
                 offloads=True,
                 during=LATER,
             ),
@@ -71,7 +78,7 @@ def engine(question: MemoryInput) -> MemoryEstimate:
                 during=("generate",),
             ),
         ),
-        savings=_smaller_caches(config, rows * width * position),
+        savings=_smaller_caches(config, rows_bytes),
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.types import Floats, RoutedExperts, TokenIds
+    from roll_infer_hf.kv_cache import KVCache
 
 
 @dataclass(eq=False, slots=True)
@@ -40,8 +41,10 @@ class CachedPrompt:
     donated: int = 0
     done: int = 0
     """Number of tokens prefilled so far."""
+    cache: KVCache | None = None
+    """Keys and values of the prompts that were first prefilled together and have equal lengths. Set by the runner."""
     slot: int = -1
-    """Slot of its keys and values in the runner's prompt cache; -1 if it has none. Set by the runner."""
+    """Row of `cache`; -1 without a cache."""
     logprobs: Floats | None = None
     """`[P]` logprobs of the prompt tokens, 0 for the first; set by prefill if `logprobs_wanted`."""
     topk: TopTokens | None = None
