@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.requirements import alternatives
@@ -27,6 +28,20 @@ def versions(root: Path, *words: str) -> int:
 
 def test_the_repository_s_versions_agree():
     assert versions(REPOSITORY) == 0
+
+
+def test_every_package_asks_for_a_torch_that_has_what_they_use():
+    """`torch.accelerator` has memory functions from 2.9 on, cuBLAS is deterministic without a setting from 2.10 on."""
+    floors = {}
+    for name, project in PROJECTS.items():
+        optional = project.get("optional-dependencies", {}).values()
+        for text in [*project["dependencies"], *(each for group in optional for each in group)]:
+            requirement = Requirement(text)
+            if requirement.name in ("torch", "torch-npu"):
+                floors[name] = next(each.version for each in requirement.specifier if each.operator in (">=", "=="))
+    assert len(floors) >= 9
+    too_old = {name: floor for name, floor in floors.items() if Version(floor) < Version("2.11")}
+    assert not too_old
 
 
 def test_a_new_version_reaches_every_range_that_names_the_package(tmp_path):

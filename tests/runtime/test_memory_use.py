@@ -78,7 +78,7 @@ def test_a_peak_of_before_on_a_device_is_forgotten_if_a_device_was_used(monkeypa
         def reset_peak_memory_stats(self, index):
             peaks[index] = 0
 
-        def max_memory_allocated(self, device):
+        def max_memory_reserved(self, device):
             return peaks[int(device.partition(":")[2])]
 
     monkeypatch.setattr(torch, "accelerator", Devices())

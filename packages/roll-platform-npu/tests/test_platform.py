@@ -63,7 +63,7 @@ def test_a_host_without_the_driver_says_so(host: Host) -> None:
     ("torch", "torch_npu", "said"),
     [
         ("", "2.13.0", "torch"),
-        ("2.13.0", "", "pip install 'torch-npu==2.13.*'"),
+        ("2.13.0", "", "'torch-npu==2.13.*'"),
         ("2.13.0", "2.14.0", "torch-npu 2.14.0"),
     ],
 )

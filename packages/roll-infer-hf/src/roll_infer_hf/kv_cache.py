@@ -47,7 +47,9 @@ class KVCache:
         self.num_layers, self.num_heads, self.head_dim = num_layers, num_heads, head_dim
         self.dtype, self.device = dtype, device
         self._max_rows, self._max_bytes = max_rows, max_bytes
-        self.release()
+        self._buffer: Tensor = torch.empty(0, dtype=dtype, device=device)
+        self._finite_rows = self._finite_width = 0
+        self._view(0, 0)
 
     @property
     def token_bytes(self) -> int:
@@ -115,7 +117,7 @@ class KVCache:
 
     def release(self) -> None:
         """Free the memory."""
-        self._buffer: Tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._buffer = self._buffer.new_empty(0)
         self._finite_rows = self._finite_width = 0
         self._view(0, 0)
 

@@ -20,7 +20,7 @@ def roll_platforms() -> Iterator[PlatformProvider]:
         name="npu",
         target="roll_platform_npu.platform:NpuPlatform",
         summary="Ascend NPUs",
-        needs=("torch-npu>=2.6",),
+        needs=("torch-npu>=2.11",),
         priority=10,
     )
 

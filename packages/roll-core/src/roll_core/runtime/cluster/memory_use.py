@@ -35,7 +35,8 @@ class MemoryUse:
     peak_bytes: int
     """Peak of the anonymous and shared memory since then."""
     device_bytes: int | None = None
-    """Peak on the worker's accelerator, as measured by torch's allocator; None on the host."""
+    """Peak on the worker's accelerator that other processes could not use: what torch's allocator reserved, freed
+    memory that it keeps included. None on the host."""
 
 
 class MemoryWatch:
@@ -69,7 +70,7 @@ def forget_peak() -> None:
         return
     import torch
 
-    with contextlib.suppress(AttributeError, RuntimeError):  # a torch without these counters
+    with contextlib.suppress(AttributeError, RuntimeError):  # a third party's device module without these counters
         kind = torch.accelerator.current_accelerator()
         # torch counts devices once, and this run may make others visible: none are counted before the first use.
         if kind is not None and torch.get_device_module(kind).is_initialized():
@@ -94,8 +95,8 @@ def _on_device(device: str) -> int | None:
     import torch
 
     try:
-        return int(torch.accelerator.max_memory_allocated(device))
-    except (AttributeError, RuntimeError):  # a torch without this counter, or a device that was never initialized
+        return int(torch.accelerator.max_memory_reserved(device))
+    except RuntimeError:  # a device that was never initialized
         return None
 
 
