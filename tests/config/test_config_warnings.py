@@ -27,6 +27,8 @@ rewards:
   math: {reward: math_rule}
 """
 HALVES = "actor_train.training_args.per_device_train_batch_size=8"
+ARGS = "actor_train.training_args"
+SCRATCH = "actor_train.model_args.random_init={model_type: qwen3}"
 MEAN_FILTER = "rewards.math.query_filter_config.type=mean_filter"
 FUNCTION = "rewards.math={reward: function, function: 'mine:score'}"
 AHEAD = ["async_generation_ratio=1", "actor_infer.device_mapping=[1]", "actor_train.device_mapping=[0]"]
@@ -68,6 +70,12 @@ def folder(tmp_path, monkeypatch):
             ["actor_infer.generating_args.repetition_penalty=1.1"],
             "command line actor_infer.generating_args.repetition_penalty",
         ),
+        ("", [f"{ARGS}.learning_rate=1e-3"], ""),
+        ("", [f"{ARGS}.learning_rate=0.002"], f"command line {ARGS}.learning_rate"),
+        ("", [SCRATCH, f"{ARGS}.learning_rate=0.004"], ""),
+        ("", [SCRATCH, f"{ARGS}.learning_rate=0.02"], f"command line {ARGS}.learning_rate"),
+        ("", [f"{ARGS}.per_device_train_batch_size=2"], ""),
+        ("", [f"{ARGS}.per_device_train_batch_size=1"], f"run.yaml:7:3 {ARGS}.gradient_accumulation_steps"),
         ("pg_variant: gspo\n", [], ""),
         ("pg_variant: gspo\npg_clip: 0.1\n", [], "run.yaml:14:1 pg_clip"),
         ("pg_variant: gspo\nloss_agg_mode: token-mean\n", [], "run.yaml:14:1 loss_agg_mode"),
@@ -162,3 +170,67 @@ def test_entropy_keys_that_contradict_each_other_are_mistakes(overrides, key):
     with raises_error(ConfigError, key) as found:
         load("run.yaml", overrides, REGISTRY)
     assert [(each.where, each.code) for each in found.value.problems] == [("command line", "ROLL-C014")]
+
+
+MINIMAL = """\
+pipeline: rlvr
+pretrain: Qwen/Qwen3-0.6B
+actor_train:
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
+rewards:
+  math: {reward: math_rule}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number", "warns"),
+    [
+        ([], 1, False),
+        (["rollout_batch_size=3", "num_return_sequences_in_group=2"], 1, False),
+        (["ppo_epochs=2"], 2, False),
+        ([f"{ARGS}.gradient_accumulation_steps=32"], 4, False),
+        ([f"{ARGS}.per_device_train_batch_size=8"], 128, True),
+        (["actor_train.device_mapping=[0,1]", f"{ARGS}.per_device_train_batch_size=64"], 8, False),
+    ],
+)
+def test_check_prints_the_optimizer_steps_of_a_batch(folder, capsys, overrides, number, warns):
+    (folder / "run.yaml").write_text(MINIMAL)
+    assert cli.main(["check", "--no-files", "run.yaml", *overrides]) == 0
+    screen = capsys.readouterr()
+    assert f" {number} optimizer step" in screen.out
+    assert ("gradient_accumulation_steps" in screen.err) == warns
+
+
+def test_learning_rates_suit_the_pipeline(folder):
+    (folder / "run.yaml").write_text(MINIMAL)
+    critic = ["adv_estimator=gae", "critic={strategy_args: {strategy_name: hf_train}}"]
+    config = load("run.yaml", critic, REGISTRY).config
+    rates = {name: getattr(config, name).training_args.learning_rate for name in ("actor_train", "critic")}
+    assert rates == {"actor_train": 1e-6, "critic": 1e-5}
+    # A run's resolved config gives the same run.
+    assert load(config, [], REGISTRY).config == config
+    assert load("run.yaml", [f"{ARGS}.learning_rate=5e-5"], REGISTRY).config.actor_train.training_args == (
+        config.actor_train.training_args.model_copy(update={"learning_rate": 5e-5})
+    )
+
+
+@pytest.mark.parametrize("overrides", [["2"], ["1"], ["2", "max_steps=10"]])
+def test_epochs_that_nothing_reads_are_refused(folder, overrides):
+    (folder / "run.yaml").write_text(MINIMAL)
+    epochs, *others = overrides
+    with raises_error(ConfigError, "num_train_epochs", "max_steps"):
+        load("run.yaml", [f"{ARGS}.num_train_epochs={epochs}", *others], REGISTRY)
+
+
+@pytest.mark.parametrize("key", ["num_train_epochs", "num_epochs", "epochs"])
+def test_hints_for_epochs_name_what_the_pipeline_reads(folder, key):
+    (folder / "run.yaml").write_text(f"{MINIMAL}{key}: 2\n")
+    with raises_error(ConfigError, key, "max_steps") as raised:
+        load("run.yaml", [], REGISTRY)
+    assert "training_args" not in str(raised.value)
+    sft = "pipeline: sft\nsft_train: {data_args: {file_name: rows.jsonl}, strategy_args: {strategy_name: hf_train}}\n"
+    (folder / "sft.yaml").write_text(f"{sft}{key}: 2\n")
+    with raises_error(ConfigError, key, "sft_train.training_args"):
+        load("sft.yaml", [], REGISTRY)

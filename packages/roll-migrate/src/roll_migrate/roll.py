@@ -38,6 +38,7 @@ from roll_migrate.roll_keys import (
     SFT,
     STRATEGIES,
     TEACHER,
+    TRANSFORMERS_DEFAULTS,
 )
 from roll_migrate.roll_pipelines import ON_POLICY, recognise
 from roll_migrate.roll_values import is_pure
@@ -239,6 +240,8 @@ class _RollConversion(Conversion):
         """Settings that disable what roll-core does by default in rlvr and ROLL does not do."""
         added: list[tuple[KeyPath, object, str]] = []
         config = self.config
+        if "critic" in config:
+            added += [(("critic", *path[1:]), value, "ROLL's default") for path, value in TRANSFORMERS_DEFAULTS.items()]
         if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.quantized:
             note = "as in ROLL, off-policy tokens have no importance weights; remove it to weight them"
             added.append((("train_infer_correction", "is_weight", "enabled"), False, note))

@@ -507,20 +507,28 @@ def _sampling(*, evaluation: str) -> dict[tuple[str, ...], object]:
     }
 
 
+TRANSFORMERS_DEFAULTS: dict[tuple[str, ...], object] = {
+    ("actor_train", "training_args", "learning_rate"): 5e-5,
+    ("actor_train", "training_args", "per_device_train_batch_size"): 8,
+}
+"""Training arguments of transformers, whose defaults ROLL has."""
+
 DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
     "rlvr": {
+        **TRANSFORMERS_DEFAULTS,
         ("num_return_sequences_in_group",): 1,
         ("adv_estimator",): "gae",
         **_sampling(evaluation="validation"),
     },
-    "agentic": {("adv_estimator",): "gae", **_sampling(evaluation="val_env_manager")},
-    ON_POLICY: {("num_return_sequences_in_group",): 1, **_sampling(evaluation="validation")},
+    "agentic": {**TRANSFORMERS_DEFAULTS, ("adv_estimator",): "gae", **_sampling(evaluation="val_env_manager")},
+    ON_POLICY: {**TRANSFORMERS_DEFAULTS, ("num_return_sequences_in_group",): 1, **_sampling(evaluation="validation")},
     "sft": {
         ("shuffle",): False,
         ("sft_train", "data_args", "prompt"): "instruction",
         ("sft_train", "data_args", "response"): "output",
     },
     "distill": {
+        **TRANSFORMERS_DEFAULTS,
         ("distill_data",): "dataset",
         ("kd_support",): "teacher_topk",
         ("kd_tail",): "renormalise",
@@ -531,6 +539,7 @@ DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
         ("num_return_sequences_in_group",): 1,
     },
     "preference": {
+        **TRANSFORMERS_DEFAULTS,
         ("actor_train", "data_args", "prompt"): "instruction",
     },
     "reward_flow": {

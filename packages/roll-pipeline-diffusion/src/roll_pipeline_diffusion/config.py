@@ -269,6 +269,10 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
         """True if a step samples images, False if it trains on images of the data."""
         return bool(self.objective_inputs & FROM_SAMPLES)
 
+    @override
+    def optimizer_steps(self) -> dict[str, int]:
+        return {"actor_train": self.num_steps_per_batch}
+
     @property
     def num_steps_per_batch(self) -> int:
         """Optimizer steps per pipeline step."""

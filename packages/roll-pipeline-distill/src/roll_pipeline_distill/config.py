@@ -105,6 +105,8 @@ class DistillConfig(RLVRConfig):
     Keys of `rlvr` apply to the rollouts, and to the policy loss if the credit is an advantage.
     """
 
+    learning_rates: ClassVar[Mapping[str, float]] = {"actor_train": 1e-5, "critic": 1e-5}
+
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
     """Teachers by domain. A row's tag selects its teacher; a single teacher scores all rows."""
     served_teachers: dict[str, ServedTeacherConfig] = Field(default_factory=dict)

@@ -84,6 +84,7 @@ class PreferenceConfig(RewardRunConfig):
     """`pipeline: preference`, or `dpo`: direct alignment on pairs of responses, or on labelled responses."""
 
     policy_role: ClassVar[str] = "actor_train"
+    learning_rates: ClassVar[Mapping[str, float]] = {"actor_train": 1e-6}
 
     actor_train: TrainWorkerConfig
     """The policy. Batch sizes count pairs, or labelled responses."""

@@ -94,9 +94,13 @@ def warnings_of(loaded: LoadedConfig) -> list[str]:
 
 
 def summary(loaded: LoadedConfig) -> str:
-    """Summarise a config on one line: pipeline, and strategy and number of workers of each role."""
+    """Summarise a config on one line: pipeline, strategy and number of workers of each role, and optimizer steps."""
     roles = []
     for name, role in loaded.config.roles().items():
         strategy = role.strategy_args.strategy_name if role.strategy_args is not None else getattr(role, "reward", "-")
         roles.append(f"{name} {strategy} × {num_workers(role)}")
-    return f"{loaded.config.pipeline}: {', '.join(roles) or 'no roles'}"
+    steps = loaded.config.optimizer_steps()
+    first, *others = steps.items() if steps else [("", 0)]
+    per_batch = f"{first[1]} optimizer step{'' if first[1] == 1 else 's'} per batch"
+    per_batch += "".join(f", {name} {number}" for name, number in others if number != first[1])
+    return f"{loaded.config.pipeline}: {', '.join(roles) or 'no roles'}{f'; {per_batch}' if steps else ''}"

@@ -74,7 +74,7 @@ def load(
     parts = {key: registry.find(NAMED_PARTS[key], name) for key, name in names.items() if name is not None}
     warnings = tuple(
         ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
-        for key, reason in config.warnings(parts).items()
+        for key, reason in {**config.training_warnings(), **config.warnings(parts)}.items()
     )
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)
 

@@ -288,6 +288,9 @@ def _location(parts: Parts, problem: ConfigProblem) -> KeyLocation:
 def _problem(parts: Parts, found: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, KeyLocation]:
     positions = parts.composed.positions
     if found.kind == "extra_forbidden" and not found.hint:
+        names = {found.path[-1], *meant(found.path, None)} & set(schema.unread)
+        found = replace(found, hint=schema.unread[min(names)]) if names else found
+    if found.kind == "extra_forbidden" and not found.hint:
         container = schema_at(schema, found.path[:-1])
         found = parts.with_key_hint(found, sorted(container.model_fields) if container else [], paths(schema))
     if found.kind == "missing" or (found.path == ("pipeline",) and "pipeline" not in parts.composed.data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -134,6 +135,10 @@ class RLVRConfig(RewardRunConfig):
     policy_role: ClassVar[str] = "actor_train"
     group_size_key: ClassVar[str] = "num_return_sequences_in_group"
     row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"actor_train": ("prompt",), "validation": ("prompt",)}
+    learning_rates: ClassVar[Mapping[str, float]] = {"actor_train": 1e-6, "critic": 1e-5}
+    unread: ClassVar[Mapping[str, str]] = {
+        "num_train_epochs": "set max_steps, the number of batches: epochs × prompts / rollout_batch_size"
+    }
 
     actor_train: TrainWorkerConfig
     """The policy."""
@@ -355,9 +360,40 @@ class RLVRConfig(RewardRunConfig):
     """Upper bound of a group's mean reward, exclusive."""
 
     @model_validator(mode="after")
+    def _epochs_are_unread(self) -> RLVRConfig:
+        for name in ("actor_train", "critic"):
+            args = None if (role := getattr(self, name)) is None else role.training_args
+            # A resolved config has the default of every key, and max_steps.
+            if args is None or "num_train_epochs" not in args.model_fields_set:
+                continue
+            if args.num_train_epochs != 1 or "max_steps" not in self.model_fields_set:
+                raise ValueError(
+                    f"{name}.training_args.num_train_epochs is not read, and the run takes max_steps {self.max_steps}"
+                    f" batches of {self.rollout_batch_size}: remove it, and {self.unread['num_train_epochs']}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batches_divide(self) -> RLVRConfig:
+        for name in ("actor_train", "critic"):
+            self._take_one_step(name)
         self.check_batches()
         return self
+
+    def _take_one_step(self, name: str) -> None:
+        """One optimizer step per batch for a role without batch sizes."""
+        role = getattr(self, name)
+        if role is None or {"per_device_train_batch_size", "gradient_accumulation_steps"} & (
+            role.training_args.model_fields_set
+        ):
+            return
+        data_parallel = sequences_per_step(role)[0] // role.training_args.per_device_train_batch_size
+        samples, rest = divmod(self.num_groups * self.group_size, data_parallel)
+        if samples and not rest:
+            size = gcd(samples, role.training_args.per_device_train_batch_size)
+            self.set_training_defaults(
+                name, per_device_train_batch_size=size, gradient_accumulation_steps=samples // size
+            )
 
     def check_batches(self) -> None:
         """Raise `ValueError` if a batch is no multiple of the sequences of an optimizer step."""
@@ -700,6 +736,11 @@ class RLVRConfig(RewardRunConfig):
     def clip_range(self) -> tuple[float, float]:
         """PPO's clip range as (low, high)."""
         return (self.pg_clip_low, self.pg_clip_high) if self.use_pg_clip_range else (self.pg_clip, self.pg_clip)
+
+    @override
+    def optimizer_steps(self) -> dict[str, int]:
+        roles = {"actor_train": self.actor_train, "critic": self.critic}
+        return {name: self.steps_per_batch(role) for name, role in roles.items() if role is not None}
 
     def steps_per_batch(self, role: WorkerConfig) -> int:
         """Optimizer steps of `role` per pipeline step."""

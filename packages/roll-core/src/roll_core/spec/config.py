@@ -255,7 +255,8 @@ class TrainingArguments(Config):
     """`training_args`: optimizer, schedule and batch sizes."""
 
     learning_rate: NonNegativeFloat = 5e-5
-    """Peak learning rate."""
+    """Peak learning rate. Other defaults: 1e-6 for the policies of rlvr and agentic, 1e-5 for their critics, 1e-5 in
+    distill, 1e-6 in preference."""
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
     ] = "linear"
@@ -273,14 +274,16 @@ class TrainingArguments(Config):
     per_device_train_batch_size: PositiveInt = 8
     """Sequences per microbatch on one data-parallel rank."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Microbatches per optimizer step."""
+    """Microbatches per optimizer step. If rlvr, agentic or distill have neither this key nor
+    `per_device_train_batch_size`, a batch is one optimizer step of microbatches of at most 8."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from 0. As in transformers' schedules, the first one has
     learning rate 0. Takes precedence over `warmup_ratio`."""
     warmup_ratio: Fraction = 0.0
     """Warm-up as a fraction of all optimizer steps."""
     num_train_epochs: PositiveFloat = 1.0
-    """Passes over the data. Used only if `max_steps` is not set, and only by pipelines that iterate over data."""
+    """Passes over the data. Used only if `max_steps` is not set. rlvr, agentic and distill have no passes over the data
+    and refuse it: their `max_steps` counts batches."""
 
 
 class DataArguments(Config):
@@ -917,6 +920,12 @@ class BestCheckpointConfig(Config):
         return {"metric": value[1:], "mode": "min"} if value.startswith("-") else {"metric": value}
 
 
+MAX_LEARNING_RATE = 1e-3
+"""Learning rate of AdamW above which `roll-core check` warns; ten times as much for models of random weights."""
+MAX_OPTIMIZER_STEPS = 8
+"""Optimizer steps per batch above which `roll-core check` warns."""
+
+
 class RunConfig(Config):
     """Keys of every run. A pipeline's schema adds its roles and its algorithm."""
 
@@ -930,6 +939,10 @@ class RunConfig(Config):
     """Keys of `data_args` that name a required column, by the key above `data_args`: `{"sft_train": ("prompt",
     "response")}`. Rows without a response are prompts, whose responses `rewards` scores. `roll-core check` does not
     check the columns of other rows."""
+    learning_rates: ClassVar[Mapping[str, float]] = {}
+    """Default learning rate of trained roles by name. Others have that of `training_args`."""
+    unread: ClassVar[Mapping[str, str]] = {}
+    """Keys of roles that the pipeline cannot use, with what to do instead, for hints."""
 
     pipeline: str
     """Pipeline to run: see `roll-core plugins`."""
@@ -1055,6 +1068,23 @@ class RunConfig(Config):
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
+    def _set_learning_rates(self) -> Self:
+        for role, rate in self.learning_rates.items():
+            self.set_training_defaults(role, learning_rate=rate)
+        return self
+
+    def set_training_defaults(self, role: str, **defaults: Any) -> None:
+        """Set what the `training_args` of a role leave out. Only for validators: later, the config does not change."""
+        worker = getattr(self, role, None)
+        if isinstance(worker, WorkerConfig):
+            missing = {
+                key: value for key, value in defaults.items() if key not in worker.training_args.model_fields_set
+            }
+            args = worker.training_args.model_copy(update=missing)
+            # Models are frozen for everybody else.
+            object.__setattr__(self, role, worker.model_copy(update={"training_args": args}) if missing else worker)
+
+    @model_validator(mode="after")
     def _profiled_roles_run_torch(self) -> Self:
         able = [name for name, role in self.roles().items() if role.kind in ("train", "score")]
         for name in self.profile.roles if self.profile is not None else ():
@@ -1086,6 +1116,34 @@ class RunConfig(Config):
         """Capabilities that the strategies of roles must declare, by role: flags of `TrainCapabilities` or
         `InferCapabilities`. `roll-core check` and `run` refuse other strategies. Called on a valid config."""
         return {}
+
+    def optimizer_steps(self) -> Mapping[str, int]:
+        """Optimizer steps per batch of each trained role, for `roll-core check`. Called on a valid config."""
+        return {name: 1 for name, role in self.roles().items() if role.kind == "train"}
+
+    def training_warnings(self) -> Mapping[str, str]:
+        """Like `warnings`, about the training arguments of all roles."""
+        found: dict[str, str] = {}
+        from_scratch = any(role.model_args.random_init for role in self.roles().values())
+        bound = MAX_LEARNING_RATE * (10 if from_scratch else 1)
+        for name, role in self.roles().items():
+            if role.kind != "train":
+                continue
+            args, key = role.training_args, f"{name}.training_args"
+            if args.learning_rate > bound:
+                found[f"{key}.learning_rate"] = (
+                    f"found {args.learning_rate:g}, expected at most {bound:g} for AdamW: pretrained models need 1e-6"
+                    " to 1e-4"
+                )
+            if self.max_steps is not None and args.num_train_epochs != 1 and not self.unread:
+                found[f"{key}.num_train_epochs"] = f"is not read: max_steps is {self.max_steps}. Remove one of them"
+            num_steps = self.optimizer_steps().get(name, 1)
+            if num_steps > MAX_OPTIMIZER_STEPS:
+                found[f"{key}.gradient_accumulation_steps"] = (
+                    f"{num_steps} optimizer steps per batch, expected at most {MAX_OPTIMIZER_STEPS}: all but the first"
+                    " train on samples of older weights. Raise it, or per_device_train_batch_size"
+                )
+        return found
 
     def warnings(self, parts: Mapping[str, Provider]) -> Mapping[str, str]:
         """Dotted keys whose values are valid but probably unintended, each with the reason and a remedy.
