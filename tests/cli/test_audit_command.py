@@ -58,6 +58,60 @@ def found(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dic
     return {each["check"]: each["level"] for each in printed["findings"]}
 
 
+DPO = """\
+pipeline: dpo
+tokenizer: {kind: byte}
+actor_train:
+  model_args: {random_init: {model_type: llama}}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+reference: {strategy_args: {strategy_name: hf_infer}}
+"""
+AGENTIC = """\
+pipeline: agentic
+tokenizer: {kind: byte}
+max_actions_per_traj: 2
+custom_envs: {guess: {environment: guess_number, data_args: {file_name: rows.jsonl}}}
+train_env_manager: {group_size: 2}
+rollout_batch_size: 4
+actor_train:
+  model_args: {random_init: {model_type: llama}}
+  data_args: {template: plain}
+  training_args: {per_device_train_batch_size: 4}
+  strategy_args: {strategy_name: hf_train}
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "text", "wrong"),
+    [
+        ("roll-pipeline-preference", DPO, {"prompt": "a", "chosen": "b"}),
+        ("roll-pipeline-agentic,roll-environments", AGENTIC, None),
+    ],
+)
+def test_rows_of_every_pipeline_are_read(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    text: str,
+    wrong: Any,
+) -> None:
+    monkeypatch.setenv("ROLL_PLUGINS", f"{HF_PACKAGES},{package}")
+    (folder / "run.yaml").write_text(text)
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    write(folder, [good] * 150)
+    assert found(capsys, "run.yaml")["rows"] == "ok"
+    if wrong is not None:
+        write(folder, [*[good] * 150, wrong])
+        assert found(capsys, "run.yaml", code=1)["rows"] == "error"
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write("{")
+    assert cli.main(["audit", "run.yaml"]) == 2
+    assert mentions(capsys.readouterr().err, "rows.jsonl")
+
+
 @pytest.mark.parametrize("source", ["run.yaml", "rows.jsonl"])
 def test_good_rows_are_0(folder: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
     levels = found(capsys, source)

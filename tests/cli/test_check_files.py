@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from roll_core.api.files import FileCheck
 from roll_core.cli import main as cli
 from roll_core.config import load
+from roll_core.data.templates import NAMED
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
+from roll_core.spec.config import DataArguments
 from roll_testing.errors import mentions
 
 GRPO = """\
@@ -234,3 +238,60 @@ def test_an_override_of_several_configs_names_the_config(command, tmp_path, monk
     assert command == "run" or mentions(output, "(second.yaml)")
     assert cli.main([command, "--no-files", "sft.yaml", "actor_train.learning_rte=1"]) == 2
     assert "(sft.yaml)" not in capsys.readouterr().err
+
+
+def test_each_file_needs_the_columns_of_its_rewards(here):
+    write("rows.jsonl", {"prompt": "a"})
+    assert mistakes(GRPO) == [(10, 3, "rewards.math.ground_truth")]
+    write("rows.jsonl", {"prompt": "a", "ground_truth": "1"})
+    write("val.jsonl", {"prompt": "a"})
+    assert mistakes(GRPO) == [(10, 3, "rewards.math.ground_truth")]
+    Path("mine.py").write_text("def score(prompt, response, ground_truth): return 1.0")
+    assert mistakes(function("mine:score")) == [(10, 38, "rewards.math.function")]
+    write("val.jsonl", {"prompt": "a", "ground_truth": "1"})
+    assert mistakes(function("mine:score")) == []
+
+
+CHAT = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+
+
+def test_a_misspelt_template_is_a_mistake(here):
+    text = SFT.replace("file_name: sft.jsonl", "file_name: sft.jsonl, template: chatlm")
+    assert [key for *_, key in mistakes(text)] == ["sft_train.data_args.template"]
+
+
+@pytest.mark.parametrize("column", ["chat", "prompt"])
+def test_chats_need_a_template_of_the_tokenizer_or_a_name(here, column):
+    write("rows.jsonl", {column: CHAT[:1], "ground_truth": "2"})
+    chats = GRPO.replace("file_name: rows.jsonl", f"file_name: rows.jsonl, messages: {column}")
+    at = ["actor_train.data_args.template"]
+    assert mistakes(chats) == []
+    assert [key for *_, key in mistakes(chats + "tokenizer: {kind: byte}\n")] == at
+    Path("model/tokenizer_config.json").write_text("{}")
+    assert [key for *_, key in mistakes(chats)] == at
+    assert mistakes(chats.replace(f"messages: {column}", f"messages: {column}, template: chatml")) == []
+    Path("model/chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert mistakes(chats) == []
+
+
+@pytest.mark.parametrize("source", ["byte", "char", "model"])
+def test_lengths_that_drop_every_row_are_mistakes(here, source):
+    if source == "model":
+        tokenizer = Tokenizer(models.WordLevel({"2": 0, "+": 1, "=": 2, "a": 3, "[U]": 4}, unk_token="[U]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.save("model/tokenizer.json")
+        text = SFT.replace("random_init: {model_type: qwen3}", "model_name_or_path: model")
+    else:
+        text = SFT + f"tokenizer: {{kind: {source}}}\n"
+    write("sft.jsonl", *[{"prompt": "2+2=", "response": "a" * 9}] * 150)
+    assert mistakes(text) == []
+    assert [key for *_, key in mistakes(text + "prompt_length: 3\n")] == ["prompt_length"]
+    assert [key for *_, key in mistakes(text + "response_length: 8\n")] == ["response_length"]
+    assert mistakes(text + "response_length: 8\noverlong: truncate\n") == []
+    write("sft.jsonl", *[{"prompt": "2+2=", "response": "a" * 9}] * 150, {"prompt": "2", "response": "a"})
+    assert mistakes(text + "prompt_length: 3\n") == []
+    assert [k for *_, k in mistakes(text.replace("sft.jsonl", "sft.jsonl, max_samples: 150") + "prompt_length: 3\n")]
+
+
+def test_named_templates_are_those_of_the_schema():
+    assert ["native", *NAMED] == list(get_args(DataArguments.model_fields["template"].annotation))

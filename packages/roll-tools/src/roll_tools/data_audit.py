@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from roll_core.config.schema import sections
 from roll_core.data.encode import Encoder
 from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError, install_command
-from roll_core.spec.config import RewardRunConfig
+from roll_core.spec.config import DataArguments, RewardRunConfig
 from roll_tools.saved_record import AUDIT
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.rows import Row, Rows
-    from roll_core.spec.config import DataArguments, RewardConfig, RunConfig
+    from roll_core.spec.config import RewardConfig, RunConfig
     from roll_core.spec.environment import Message
     from roll_core.spec.pipeline import Run
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
@@ -443,8 +444,10 @@ def audit_run(
             check="pipeline",
             subject="pipeline",
             level="note",
-            found=f"the rows of {config.pipeline} are not audited, only those of {', '.join(PIPELINES)}",
+            found=f"the rows of {config.pipeline} are {'read' if seconds is None else 'not read'}, and not encoded:"
+            f" lengths and stop tokens are audited for {', '.join(PIPELINES)}",
         )
+        yield from _read_sources(config, rows, set()) if seconds is None else ()
         return
     multi_turn = bool(getattr(config, "multi_turn", False))
     role = config.policy_role or next(iter(config.roles()))
@@ -480,6 +483,30 @@ def audit_run(
         )
         if isinstance(config, RewardRunConfig):
             yield from audit_reward_columns(rows(source), config.rewards, subject=key, seconds=left())
+    yield from _read_sources(config, rows, {key for key, _ in sources(config)}) if seconds is None else ()
+
+
+def _read_sources(config: RunConfig, rows: ReadRows, audited: set[str]) -> Iterator[AuditFinding]:
+    """Read all data of a run whose rows are not encoded here, and check them as `roll-core check` does its first rows.
+
+    Raises `DataError` for a file that cannot be read.
+    """
+    values = config.model_dump()
+    for path, _, given in sections(type(config), values, DataArguments):
+        data, key = DataArguments.model_validate(given), ".".join(path)
+        if not data.file_name or key in audited:
+            continue
+        found = rows(data)
+        needed = type(config).row_keys.get(path[0], ()) if len(path) == 2 else ()
+        try:
+            for row in found if needed else ():
+                messages_of(row, data, found, response="response" in needed)
+            if len(path) == 2:
+                type(config).check_rows(path[0], found, data, values)
+        except DataError as error:
+            yield AuditFinding(check="rows", subject=key, level="error", found=str(error))
+        else:
+            yield AuditFinding(check="rows", subject=key, level="ok", found=f"{len(found)} rows, read but not encoded")
 
 
 def write_audit(run: Run) -> None:

@@ -8,6 +8,7 @@ check, run ─► load(config, extra_check=FileCheck) ─► model directories  
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,15 @@ from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
-from roll_core.data.rows import Rows, file_names, first_rows, messages_of, need_column
+from roll_core.data.rows import Rows, are_chats, file_names, first_rows, messages_of, need_column
+from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, RewardConfig, RewardRunConfig, WorkerConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from roll_core.config.source import KeyPath
     from roll_core.data.rows import Row
@@ -43,6 +45,7 @@ class FileCheck:
 
     def __init__(self) -> None:
         self._unchecked: list[str] = []
+        self._tokenizers: dict[str, Any] = {}
         self._written: list[Path] = []
         """Experiment directories of the earlier configs."""
 
@@ -130,8 +133,81 @@ class FileCheck:
                     messages_of(row, data, rows, response="response" in needed)
                 if len(path) == 2:
                     schema.check_rows(path[0], rows, data, values)
+                if len(path) == 2 and data.template == "native" and _have_roles(rows, data):
+                    yield from self._without_template(path, schema, values, rows)
+                if needed and not missing:
+                    yield from self._too_long(name, data, schema, values, response="response" in needed)
             except DataError as error:
                 yield Finding(at, str(error), code=getattr(error, "code", "ROLL-C040"))
+
+    def _without_template(
+        self, path: KeyPath, schema: type[RunConfig], values: Mapping[Any, Any], rows: Rows
+    ) -> Iterator[Finding]:
+        """Yield the mistake of chats whose tokenizer has no chat template."""
+        if any(arguments.template != "native" for _, arguments in _data_arguments(schema, values)):
+            return  # the run's tokenizer gets this template
+        source = self._tokenizer_source(schema, values)
+        if values.get("tokenizer") is not None:
+            lacks = "the run makes a tokenizer without a chat template"
+        elif source is not None and os.path.isdir(source) and chat_problem(Path(source)) == "no chat template":
+            lacks = f"the tokenizer of {source} has no chat template"
+        else:
+            return
+        message = f"is native, but {rows[0].where} is a chat, and {lacks}"
+        names = ", ".join(name for name in NAMED if name != "plain")
+        hint = f"name the template that the model was trained with ({names}), or plain, which joins the contents"
+        yield Finding((*path, "template"), message, hint, code="ROLL-C040")
+
+    def _tokenizer_source(self, schema: type[RunConfig], values: Mapping[Any, Any]) -> str | None:
+        """Directory or hub id of the model that has the run's tokenizer, if an earlier run does not write it."""
+        source = values.get("pretrain")
+        for _, worker, role in sections(schema, dict(values), WorkerConfig):
+            model = role.get("model_args")
+            own = model.get("model_name_or_path") if isinstance(model, dict) else None
+            if worker.kind != "reward" and own is not None:
+                source = own
+                break
+        return os.path.expanduser(source) if isinstance(source, str) and not self._is_written(source) else None
+
+    def _too_long(
+        self, name: str, data: DataArguments, schema: type[RunConfig], values: Mapping[Any, Any], *, response: bool
+    ) -> Iterator[Finding]:
+        """Yield the mistake of a length under which every row of a file is dropped."""
+        keys = ("prompt_length", "response_length") if response else ("prompt_length",)
+        limits = {key: values.get(key, schema.model_fields[key].default) for key in keys}
+        count = self._token_counter(schema, values)
+        if count is None or values.get("overlong", "drop") != "drop" or not _are_integers(limits.values()):
+            return
+        rows = Rows([], data)
+        for size in (FIRST_ROWS, sys.maxsize):  # the other rows are read only if all of the first ones are too long
+            rows = first_rows(name, data, min(size, data.max_samples or size)) or rows
+            if any(_overlong(row, data, rows, limits, count, response=response) is None for row in rows):
+                return
+            if len(rows) < size:
+                break
+        if rows and (found := _overlong(rows[0], data, rows, limits, count, response=response)):
+            key, length = found
+            message = f"is {limits[key]}, but {rows[0].where} has at least {length} tokens, and no row of the file fits"
+            yield Finding((key,), message, "increase it: longer rows are dropped", code="ROLL-C040")
+
+    def _token_counter(self, schema: type[RunConfig], values: Mapping[Any, Any]) -> Callable[[str], int] | None:
+        """Counts the tokens of a text; None if that requires the run's data, or a file that is missing."""
+        made = values.get("tokenizer")
+        if made is not None:
+            kind = made.get("kind") if isinstance(made, dict) else None
+            return {"char": len, "byte": lambda text: len(text.encode())}.get(str(kind))
+        file = os.path.join(self._tokenizer_source(schema, values) or "", "tokenizer.json")
+        if not os.path.isfile(file):
+            return None
+
+        def count(text: str) -> int:
+            if file not in self._tokenizers:
+                from tokenizers import Tokenizer
+
+                self._tokenizers[file] = Tokenizer.from_file(file)
+            return len(self._tokenizers[file].encode(text, add_special_tokens=False).ids)
+
+        return count
 
     def _rewards(
         self, schema: type[RunConfig], data: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
@@ -151,16 +227,18 @@ class FileCheck:
             checks = []
             for path, reward in rewards.items():
                 tags = {path[-1], *reward.tag_included}
-                all_rows = (row for files in scored.values() for each in files for row in each)
-                mine = [row for row in all_rows if len(rewards) == 1 or row.tag in tags]
-                columns = {column for row in mine for column in row.values}
-                for key, column in reward.columns().items() if columns else ():
-                    if not any(column in row.values for row in mine):
-                        message = f"the rows have no column {column!r}: they have {', '.join(sorted(columns))}"
-                        found.append(Finding((*path, key), message, code="ROLL-C041"))
-                found += _unusable(path, reward, mine)
+                by_file = [
+                    [row for row in each if len(rewards) == 1 or row.tag in tags]
+                    for files in scored.values()
+                    for each in files
+                ]
+                by_file = [mine for mine in by_file if mine]
+                columns = [{column for row in mine for column in row.values} for mine in by_file]
+                found += _missing_of_reward(path, reward, by_file, columns)
+                found += _unusable(path, reward, [row for mine in by_file for row in mine])
                 if _runs_here(reward, data):
-                    checks.append(pool.submit(self._code, path, reward, columns or None))
+                    common = set.intersection(*columns) if columns else None
+                    checks.append(pool.submit(self._code, path, reward, common))
             return found + [each for check in checks for each in check.result()]
 
     def _code(self, path: KeyPath, reward: RewardConfig, columns: set[str] | None) -> list[Finding]:
@@ -214,6 +292,36 @@ def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tup
             yield Finding((*path, key), str(error), code=error.code)
 
 
+def _have_roles(rows: Rows, data: DataArguments) -> bool:
+    """True if rows are chats by their keys, or because columns have lists of messages."""
+    columns = (data.prompt, data.response, data.chosen, data.rejected)
+    return are_chats(data) or any(isinstance(rows[0].values.get(column), list) for column in columns)
+
+
+def _are_integers(values: Iterable[object]) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _overlong(
+    row: Row,
+    data: DataArguments,
+    rows: Rows,
+    limits: Mapping[str, int],
+    count: Callable[[str], int],
+    *,
+    response: bool,
+) -> tuple[str, int] | None:
+    """Key of the length that the texts of a row exceed, and their tokens without those of a chat template."""
+    messages = messages_of(row, data, rows, response=response)
+    begin = trained_replies(messages)[0] if response and trained_replies(messages) else len(messages)
+    for key, part in (("prompt_length", messages[:begin]), ("response_length", messages[begin:])):
+        text = "".join(message["content"] for message in part)
+        # Texts of few bytes have few tokens, and need no tokenizer.
+        if key in limits and len(text.encode()) > limits[key] and (length := count(text)) > limits[key]:
+            return key, length
+    return None
+
+
 def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, list[Rows]]) -> Iterator[Finding]:
     """Yield the first row of each `data_args` whose tag no reward scores."""
     known = {tag for path, reward in rewards.items() for tag in (path[-1], *reward.tag_included)}
@@ -222,6 +330,19 @@ def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, 
         if wrong is not None:
             message = f"{wrong.where} has tag {wrong.tag!r}, but rewards score {', '.join(sorted(known))}"
             yield Finding((*path, "tag"), message, "see rewards.<domain>.tag_included", code="ROLL-C041")
+
+
+def _missing_of_reward(
+    path: KeyPath, reward: RewardConfig, by_file: list[list[Row]], columns: list[set[str]]
+) -> Iterator[Finding]:
+    """Yield, for each key of a reward, the first file whose scored rows lack the key's column."""
+    for key, column in reward.columns().items():
+        for rows, names in zip(by_file, columns, strict=True):
+            if not any(column in row.values for row in rows):
+                name = rows[0].where.rsplit(" row ", 1)[0]
+                message = f"the rows of {name} have no column {column!r}: they have {', '.join(sorted(names))}"
+                yield Finding((*path, key), message, code="ROLL-C041")
+                break
 
 
 def _unusable(path: KeyPath, reward: RewardConfig, rows: list[Row]) -> Iterator[Finding]:

@@ -318,7 +318,7 @@ class DataArguments(Config):
     """Column with the domain."""
     id: str = "id"
     """Column with the row's id. Default: the row number."""
-    template: str = "native"
+    template: Literal["native", "plain", "chatml", "qwen", "llama3"] = "native"
     """Chat template. `native`: the tokenizer's own; if it has none, prompts are used as they are and chats are an
     error. Otherwise a name from the docs. A named template is exported with the tokenizer."""
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
