@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from roll_core.cli.main import main
 from roll_core.config import load
+from roll_core.config.compose import compose
 from roll_core.plugins.registry import load_registry
 from roll_migrate.roll import import_roll
 
@@ -168,3 +170,12 @@ def test_what_affects_training_and_is_missing_here_is_rejected_by_check(
     file.write_text(text.replace(old, new, 1).replace("ADV", "agentic_reinforce"), encoding="utf-8")
     assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
     assert re.search(rf"ours\.yaml:\d+:\d+: ROLL-[CP]\d+ {key}", capsys.readouterr().out)
+
+
+def test_a_short_sequence_is_shared_by_prompt_and_response(tmp_path):
+    registry = load_registry()
+    file = Path(__file__).parent / "roll" / "agentic.yaml"
+    data = compose(file, ("sequence_length=1001",), registry).data
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(data))
+    config = import_roll(tmp_path / "theirs.yaml", registry).config
+    assert (config["prompt_length"], config["response_length"]) == (500, 501)

@@ -13,6 +13,7 @@ from roll_core.plugins.registry import load_registry
 from roll_migrate.command import import_config
 from roll_migrate.openrlhf import import_openrlhf
 from roll_migrate.rules import value_at
+from roll_testing.errors import raises_error
 
 FILES = Path(__file__).parent / "openrlhf"
 EXPECTED = {
@@ -574,3 +575,40 @@ def test_a_file_that_cannot_be_read_is_an_error(registry, tmp_path):
     with pytest.raises(ConfigError) as error:
         import_openrlhf(tmp_path / "missing.sh", registry)
     assert [each.code for each in error.value.problems] == ["ROLL-C020"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "fact"),
+    [("--actor.model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-3B"), ("--pretrain llava-7b", "llava-7b")],
+)
+def test_models_with_images_are_refused_by_name(flag, fact, registry, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python3 -m openrlhf.cli.train_ppo_ray {flag} --data.prompt_dataset a.jsonl\n")
+    with raises_error(UnsupportedError, fact, f"{file}:1"):
+        import_openrlhf(file, registry)
+
+
+def test_scripts_in_the_idiom_of_openrlhf_are_followed(registry, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text("""set -x
+WORK=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ARGS=(--ckpt.output_dir "${WORK}/out")
+ARGS+=(--actor.model_name_or_path "${MODEL:-models/policy}")
+read -r -d '' more <<EOF
+openrlhf.cli.train_ppo_ray \\
+   --data.prompt_dataset ${WORK}/a.jsonl \\
+   --rollout.batch_size 64
+EOF
+if [[ ${1} != "slurm" ]]; then
+    python3 -m $more "${ARGS[@]}" --logger.wandb.key $WANDB_API_KEY
+fi
+""")
+    new = import_openrlhf(file, registry)
+    assert new.config["rollout_batch_size"] == 64
+    assert new.config["output_dir"] == f"{tmp_path}/out"
+    assert value_at(new.config, ("actor_train", "data_args", "file_name")) == f"{tmp_path}/a.jsonl"
+    places = {each.key: each.where.removeprefix(f"{file}:") for each in new.keys if each.where}
+    assert places["rollout.batch_size"].startswith("8:")
+    assert places["ckpt.output_dir"].startswith("3:")
+    given = import_openrlhf(file, registry, {"MODEL": "other"})
+    assert given.config["pretrain"] == "other"

@@ -12,11 +12,14 @@ import yaml
 from roll_core.algorithms.correction_options import ImportanceWeightConfig
 from roll_core.cli.main import main
 from roll_core.config import load
+from roll_core.config.compose import compose
+from roll_core.errors import UnsupportedError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_migrate.conversion import put
 from roll_migrate.roll import import_roll
 from roll_migrate.rules import IMPORT_STATUSES
-from roll_testing.errors import mentions
+from roll_testing.errors import mentions, raises_error
 
 FILES = Path(__file__).parent / "roll"
 IMPORTABLE = (
@@ -740,3 +743,24 @@ def test_a_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, mon
     assert found["sft_train.data_args.file_name"].status == "changed"
     names = imported.config["sft_train"]["data_args"]["file_name"]
     assert names == ["part-1.jsonl", "part-2.jsonl", "more.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("distill", "student_pretrain", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("distill", "student.data_args.template", "qwen2-5-vl"),
+        ("distill", "student.data_args.image_key", "images"),
+        ("sft_fsdp2", "pretrain", "Qwen/Qwen3-VL-4B-Instruct"),
+        ("agentic", "pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("rlvr_megatron_vllm", "actor_train.data_args.max_pixels", 1000),
+        ("dpo", "pretrain", "llava-1.5-7b"),
+    ],
+)
+def test_configs_with_images_are_refused_by_name(name, key, value, registry, tmp_path):
+    data = compose(FILES / f"{name}.yaml", (), registry).data
+    put(data, tuple(key.split(".")), value)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with raises_error(UnsupportedError, key):
+        import_roll(file, registry)

@@ -515,6 +515,15 @@ def test_scripts_of_other_programs_are_refused_by_name(program, registry, tmp_pa
         script(f"set -x\npython3 {program} {KEYS}\n", registry, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "OpenGVLab/InternVL3-8B", "zai-org/GLM-4.5V"])
+def test_models_with_images_are_refused_by_name(name, registry, tmp_path):
+    with raises_error(UnsupportedError, name, f"{tmp_path / 'run.sh'}:1"):
+        script(f"{PPO} data.train_files=a.parquet actor_rollout_ref.model.path={name}\n", registry, tmp_path)
+    with raises_error(UnsupportedError, name):
+        launch = "torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet"
+        script(f"{launch} optim.lr=1 model.path={name}\n", registry, tmp_path)
+
+
 def test_a_script_that_starts_nothing_is_refused(registry, tmp_path):
     with raises_error(UnsupportedError, "verl.trainer.main_ppo"):
         script("pip install verl\npython3 prepare.py --out data\n", registry, tmp_path)

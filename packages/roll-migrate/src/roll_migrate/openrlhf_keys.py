@@ -700,7 +700,7 @@ ACTOR: Table = {
     "data.prompt_probs": refused("files are not sampled by probabilities: mix the rows"),
     "data.input_key": change("→ `data_args.messages` or `prompt`", _input),
     "data.label_key": change("→ `label` of the reward function", _label),
-    "data.image_key": unneeded("max_images_per_prompt decides"),
+    "data.image_key": refused("only text is supported"),
     "data.max_images_per_prompt": refused("only text is supported", 0),
     "ckpt.best_metric_key": change("→ `save_best`", _best),
     "eval.temperature": _if(evaluates, "there is no eval.dataset", to("validation.generating_args.temperature")),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import UnsupportedError
 from roll_migrate.rules import value_at
+from roll_migrate.shared_rules import reads_images
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,9 @@ IMPORTABLE = {
 }
 """ROLL's pipelines that are imported, and the names of their tables: roll-core's pipelines, and `ON_POLICY`."""
 REWARD_FL_STRATEGY = "diffusion_deepspeed_train"
-OF_IMAGES = ("image", "video", "audio")
+OF_IMAGES = ("image", "video", "audio", "max_pixels", "min_pixels")
+MODELS = ("pretrain", "model_name_or_path", "template", "reward_pretrain", "student_pretrain", "teacher_pretrain")
+"""Keys whose values tell whether a model reads images."""
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
 
 
@@ -50,6 +53,8 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
     Raises `UnsupportedError`, with the decisive key, if there is none.
     """
     name, lacks, seen = _kind(data)
+    if name and (of_images := _of_images(data)):
+        name, lacks, seen = f"{name.removesuffix(' with images')} with images", "images or video", of_images
     has_environments = any(data.get(key) for key in AGENTIC_KEYS)
     of_agents = name == "on-policy distillation" and (
         has_environments or data.get("pure_opd_pipeline_type") == "agentic"
@@ -83,11 +88,21 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
         return found
     if data.get("actor_train") is None:
         return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
-    columns = value_at(data, ("actor_train", "data_args"))
-    for key in columns if isinstance(columns, dict) else ():
-        if str(key).startswith(OF_IMAGES):
-            return "rlvr with images", "images or video", ("actor_train", "data_args", str(key))
     for domain, reward in (data["rewards"] if isinstance(data["rewards"], dict) else {}).items():
         if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_IMAGES):
             return "rlvr with images", "images or video", ("rewards", str(domain), "worker_cls")
     return found
+
+
+def _of_images(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Path of the first key that names a model or a column with images, video or audio; empty without one."""
+    for name, value in data.items():
+        here = (*path, str(name))
+        if isinstance(value, dict):
+            if found := _of_images(value, here):
+                return found
+        elif (name in MODELS and reads_images(value)) or (
+            "data_args" in path and str(name).startswith(OF_IMAGES) and value is not None
+        ):
+            return here
+    return ()

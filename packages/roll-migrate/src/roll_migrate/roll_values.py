@@ -51,6 +51,9 @@ def sequence_length(value: Any, key: Key) -> Outcome:
         writes = ((("prompt_length",), value), (("response_length",), value))
         return Outcome("renamed", writes, "prompt and response may each have up to this length")
     prompt = _number(key.at("prompt_length"), DEFAULT_PROMPT_LENGTH)
+    if key.pipeline == "agentic" and key.at("prompt_length") is None and prompt >= value > 1:
+        writes = ((("prompt_length",), value // 2), (("response_length",), value - value // 2))
+        return Outcome("changed", writes, f"an episode has at most {value} tokens, prompt_length + response_length")
     note = f"{value} - prompt_length {prompt}"
     return Outcome("renamed", ((("response_length",), value - prompt),), note)
 

@@ -7,12 +7,34 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.errors import UnsupportedError
 from roll_migrate.rules import Outcome, dotted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from roll_migrate.rules import Key
+
+
+_READS_IMAGES = re.compile(
+    r"(?<![a-z])(?:vlm?|vision|omni|pixtral|paligemma|idefics\d*|minicpm-?[vo]|glm-?[\d.]*v|smolvlm\d*"
+    r"|(?:qwen|qwen-?\d[.\d]*|intern|kimi|deepseek|ernie|mimo|step)-?vl\d*|llava\w*)(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+def reads_images(model: Any) -> bool:
+    """True for the name of a model or a template that reads images, video or audio: its last part decides."""
+    return isinstance(model, str) and _READS_IMAGES.search(Path(model).name) is not None
+
+
+def refuse_images(models: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` for a model that reads images; `models` has names by their places."""
+    for where, model in models.items():
+        if reads_images(model):
+            raise UnsupportedError(
+                f"{where}: {model} reads images, video or audio, which no pipeline here supports: choose a text model"
+            )
 
 
 def experiment(value: Any, fallback: str) -> Outcome:

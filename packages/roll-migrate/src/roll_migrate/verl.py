@@ -24,6 +24,7 @@ from roll_migrate import verl_sft as sft
 from roll_migrate.conversion import Conversion, ImportedConfig, ImportedKey, has, keys, paths, put, with_environment
 from roll_migrate.rules import Outcome, value_at
 from roll_migrate.scripts import read_script
+from roll_migrate.shared_rules import refuse_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,8 @@ def import_verl(path: Path, registry: Registry, variables: Mapping[str, str] | N
     else:
         trains, data, where = _script(path, variables or {})
         unneeded = ()
+    models = ((verl.ROLE, "model", "path"), ("model", "path"), ("model", "partial_pretrain"))
+    refuse_images({where(model): value_at(data, model) for model in models})
     if trains == "rlvr":
         return _VerlConversion(source=data, pipeline="rlvr", registry=registry, where=where).run(unneeded)
     if trains == "sft":
