@@ -12,7 +12,14 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_modeling import architectures
-from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, check_buildable, check_cached, has_experts
+from roll_modeling.architectures import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    check_buildable,
+    check_cached,
+    has_experts,
+    position_table,
+)
 
 RANDOM = """\
 pipeline: rlvr
@@ -142,3 +149,69 @@ def test_nothing_is_refused_if_transformers_is_not_installed(tmp_path):
         env={**os.environ},
     )
     assert done.stdout.split() == ["False"]
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
+SFT = """\
+pipeline: sft
+prompt_length: 16
+response_length: 64
+sft_train:
+  model_args: {random_init: MODEL}
+  data_args: {file_name: rows.jsonl}
+  strategy_args: {strategy_name: hf_train}
+"""
+
+
+AT_LENGTH = (2, 16, "prompt_length")
+
+
+@pytest.mark.parametrize("positions", [79, 80])
+def test_lengths_beyond_a_table_of_positions_are_a_mistake(here, positions):
+    model = GPT2 | {"n_positions": positions}
+    expected = [] if positions == 80 else [AT_LENGTH]
+    text = SFT.replace("MODEL", json.dumps(model))
+    assert [where for where, _ in found(text)] == expected
+    Path("model/config.json").write_text(json.dumps(model))
+    sources = ["~sft_train.model_args", "+pretrain=model"]
+    assert [where for where, _ in found(text, *sources)] == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"model_type": "gpt2"}, 1024),
+        ({"model_type": "gpt2", "n_positions": 24}, 24),
+        ({"model_type": "opt", "max_position_embeddings": 30}, 30),
+        ({"model_type": "gptj", "n_positions": 24}, 24),
+        ({"model_type": "gpt_neo"}, 2048),
+        ({"model_type": "qwen3", "max_position_embeddings": 24}, None),
+        ({"model_type": "bloom"}, None),
+        ({"model_type": "unknown"}, None),
+    ],
+    ids=str,
+)
+def test_tables_of_positions_are_known(keys, rows):
+    assert position_table(keys) == rows
+
+
+@pytest.mark.parametrize(
+    ("more", "warns"),
+    [
+        ({"max_position_embeddings": 79}, True),
+        ({"max_position_embeddings": 80}, False),
+        ({}, False),
+        ({"max_position_embeddings": 40, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, False),
+        (
+            {
+                "max_position_embeddings": 40,
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 20},
+            },
+            True,
+        ),
+    ],
+)
+def test_lengths_beyond_rotary_positions_are_a_warning(here, more, warns):
+    Path("run.yaml").write_text(SFT.replace("MODEL", json.dumps({"model_type": "qwen3"} | more)))
+    warnings = load("run.yaml", (), load_registry()).warnings
+    assert [each.key for each in warnings] == ["prompt_length"] * warns

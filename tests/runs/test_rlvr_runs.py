@@ -294,3 +294,11 @@ def test_an_engine_gets_the_weights_of_a_role_again_after_those_of_another(local
     reference = REFERENCE | {"strategy_args": {"strategy_name": "hf_train"}}
     local_runs.ok(local_runs.rlvr(max_steps=1, use_kl_loss=True, reference=reference))
     assert published == [True, True, True, False]
+
+
+def test_a_model_of_few_positions_learns(local_runs):
+    model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 14}
+    config = local_runs.rlvr(max_steps=1, guards={"logprob_probe": {"every": 1}})
+    config["actor_train"]["model_args"]["random_init"] = model
+    (line,) = local_runs.metrics(local_runs.ok(config))
+    assert line["weight_sync/logprob_probe"] < 1e-4

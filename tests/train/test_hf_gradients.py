@@ -10,7 +10,7 @@ import torch
 
 from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack, totals
-from roll_core.errors import NonFiniteError, UnsupportedError
+from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import LossOutput, TokenOutputs, TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
@@ -376,3 +376,15 @@ def test_a_model_with_float32_residuals_trains_in_bfloat16(build, sequences, nam
             logp = torch.log_softmax(model(input_ids=tokens[None], use_cache=False).logits[0].float(), dim=-1)
         found = strategy.forward(pack([row])[0], WantedOutputs(logprobs=True)).logprobs_T
         torch.testing.assert_close(found[1:], logp[:-1].gather(1, tokens[1:, None])[:, 0], rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_sequences_beyond_a_table_of_positions_are_named(build, sequences, task):
+    keys = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 11}
+    strategy = build(random_init=keys, task=task)
+    with raises_error(DataError, "s4", "12", "11"):
+        strategy.forward_backward(pack(sequences), OBJECTIVES[task])
+    want = WantedOutputs(values=True) if task == "value" else WantedOutputs(logprobs=True)
+    with raises_error(DataError, "s4"):
+        strategy.forward(pack(sequences)[0], want)
+    strategy.forward(pack(sequences[:4])[0], want)

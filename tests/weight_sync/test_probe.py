@@ -57,7 +57,8 @@ class Engine:
 
 def readings(trainer, engine, *, vocab_size=9, **can):
     capabilities = InferCapabilities(**{"prompt_logprobs": True, **can})
-    return asyncio.run(logprob_probe(trainer, engine, TOKENS, can=capabilities, vocab_size=vocab_size))
+    probing = logprob_probe(trainer, engine, TOKENS, can=capabilities, vocab_size=vocab_size, max_length=64)
+    return asyncio.run(probing)
 
 
 def probe(trainer, engine):

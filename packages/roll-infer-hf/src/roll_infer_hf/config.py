@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
-from roll_modeling.architectures import CAUSAL_LM, IMAGE_TEXT, check_buildable, check_cached
+from roll_modeling.architectures import CAUSAL_LM, IMAGE_TEXT, check_buildable, check_cached, check_positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +50,10 @@ class HFInferConfig(StrategyConfig):
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
         check_buildable(keys, CAUSAL_LM, IMAGE_TEXT)
         check_cached(keys)
+
+    @override
+    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
+        check_positions(keys, prompt, response)
 
     @override
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:

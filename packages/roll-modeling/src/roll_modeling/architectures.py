@@ -24,6 +24,14 @@ CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 """Mapping used for critics and reward models."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config keys of transformers that give the number of experts."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Config keys of transformers that give the number of positions."""
+TABLE = re.compile(
+    r"nn\.Embedding\(\s*(self\.)?config\.(max_position_embeddings|n_positions)|LearnedPositionalEmbedding\("
+    r"|create_sinusoidal_positions\(self\.max_pos|positional_encoding\((self\.)?config\.n_positions"
+    r"|nn\.Embedding\((self\.)?max_position_embeddings|nn\.Embedding\((self\.)?max_positions"
+)
+"""Code of transformers that makes a table of positions."""
 CACHE_PARAMETERS = ("cache", "past_key_values")
 """Names of the parameter that takes a key-value cache: since transformers 5.24, and before."""
 
@@ -67,12 +75,40 @@ def check_cached(keys: Mapping[str, Any]) -> None:
             raise ValueError(f"transformers' {name} does not support a key-value cache")
 
 
+def check_positions(keys: Mapping[str, Any], prompt: int, response: int) -> None:
+    """Raise `ValueError` if prompt and response together exceed the table in which the model looks positions up."""
+    num_positions = position_table(keys)
+    if num_positions is not None and num_positions < prompt + response:
+        raise ValueError(
+            f"prompt_length {prompt} + response_length {response} = {prompt + response} tokens, but a model of type"
+            f" {keys['model_type']} has {num_positions} positions, one for each row of a table: lower them"
+        )
+
+
+def position_table(keys: Mapping[str, Any]) -> int | None:
+    """Number of rows of the table of a model that looks its positions up (GPT-2, OPT); None for other models.
+
+    A later position has no row, so the pass fails. Rotary embeddings compute every position.
+    """
+    model_type = keys.get("model_type")
+    folder = _folder(model_type) if "auto_map" not in keys else None
+    if folder is None or not any(map(_has_table, folder.glob("modeling_*.py"))):
+        return None
+    known = [keys[name] for name in POSITIONS if name in keys] or [_config_default(model_type, *POSITIONS)]
+    return known[0] if isinstance(known[0], int) else None
+
+
+@lru_cache
+def _has_table(file: Path) -> bool:
+    return TABLE.search(file.read_text(encoding="utf-8")) is not None
+
+
 def has_experts(keys: Mapping[str, Any]) -> bool:
     """True for a mixture of experts, also if the number of experts is the default of its `model_type`."""
     text = keys.get("text_config")
     keys = {**keys, **text} if isinstance(text, dict) else keys
     given = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
-    return any(given) if given else _experts_by_default(keys.get("model_type"))
+    return any(given) if given else bool(_config_default(keys.get("model_type"), *NUMBER_OF_EXPERTS))
 
 
 def package_folder(name: str) -> Path | None:
@@ -174,13 +210,14 @@ def _takes_other_attention(architecture: str) -> bool:
 
 
 @lru_cache
-def _experts_by_default(model_type: object) -> bool:
+def _config_default(model_type: object, *names: str) -> Any:
+    """Default of the first of these config keys that the `model_type` has and that is not 0; None if it has none."""
     folder, config = _folder(model_type), _configs().get(str(model_type))
     for file in folder.glob("configuration_*.py") if folder else ():
         for node in ast.walk(_module(file)):
             if isinstance(node, ast.ClassDef) and node.name == config:
-                return any(name in NUMBER_OF_EXPERTS and value for name, value in _defaults(node))
-    return False
+                return next((value for name, value in _defaults(node) if name in names and value), None)
+    return None
 
 
 def _defaults(config: ast.ClassDef) -> Iterator[tuple[str, Any]]:

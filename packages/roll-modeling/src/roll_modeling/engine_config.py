@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.spec.config import PositiveInt, StrategyConfig
-from roll_modeling.architectures import has_experts
+from roll_modeling.architectures import check_positions, has_experts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -70,6 +70,10 @@ class EngineConfig(StrategyConfig):
                 f"mixtures of experts are not supported: the experts loaded in {self.engine} cannot be read back, so"
                 " the first weight update would be rejected"
             )
+
+    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
+        """Raise `ValueError` if prompt plus response exceeds the model's table of positions."""
+        check_positions(keys, prompt, response)
 
     def check_lengths(self, prompt: int, response: int) -> None:
         """Raise `ValueError` if prompt plus response exceeds the maximum sequence length."""

@@ -17,6 +17,7 @@ from roll_core.data.pack import pack
 from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
+from roll_modeling.architectures import position_table
 from roll_modeling.backbone import Backbone, LanguageHead
 from roll_modeling.logprobs import HeadOutputs, HeadRequest
 from roll_modeling.model import scalar_head
@@ -55,6 +56,8 @@ class TaskModel:
         replay = RoutingReplay(model) if spec.router_replay else None
         self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
+        self.num_positions = position_table(model.config.to_dict())
+        """Longest sequence of a model with a table of positions; None for others."""
 
     def outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Compute the requested outputs, with gradients where parameters have them.
@@ -69,6 +72,8 @@ class TaskModel:
             return self._outputs(micro, want)
 
     def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
+        if self.num_positions is not None:
+            check_positions(micro, self.num_positions)
         routed_TMK = micro.routed_experts_TMK
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
         values_T = self._values(hidden_TH, micro) if want.values else None
@@ -178,6 +183,16 @@ def teacher_hidden(micro: MicroBatch) -> Tensor:
     if micro.ids != IDLE:
         raise DataError("a comparison with another model needs teacher_hidden, but the batch has none")
     return torch.zeros(micro.num_tokens, 0, device=micro.tokens_T.device)
+
+
+def check_positions(micro: MicroBatch, num_positions: int) -> None:
+    """Raise `DataError` for a sequence that is longer than the model's table of positions."""
+    for id, length in zip(micro.ids, micro.lengths, strict=True):
+        if length > num_positions:
+            raise DataError(
+                f"sequence {id}: {length} tokens are more than the {num_positions} positions of the model; lower"
+                " prompt_length and response_length, or train a model with more positions"
+            )
 
 
 def check_ids(micro: MicroBatch, want: WantedOutputs, vocab_size: int) -> None:

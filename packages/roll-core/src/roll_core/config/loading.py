@@ -13,6 +13,7 @@ from roll_core.config.validate import NAMED_PARTS, validate
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import RunConfig, StrategyConfig
+from roll_core.spec.model import model_keys, positions_of
 from roll_core.spec.providers import InferProvider, TrainProvider
 
 if TYPE_CHECKING:
@@ -74,9 +75,28 @@ def load(
     parts = {key: registry.find(NAMED_PARTS[key], name) for key, name in names.items() if name is not None}
     warnings = tuple(
         ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
-        for key, reason in {**config.training_warnings(), **config.warnings(parts)}.items()
+        for key, reason in {
+            **_beyond_positions(config),
+            **config.training_warnings(),
+            **config.warnings(parts),
+        }.items()
     )
     return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)
+
+
+def _beyond_positions(config: RunConfig) -> dict[str, str]:
+    """A warning if sequences may be longer than those that a role's model was trained with."""
+    for name, role in config.roles().items():
+        limit = positions_of(model_keys(role.model_args.model_dump(), config.pretrain))
+        if limit is not None and limit < config.prompt_length + config.response_length:
+            return {
+                "prompt_length": (
+                    f"prompt_length {config.prompt_length} + response_length {config.response_length} ="
+                    f" {config.prompt_length + config.response_length} tokens are more than the {limit} positions of"
+                    f" the model of {name} (max_position_embeddings): lower them, or scale its rotary embeddings"
+                )
+            }
+    return {}
 
 
 def _lacking(config: RunConfig, composed: ComposedConfig, registry: Registry) -> Iterator[ConfigProblem]:

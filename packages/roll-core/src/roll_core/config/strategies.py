@@ -91,6 +91,7 @@ class StrategyCheck:
             self._try(strategy.check_model, keys)
             self._try(strategy.check_model_args, given if isinstance(given, dict) else {})
             self._check_architecture(self.path, keys)
+            self._check_positions(keys, self._length("prompt_length"), self._length("response_length"))
 
     def _try(self, check: Callable[..., None], *arguments: Any, code: str = "ROLL-C018", kind: str = "") -> None:
         """Record the `ValueError` that a check of the strategy raises."""
@@ -303,6 +304,7 @@ class StrategyCheck:
         lengths = self._length("prompt_length"), max(longest)
         if issubclass(self.worker, InferWorkerConfig) and self.worker.scores_sequences:
             lengths = sum(lengths), 1
+        self._check_positions(keys, *lengths)
         self._try(strategy.check_lengths, *lengths, code="ROLL-C014", kind="value_error")
 
     def _no_adapters(self) -> str:
@@ -361,6 +363,16 @@ class StrategyCheck:
                 elif "model_name_or_path" in model:
                     at = (*source, "model_args", "model_name_or_path")
             self.report(at, f"{self.provider.name} of {'.'.join(self.path)}: {error}", code="ROLL-C018")
+
+    def _check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
+        """Check that the model has a position for every token of the longest sequence. Report it for one role."""
+        at: KeyPath = ("prompt_length",)
+        if not self.parts.runs_here(self.role) or any(each.path == at for each in self.parts.found):
+            return
+        try:
+            self.strategy.check_positions(keys, prompt, response)
+        except ValueError as error:
+            self.report(at, f"{'.'.join(self.path)}: {error}", code="ROLL-C014")
 
     def _check_router_replay(self) -> None:
         """Check that engine and trainer of the policy support router replay with this model."""

@@ -148,6 +148,10 @@ class StrategyConfig(Config):
         of importing them; `roll_modeling.architectures` helps.
         """
 
+    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
+        """Raise `ValueError`, with the arithmetic, if prompt and response together exceed the positions that the model
+        can compute. Called where `check_architecture` is; `keys` as for `check_model`."""
+
     def check_lengths(self, prompt: int, response: int) -> None:
         """Infer strategies: raise `ValueError`, with the arithmetic, if prompt and response together exceed the
         engine's maximum sequence length. Both are numbers of tokens."""

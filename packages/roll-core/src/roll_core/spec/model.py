@@ -128,6 +128,24 @@ def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
     return {**keys, **overrides} if isinstance(overrides, dict) else keys
 
 
+def positions_of(keys: Mapping[str, Any]) -> int | None:
+    """Number of positions that a model was trained with, by the keys of its config; None if they do not tell.
+
+    Includes the factor of scaled rotary embeddings.
+    """
+    text = keys.get("text_config")
+    keys = {**keys, **text} if isinstance(text, dict) else keys
+    number = keys.get("max_position_embeddings", keys.get("n_positions"))
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling")
+    factor = rope.get("factor") if isinstance(rope, dict) else None
+    if isinstance(number, bool) or not isinstance(number, int):
+        return None
+    if isinstance(rope, dict) and isinstance(factor, (int, float)):
+        original = rope.get("original_max_position_embeddings", number)
+        return max(number, int(factor * original)) if isinstance(original, int) else number
+    return number
+
+
 REWARD_MODEL_HINT = "name the export of a reward model, or a sequence classification model with one label"
 """What to do about a model that `reward_model_problem` describes."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from roll_core.types import Completion, Floats, TokenIds
 
 SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
-"""Prompt and response length of the sampled part in tokens; together shorter than the fixed part (`PROBE_TOKENS`)."""
+"""Maximum prompt and response length of the sampled part in tokens; together shorter than `PROBE_TOKENS`."""
 MOVED = 1e-4
 """Nats by which the trainer's logprobs must move before an engine must follow: engines in fp32 differ by less."""
 
@@ -65,9 +65,17 @@ class ProbeReading:
 
 
 async def logprob_probe(
-    train: TrainRole, infer: GroupInferRole, tokens: TokenIds, *, can: InferCapabilities, vocab_size: int
+    train: TrainRole,
+    infer: GroupInferRole,
+    tokens: TokenIds,
+    *,
+    can: InferCapabilities,
+    vocab_size: int,
+    max_length: int,
 ) -> dict[int, ProbeReading]:
     """Probe every replica that is alive at temperature 1 and return the readings by rank.
+
+    No request is longer than `max_length`, the run's longest sequence: models and engines may have no room for more.
 
     Raises `NonFiniteError` if a logprob is NaN or infinite, and `WeightSyncError` if the trainer or a replica returns
     no or too few logprobs.
@@ -78,8 +86,9 @@ async def logprob_probe(
         once = SamplingParams(max_new_tokens=1, temperature=1.0, seed=seed)
         request = GenerateRequest(id="probe", prompt_ids=tokens, params=once, prompt_logprobs=True, priority=PROBE)
         fixed = await infer.generate_on_each(request)
-    some = SamplingParams(max_new_tokens=SAMPLED_TOKENS, temperature=1.0, seed=seed)
-    prompt = tokens[:SAMPLED_PROMPT]
+    prompt = tokens[: min(SAMPLED_PROMPT, len(tokens) - 1)]
+    num_sampled = max(1, min(SAMPLED_TOKENS, max_length - len(prompt)))
+    some = SamplingParams(max_new_tokens=num_sampled, temperature=1.0, seed=seed)
     request = GenerateRequest(id="probe sampled", prompt_ids=prompt, params=some, priority=PROBE)
     sampled = {
         rank: completion.outputs[0]

@@ -195,10 +195,12 @@ class WeightSyncController:
         """Compare logprobs of the same tokens between the trainer and every replica; the worst replica counts."""
         run, engine = self._run, self._run.engine(target)
         guard, weight_format = run.config.guards.logprob_probe, engine.config.weight_format
+        max_length = run.config.prompt_length + run.config.response_length
         readings = await logprob_probe(
             run.train_role(source),
             engine,
-            probe_tokens(len(run.tokenizer)),
+            probe_tokens(len(run.tokenizer), max_length),
+            max_length=max_length,
             can=engine.capabilities,
             vocab_size=run.vocab_size(source),
         )
@@ -240,6 +242,7 @@ async def _self_test_failure(broadcaster: WeightBroadcaster) -> str:
     return ""
 
 
-def probe_tokens(vocab_size: int) -> TokenIds:
-    """Fixed pseudo-random tokens of a vocabulary."""
-    return np.random.default_rng(0).integers(0, vocab_size, size=PROBE_TOKENS, dtype=np.int64)
+def probe_tokens(vocab_size: int, max_length: int) -> TokenIds:
+    """Fixed pseudo-random tokens of a vocabulary, at least 2, with room for a sampled one in `max_length`."""
+    size = max(2, min(PROBE_TOKENS, max_length - 1))
+    return np.random.default_rng(0).integers(0, vocab_size, size=size, dtype=np.int64)
