@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import string
+from datetime import datetime
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from roll_core.data.encode import Encoder, encode_prompts, encode_sft, tokenizer_texts
 from roll_core.data.rows import read_rows
-from roll_core.data.templates import chat_template_of, control_tokens, load_template
+from roll_core.data.templates import chat_template_of, control_tokens, load_template, set_date
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
@@ -266,3 +268,27 @@ def test_unknown_templates_and_missing_control_tokens_are_refused(load):
         load_template("chatmal", tokenizer)
     with raises_error(DataError, "im_start"):
         load_template("chatml", tokenizer)
+
+
+IN_A_VARIABLE = "{%- if strftime_now is defined %}{%- set day = strftime_now('%Y-%m-%d') %}{%- endif %}{{ day }}"
+IN_A_MACRO = "{%- macro system() %}{{ 'On ' + strftime_now('%-d %B, %H:%M') }}{% endmacro %}{{ system() }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "03 Feb 2001"),
+        (f"\n {IN_A_VARIABLE}", "2001-02-03"),
+        (IN_A_MACRO, "On 3 February, 04:05"),
+        ("  {% if strftime_now is defined %}x{% endif %}", "x"),
+        ("  y{{ strftime_now('%y') }}", "  y01"),
+    ],
+)
+def test_a_template_sees_the_date_of_the_run(tmp_path, template, text):
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), (), tmp_path)
+    tokenizer.chat_template = template + "{{ messages[0].content }}"
+    encoder = Encoder(tokenizer, DataArguments(messages="messages"))
+    set_date(tokenizer, datetime(2001, 2, 3, 4, 5))
+    assert encoder.prompt([{"role": "user", "content": "!"}], "row")[0] == text + "!"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == tokenizer.chat_template

@@ -1,11 +1,13 @@
 """Which checkpoint a run goes on from, and which it refuses."""
 
 import json
+import time
 from dataclasses import asdict
+from datetime import datetime
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointMismatchError
@@ -156,6 +158,28 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(local_runs):
     reordered = {"kind": "char", "alphabet": ">9876543210"}
     result = local_runs.run(local_runs.sft(tokenizer=reordered, resume_from_checkpoint=True))
     check_error(result.error, CheckpointMismatchError)
+
+
+def test_a_resumed_run_renders_the_date_of_the_first_run(local_runs):
+    model = local_runs.folder / "model"
+    stored_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{{ strftime_now('%S%M%H') }}>{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    config = local_runs.rlvr(pretrain=str(model), tokenizer=None, prompt_length=16, save_steps=1)
+    del config["actor_train"]["model_args"]["random_init"]
+    first = local_runs.ok(config, "max_steps=1")
+    started = json.loads(first.run_dir.record.read_text(encoding="utf-8"))["date"]
+    time.sleep(1.1)
+    second = local_runs.ok(config | {"resume_from_checkpoint": True}, "max_steps=2")
+    assert json.loads(second.run_dir.record.read_text(encoding="utf-8"))["date"] == started
+    samples = (second.run_dir.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(line)["step"] for line in samples} >= {1, 2}
+    date = datetime.fromisoformat(started).strftime("%S%M%H>")
+    assert all(json.loads(line)["prompt"].startswith(date) for line in samples)
 
 
 def test_what_else_changed_is_logged_once(local_runs):

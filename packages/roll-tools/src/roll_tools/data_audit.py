@@ -146,6 +146,7 @@ def audit_rows(
     long: Counter[str] = Counter()
     without_response = 0
     ends = {*trained_end_ids(tokenizer), *model_ends}
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for row in rows:
         if seconds is not None and time.monotonic() - begin > seconds:
             break
@@ -169,7 +170,8 @@ def audit_rows(
                 long["response"] += responses[-1] > response_length
                 trained = np.flatnonzero(mask)
                 is_cut = truncate and responses[-1] > response_length
-                if is_cut or int(tokens[trained[-1]]) not in ends:
+                lasts = tokens[trained[np.diff(trained, append=len(tokens) + 1) > 1]].tolist()
+                if is_cut or lasts[-1] not in ends or (special & set(lasts)) - ends:
                     unstopped.append(row)
         except DataError as error:
             errors.append(error)
@@ -371,8 +373,8 @@ class _Trial:
             "end_of_turn",
             "warning",
             f"the chat template ends earlier replies with {self.end}, generation stops at {', '.join(self.ends)}",
-            f"set the tokenizer's eos_token to {self.end}, unless it also ends parts of a reply; then train on single"
-            " turns",
+            f"set the tokenizer's eos_token to {self.end}, unless it also ends parts of a reply: then it is not trained"
+            " at the end of earlier replies",
         )
 
     def keeps(

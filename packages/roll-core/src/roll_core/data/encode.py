@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from roll_core.data.end_tokens import reply_ends
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
-from roll_core.data.templates import JinjaTemplate, Template, load_template, texts_of, trained_replies
+from roll_core.data.templates import JinjaTemplate, Segment, Template, load_template, texts_of, trained_replies
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
 
@@ -104,6 +106,8 @@ class Encoder:
             self._check_rendered(messages, tools)
             segments = self.template.segments(messages, tools, context=context)
         self.untrained_replies += len(trained_replies(messages, context)) - sum(each.written for each in segments)
+        if isinstance(self.template, JinjaTemplate):
+            segments = list(self._with_trained_ends(segments))
         eos = str(self.tokenizer.eos_token)
         groups = [
             (written, "".join(segment.text + eos * segment.ends for segment in group))
@@ -114,6 +118,20 @@ class Encoder:
         masks = [[written] * len(ids) for (written, _), ids in zip(groups, pieces, strict=True)]
         mask = np.asarray(list(chain(*masks)), dtype=np.bool_)
         return tokens, np.concatenate([np.zeros(len(tokens) - len(mask), dtype=np.bool_), mask])
+
+    def _with_trained_ends(self, segments: Sequence[Segment]) -> Iterator[Segment]:
+        """The segments, without training of a token that ends a reply but not generation (gpt-oss: `<|end|>`)."""
+        for segment in segments:
+            closing = next((mark for mark in self._of_messages if segment.text.endswith(mark)), "")
+            if segment.written and not segment.ends and closing:
+                yield replace(segment, text=segment.text.removesuffix(closing))
+                yield Segment(closing, written=False)
+            else:
+                yield segment
+
+    @cached_property
+    def _of_messages(self) -> frozenset[str]:
+        return reply_ends(self.tokenizer)[1]
 
     def rendered(self, messages: Sequence[Message], where: str) -> TokenIds:
         """Tokens `[L]` of a conversation as the template renders it, including text after the last response."""

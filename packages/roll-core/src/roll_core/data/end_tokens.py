@@ -61,17 +61,23 @@ def saved_end_ids(path: str, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a response in training data: the end-of-sequence token, and the chat template's end of a reply.
+    """Ids that end a response in training data: the end-of-sequence token, and the chat template's end of a reply."""
+    return tuple(int(tokenizer.convert_tokens_to_ids(mark)) for mark in reply_ends(tokenizer)[0])
+
+
+def reply_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Special tokens that end a reply, the end-of-sequence token first, and those that end only a message of a reply.
 
     Some replies consist of several messages (gpt-oss: analysis, then the answer). The token that ends any message does
     not end such a reply.
     """
-    ends = {str(tokenizer.eos_token): None} if tokenizer.eos_token else {}
-    if tokenizer.chat_template:
-        template = JinjaTemplate(tokenizer)
-        read, inside, closing = _marks_of_trials(template)
-        ends |= {mark: None for mark in closing if not (inside & read and mark in read)}
-    return tuple(int(tokenizer.convert_tokens_to_ids(mark)) for mark in ends)
+    eos = [str(tokenizer.eos_token)] if tokenizer.eos_token else []
+    if not tokenizer.chat_template:
+        return tuple(eos), frozenset()
+    read, inside, closing = _marks_of_trials(JinjaTemplate(tokenizer))
+    of_messages = {mark for mark in closing if inside & read and mark in read} - set(eos)
+    ends = dict.fromkeys([*eos, *(mark for mark in closing if mark not in of_messages)])
+    return tuple(ends), frozenset(of_messages)
 
 
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -88,6 +94,7 @@ _REPLY: Message = {"role": "assistant", "content": "2"}
 _TRIALS: tuple[tuple[Sequence[Message], Sequence[Mapping[str, Any]]], ...] = (
     ([_QUESTION, _REPLY], ()),
     ([_QUESTION, _REPLY, _QUESTION, _REPLY], ()),
+    ([{"role": "system", "content": "4"}, _QUESTION, _REPLY, _QUESTION, _REPLY], ()),
     ([_QUESTION, {**_REPLY, "reasoning_content": "3"}], ()),
     (
         [
@@ -99,7 +106,7 @@ _TRIALS: tuple[tuple[Sequence[Message], Sequence[Mapping[str, Any]]], ...] = (
         (_TOOL,),
     ),
 )
-"""Small conversations, in which a reply is the last or not, has reasoning, or calls a tool."""
+"""Small conversations: a reply is the last or not, follows a system message, has reasoning, or calls a tool."""
 
 
 def _marks_of_trials(template: JinjaTemplate) -> tuple[set[str], set[str], list[str]]:

@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import partial
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from roll_core.data.reasoning import MARKS
@@ -18,6 +19,7 @@ from roll_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
 
     from transformers import PreTrainedTokenizerBase
 
@@ -213,6 +215,23 @@ CONTROL_TOKENS = {
 }
 
 
+_DATE = "roll_date"
+"""Attribute of a tokenizer with the date and time that its chat template sees."""
+
+
+def set_date(tokenizer: PreTrainedTokenizerBase, date: datetime) -> None:
+    """Fix the date and time that the tokenizer's chat template sees (`strftime_now`).
+
+    Otherwise prompts would change at midnight, and those of a resumed run would differ from the run that it continues.
+    """
+    setattr(tokenizer, _DATE, date)
+
+
+def date_of(tokenizer: PreTrainedTokenizerBase) -> datetime | None:
+    """The date that `set_date` fixed; None if templates see the clock."""
+    return getattr(tokenizer, _DATE, None)
+
+
 class JinjaTemplate:
     """Template stored in the tokenizer."""
 
@@ -401,6 +420,7 @@ class JinjaTemplate:
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **self._dated(tools),
         )
         has_calls = any(message.get("tool_calls") for message in messages)
         try:
@@ -413,7 +433,21 @@ class JinjaTemplate:
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the tokenizer's chat template cannot render the messages: {error}") from error
 
+    def _dated(self, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Arguments with which a template sees the date of `set_date`. The library passes no functions to templates."""
+        date = date_of(self.tokenizer)
+        if date is None or "strftime_now" not in str(self.tokenizer.chat_template):
+            return {}
+        template = self.tokenizer.get_chat_template(tools=tools)
+        directives = [f"%-{letter}" for letter in "djmHIMS"] + [f"%{letter}" for letter in f"{ascii_letters}%"]
+        return {"chat_template": _STRFTIME + template, "roll_date": {each: date.strftime(each) for each in directives}}
 
+
+_STRFTIME = (
+    "{% macro strftime_now(format) %}{% set found = namespace(text=format) %}"
+    "{% for directive, value in roll_date.items() %}{% set found.text = found.text | replace(directive, value) %}"
+    "{% endfor %}{{ found.text }}{% endmacro %}\n"  # the line break is no text: the library sets trim_blocks
+)
 SENTINELS = ("a1z", "b2y")
 """Two texts without a common first or last character."""
 _REASONING = re.compile(

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from roll_core.data.encode import Encoder
 from roll_core.data.reasoning import decode_response
+from roll_core.data.templates import date_of, set_date
 from roll_core.data.tokenizers import CHAT_HINT, stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
 from roll_core.runtime.cluster.concurrency import background, cancel_all, gather
@@ -118,6 +119,8 @@ def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedToken
         return ModelInput()
     keys = _keys_of(name, model.model_name_or_path, trust_remote_code=model.trust_remote_code)
     own = stored_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    if own is not None and (date := date_of(tokenizer)) is not None:
+        set_date(own, date)
     differs = "" if own is None else _difference(own, tokenizer)
     if config.input == "text" and own is None:
         hint = "set input: tokens if the model reads the policy's tokens, or name a directory with a tokenizer"
@@ -272,6 +275,8 @@ def reply_encoder(
         lacks = "no tokenizer" if own is None else "no chat template"
         message = f"{path or 'the tokenizer of the run'} has {lacks}, which the messages of {name} need"
         raise ConfigError([ConfigProblem(where=name, key=key, message=message, hint=CHAT_HINT, code="ROLL-C041")])
+    if (date := date_of(tokenizer)) is not None:
+        set_date(own, date)
     return Encoder(own, DataArguments(), chats=True)
 
 

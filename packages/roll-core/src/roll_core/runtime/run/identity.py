@@ -21,6 +21,7 @@ from roll_core.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from datetime import datetime
     from typing import Self
 
     from transformers import PreTrainedTokenizerBase
@@ -55,25 +56,37 @@ class RunIdentity:
     """Digests of the vocabulary and of the other parts of the run's tokenizer; empty without one."""
     data: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the files of rows in bytes."""
+    date: str = ""
+    """Date and time that chat templates see, in ISO format: the start of the first run, and equal in its
+    continuations."""
 
     @classmethod
     def of(
-        cls, models: Mapping[str, ModelSpec], tokenizer: PreTrainedTokenizerBase | None, files: Iterable[str]
+        cls,
+        models: Mapping[str, ModelSpec],
+        tokenizer: PreTrainedTokenizerBase | None,
+        files: Iterable[str],
+        date: datetime,
     ) -> Self:
         """Collect the facts. `files` have the rows of the run."""
         return cls(
             models={role: _model_config(model) for role, model in models.items()},
             tokenizer={} if tokenizer is None else _digests(tokenizer),
             data={name: size for name in files if (size := _size(Path(name))) is not None},
+            date=date.isoformat(),
         )
 
     @classmethod
     def read(cls, saved: Mapping[str, Any] | None) -> Self | None:
-        """The identity in a checkpoint; None if it has none."""
+        """The identity in a checkpoint; None if it has none, or if it cannot be read."""
         try:
-            return None if saved is None else cls(**{name: dict(facts) for name, facts in saved.items()})
-        except (TypeError, ValueError):
+            found = cls(**(saved or {}))
+        except TypeError:
             return None
+        if not saved or not isinstance(found.models, dict):
+            return None
+        parts = (found.tokenizer, found.data, *found.models.values())
+        return found if all(isinstance(part, dict) for part in parts) else None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `read`."""

@@ -23,12 +23,14 @@ import secrets
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.dump import dump
 from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
+from roll_core.data.templates import set_date
 from roll_core.errors import (
     CheckpointError,
     ContractError,
@@ -219,6 +221,8 @@ class _Driver:
     last_metrics: dict[str, float] = field(default_factory=dict)
     evaluation_due: bool = False
     """True if SIGTERM or SIGHUP interrupted the evaluation of the last step, in this run or in the resumed run."""
+    date: datetime = field(default_factory=lambda: datetime.now().replace(microsecond=0))
+    """Local date and time that chat templates see, also in later continuations of the run."""
     exporting: bool = False
     """True if the export has begun and is not complete."""
 
@@ -366,12 +370,17 @@ class _Driver:
         """
         config, run_dir = self.config, self.run_dir
         history, resumed_step = _history(checkpoint)
+        if checkpoint is not None and (saved := RunIdentity.read(SavedRun.of(checkpoint).identity)) is not None:
+            with contextlib.suppress(TypeError, ValueError):  # an edited or older checkpoint
+                self.date = datetime.fromisoformat(saved.date)
+        self.record.update(date=self.date.isoformat())
         with self.ledger.stage("data"):
             data = DatasetCache()
             tokenizer = None
             if self.provider.tokenizer:
                 with writing(run_dir.tokenizer):
                     tokenizer = prepare_tokenizer(config, data, run_dir.tokenizer)
+                set_date(tokenizer, self.date)
         samples = SamplesFile(
             run_dir.samples,
             lambda ids: "" if tokenizer is None else str(tokenizer.decode(ids.tolist())),
@@ -401,7 +410,7 @@ class _Driver:
         else changed. Raises `CheckpointMismatchError`."""
         trained = [role for role in self.pipeline.roles() if role.kind == "train"]
         models = {role.name: model_spec(role, self.config, self.run_dir.tokenizer) for role in trained}
-        here = RunIdentity.of(models, run.tokenizer if self.provider.tokenizer else None, run.data_files)
+        here = RunIdentity.of(models, run.tokenizer if self.provider.tokenizer else None, run.data_files, self.date)
         if checkpoint is not None:
             saved = RunIdentity.read(SavedRun.of(checkpoint).identity)
             if saved is not None:
