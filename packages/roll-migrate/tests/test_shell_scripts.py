@@ -111,7 +111,10 @@ def test_a_variable_that_the_script_sets_cannot_be_given(tmp_path):
     with raises_error("ROLL-C015", "low", key="--set"):
         launches("low=0.2\nlaunch $low", tmp_path, low="0.1")
     # what it finds out by a program can
-    assert launches("n=$(nvidia-smi -L | wc -l)\nlaunch $n", tmp_path, n="4") == [["4"]]
+    text = "n=$(nvidia-smi -L | wc -l)\nlaunch $n"
+    assert launches(text, tmp_path, n="4") == [["4"]]
+    with raises_error("ROLL-C024", "nvidia-smi", "--set n=VALUE,"):
+        launches(text, tmp_path)
 
 
 def test_the_directory_of_the_script_is_known(tmp_path, monkeypatch):
@@ -133,6 +136,13 @@ def test_a_file_of_settings_is_followed_or_missed(tmp_path):
     (tmp_path / "config.sh").unlink()
     with raises_error("ROLL-C024", "config.sh"):
         launches(text, tmp_path)
+
+
+def test_a_source_of_an_unknown_file_may_set_anything(tmp_path):
+    with raises_error("ROLL-C024", "config.env"):
+        launches('source "${SLURM_SUBMIT_DIR}/config.env"\nlaunch ${lr:-1e-6}\n', tmp_path)
+    text = "source /usr/share/machine.sh\nsource ~/.bashrc\n. venv/bin/activate\nlaunch ${lr:-1e-6}\n"
+    assert launches(text, tmp_path) == [["1e-6"]]
 
 
 def test_words_keep_their_places(tmp_path):

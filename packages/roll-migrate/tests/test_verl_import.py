@@ -531,6 +531,27 @@ def test_a_script_that_starts_nothing_is_refused(registry, tmp_path):
         script(f"[ $# -gt 0 ] || exit 1\n{PPO} {KEYS} trainer.nnodes=$1\n", registry, tmp_path)
 
 
+def test_a_program_in_a_variable_is_followed_or_asked_for(registry, tmp_path):
+    text = f"python3 -m ${{MODULE}} {KEYS}\n"
+    with raises_error("ROLL-C024", "MODULE", at=f"{tmp_path / 'run.sh'}:1:12"):
+        script(text, registry, tmp_path)
+    assert script(text, registry, tmp_path, MODULE="verl.trainer.main_ppo").pipeline == "rlvr"
+    with raises_error(UnsupportedError, "verl-train"):
+        script(f"verl-train {KEYS}\n", registry, tmp_path)
+
+
+def test_a_file_of_overrides_is_one_of_the_ppo_trainer(registry, tmp_path):
+    new = script(
+        "data.train_files=a.parquet \\\ndata.train_batch_size=8\nactor_rollout_ref.model.path=A\n", registry, tmp_path
+    )
+    assert (new.pipeline, new.config["rollout_batch_size"], new.config["pretrain"]) == ("rlvr", 8, "A")
+
+
+def test_runs_of_a_loop_are_refused(registry, tmp_path):
+    with raises_error(UnsupportedError, f"{tmp_path / 'run.sh'}:1"):
+        script(f"for n in 4 8; do {PPO} {KEYS} actor_rollout_ref.rollout.n=$n; done\n", registry, tmp_path)
+
+
 def test_overrides_after_a_broken_line_are_refused(registry, tmp_path):
     with raises_error("ROLL-C024", "data.train_batch_size=8", at=f"{tmp_path / 'run.sh'}:3:3"):
         script(f"{PPO} {KEYS} \\\n  # comment\n  data.train_batch_size=8\n", registry, tmp_path)

@@ -116,10 +116,11 @@ class Command:
 class Leave(Exception):
     """`exit`, `return`, `break` or `continue`."""
 
-    def __init__(self, kind: str, where: str) -> None:
+    def __init__(self, kind: str, where: str, status: bool | None = None) -> None:
         super().__init__(kind)
         self.kind = kind
         self.where = where
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +432,7 @@ class ShellReader:
         except Leave as leave:
             if leave.kind != "return":
                 raise
-            return None
+            return leave.status
         finally:
             self.arguments = outside
             self.calls -= 1
@@ -487,7 +488,8 @@ class ShellReader:
         raise Leave("exit", f"{self.path}:{line}")
 
     def _do_return(self, arguments: list[str], line: int) -> bool | None:
-        raise Leave("return", f"{self.path}:{line}")
+        status = int(arguments[0]) == 0 if arguments and arguments[0].isdigit() else None
+        raise Leave("return", f"{self.path}:{line}", status)
 
     def _do_break(self, arguments: list[str], line: int) -> bool | None:
         raise Leave("break", f"{self.path}:{line}")
@@ -541,7 +543,7 @@ class ShellReader:
                 self.path = outside
                 self.calls -= 1
                 return result
-        self.elsewhere = f"source {name} ({self.path}:{line})"
+        self.elsewhere = f"source {_UNKNOWN.sub('…', name)} ({self.path}:{line})"
         return None
 
     def _printed(self, text: str) -> bool:
@@ -661,7 +663,7 @@ class ShellReader:
             self.used.add(name)
             return
         self.unread.discard(name)
-        self.variables[name] = text
+        self.variables[name] = self._named(text, name)
 
     def _variable(self, name: str) -> _Value | None:
         """Value of a variable; None if it is not set here."""
@@ -829,9 +831,9 @@ class ShellReader:
         return self._edited(value, part) if part.operator else value
 
     def _named(self, text: str, name: str) -> str:
-        """A default, whose unknown parts are known if the variable `name` is given."""
+        """An unknown text that is known if the variable `name` is given: its default, or what it is set to."""
         reason = self._reason(text)
-        if reason is None or reason.name or text != f"\0{text[1:-1]}\0":
+        if reason is None or reason.name or not _UNKNOWN.fullmatch(text):
             return text
         return self._mark(Unknown(reason.message, reason.where, name))
 

@@ -444,9 +444,29 @@ class _Parser:
                     raise self.error(f"unexpected {found[0]}")
                 self.at += 2
 
-    def for_(self, line: int) -> For:
+    def counted(self, line: int) -> Group:
+        """`for ((first; condition; step))`, as a loop with a condition."""
+        self.at += 2
+        found = self.match(re.compile(r"([^;\n]*);([^;\n]*);([^;\n]*?)\)\)"))
+        if found is None:
+            raise self.error("expected ((first; condition; step))")
+        self.at = found.end()
+        first, condition, step = (
+            (Chain((("", Pipeline((Calculation(parse_line(text.strip(), line), line),), negated=False)),), line),)
+            for text in (found[1], found[2].strip() or "1", found[3])
+        )
+        self.blank()
+        if self.starts_with(";"):
+            self.at += 1
+        self.lines()
+        loop = While(condition, (*self.loop(), *step), negated=False, line=line)
+        return Group((*first, Chain((("", Pipeline((loop,), negated=False)),), line)), subshell=False)
+
+    def for_(self, line: int) -> For | Group:
         self.at += len("for")
         self.blank()
+        if self.starts_with("(("):
+            return self.counted(line)
         name = self.match(_NAME)
         if name is None:
             raise self.error("expected a loop over words")

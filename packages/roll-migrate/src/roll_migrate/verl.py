@@ -124,11 +124,18 @@ def _script(path: Path, variables: Mapping[str, str]) -> tuple[str, dict[str, An
     """Pipeline, values and positions of the Hydra overrides in a script."""
     script = read_script(path, variables)
     launches = [launch for launch in script.launches() if _starts_run(launch)]
+    for launch in launches:
+        if not launch.program and not _OVERRIDE.fullmatch(launch.texts[0]):
+            started = [word.value("", word.text) for word in launch.words]  # a variable may have the program
+            raise UnsupportedError(
+                f"{launch.where}: the script starts {started[0]}, which cannot be imported. Expected {_EXPECTED}"
+            )
     programs = [launch for launch in launches if launch.program]
     if programs:
         stray = next((launch for launch in launches if not launch.program), None)
         if stray is not None:
-            message = f"{stray.texts[0]} belongs to no program: the line before does not end with a backslash"
+            text = stray.words[0].value("", stray.texts[0])
+            message = f"{text} belongs to no program: the line before does not end with a backslash"
             hint = "a comment or a blank after a backslash ends the command too"
             raise ConfigError([ConfigProblem(stray.where, "", message, hint, "ROLL-C024")])
         launch = script.one(programs, _EXPECTED)
